@@ -1,0 +1,56 @@
+"""What the training loop needs of its parts, and no more. Concrete classes are picked in ``rlhf_mcore.cli``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
+
+
+class RolloutEngine(Protocol):
+    """A generator whose weights are set from outside and carry a version.
+
+    With tensor parallelism inside the engine every rank of it is called with the same arguments; only the engine's first
+    rank (``is_lead``) returns trajectories, the others return an empty list.
+    """
+
+    is_lead: bool
+    num_engines: int
+    engine_index: int
+    policy_version: int
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """Draw ``sampling.n`` responses for each prompt, in prompt order, samples 0..n-1 adjacent."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights by full tensors under Hugging Face names. Until it returns, ``generate`` raises."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class RewardFunction(Protocol):
+    """Scores finished trajectories."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]: ...
+
+
+class TrainableRole(Protocol):
+    """A model that the loop updates."""
+
+    def update(self, batch: TrainBatch) -> Mapping[str, float]: ...
+
+
+class Tracker(Protocol):
+    """A place where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,116 @@
+"""The records that travel through a step: Prompt -> Trajectory -> RolloutGroup -> TrainBatch -> Microbatch.
+
+Axes: P prompts, G samples per prompt, B = P * G sequences, T padded tokens, N packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of the data, rendered and tokenised.
+
+    ``prompt_id`` is unique within a data set and stable across runs; ``index`` is the row's number in it. Seeds of rollouts
+    are derived from them, so they must not depend on batch composition.
+    """
+
+    prompt_id: str
+    index: int
+    prompt_ids: list[int]
+    text: str
+    data_source: str = "unknown"
+    ground_truth: Any = None
+    style: str = "rule"
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sampling:
+    """How a response is drawn. ``temperature == 0`` is greedy; ``top_k == -1`` and ``top_p == 1.0`` are off."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One response to one prompt. ``response_ids`` ends with the end-of-sequence token when ``finish_reason`` is "stop".
+
+    ``rollout_logprobs[t]`` is the engine's logprob of ``response_ids[t]`` at the sampling temperature.
+    """
+
+    prompt: Prompt
+    sample: int
+    response_ids: list[int]
+    rollout_logprobs: list[float]
+    response_text: str
+    finish_reason: str
+    policy_version: int
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The G trajectories of one prompt."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+
+@dataclass(slots=True)
+class Score:
+    """A grader's verdict on one trajectory: the scalar reward and named parts for the metrics."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """The rows of one step that belong to one data-parallel rank. All tensors live on the host; B is the local row count.
+
+    Optional fields are filled in the order of the loop (reference, actor, advantages).
+    """
+
+    token_ids: Tensor  # [B, T] int64: prompt, response, padding on the right
+    lengths: Tensor  # [B] int64: number of real tokens of a row
+    loss_mask: Tensor  # [B, T] bool: response tokens
+    rollout_logprobs: Tensor  # [B, T] float32, zero outside loss_mask
+    scores: Tensor  # [B] float32: raw reward
+    group_ids: Tensor  # [B] int64: which prompt of the step
+    row_ids: Tensor  # [B] int64: global row number within the step, 0 <= id < P * G
+    minibatch_ids: Tensor  # [B] int64: which minibatch of the step the row's group belongs to
+    num_rows_global: int  # rows over all data-parallel ranks
+    num_minibatches: int
+    ref_logprobs: Tensor | None = None  # [B, T] float32
+    old_logprobs: Tensor | None = None  # [B, T] float32
+    old_values: Tensor | None = None  # [B, T] float32
+    rewards: Tensor | None = None  # [B, T] float32: after shaping and KL
+    advantages: Tensor | None = None  # [B, T] float32
+    returns: Tensor | None = None  # [B, T] float32
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """What one forward pass eats: packed (``token_ids`` [1, N]) or padded ([b, T]).
+
+    ``cu_seqlens`` [num_sequences + 1] int32 is set for packed input only. ``rows`` maps sequence k of the microbatch to a row of
+    the TrainBatch. Per-token training inputs are in ``fields`` with the shape of ``token_ids``.
+    """
+
+    token_ids: Tensor  # [1, N] or [b, T] int64
+    position_ids: Tensor  # same shape, int64
+    rows: list[int]
+    lengths: list[int]
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    fields: dict[str, Tensor] = field(default_factory=dict)
