@@ -1,0 +1,29 @@
+"""The one error type for mistakes a user can make and mend: in a config file, an override or a file that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """A user's mistake. Each problem names the field, its value and the remedy.
+
+    ``problems`` holds one line of text (or a few) per mistake, so that a user sees all of them at once.
+    """
+
+    def __init__(self, message: str, *, problems: Sequence[str] | None = None) -> None:
+        self.problems: list[str] = list(problems) if problems is not None else [message]
+        super().__init__(message)
+
+    @classmethod
+    def many(cls, problems: Sequence[str]) -> ConfigError:
+        """One error for several problems; a single problem is printed without a list around it."""
+        assert problems, "ConfigError.many needs at least one problem"
+        if len(problems) == 1:
+            return cls(problems[0])
+        lines = "\n".join(f"  - {_indented(problem)}" for problem in problems)
+        return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
+
+
+def _indented(problem: str) -> str:
+    return problem.replace("\n", "\n    ")
