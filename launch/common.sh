@@ -1,0 +1,51 @@
+# Sourced by the other scripts: where the repository is, how to stop with a message, how to reach the package index.
+# shellcheck shell=bash
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+venv="$root/.venv"
+
+say() { printf '%s\n' "$*"; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# heading TEXT: a section heading on a line of its own.
+heading() { printf '\n== %s ==\n' "$*"; }
+
+# pip_setting NAME: a setting of this machine's pip (environment first, then its files), or nothing.
+pip_setting() {
+    local variable="PIP_${1^^}"
+    variable="${variable//-/_}"
+    if [[ -n "${!variable:-}" ]]; then
+        say "${!variable}"
+        return
+    fi
+    "$venv/bin/python" -m pip config get "install.$1" 2>/dev/null \
+        || "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null \
+        || true
+}
+
+# hand_on_index_settings: uv reads none of pip's settings, so give it those that it was not given in its own variables.
+hand_on_index_settings() {
+    local index extra links certificates
+    index="$(pip_setting index-url)"
+    extra="$(pip_setting extra-index-url)"
+    links="$(pip_setting find-links)"
+    certificates="$(pip_setting cert)"
+    if [[ -n "$index" ]]; then export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"; fi
+    if [[ -n "$extra" ]]; then export UV_INDEX="${UV_INDEX:-$(words "$extra")}"; fi
+    if [[ -n "$links" ]]; then export UV_FIND_LINKS="${UV_FIND_LINKS:-$(words "$links" ,)}"; fi
+    if [[ -n "$certificates" ]]; then export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificates}"; fi
+    # pip looks for a version in every index. Hashes in the lock make it irrelevant which index serves a file.
+    export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
+}
+
+# words LIST [SEPARATOR]: the whitespace-separated words of LIST on one line.
+words() {
+    local -a parts
+    read -r -d '' -a parts <<<"$1" || true
+    local IFS="${2:- }"
+    say "${parts[*]}"
+}

