@@ -1,0 +1,118 @@
+"""Rows of one rank to microbatches under a token budget: packed back to back, or grouped by length for padding."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.balance import balance
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of: int = 1) -> list[list[int]]:
+    """Bins of rows whose token sum is at most ``max_tokens``: close to the fewest, then of nearly equal sums.
+
+    The count comes from best-fit decreasing (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to
+    ``min_bins`` and to a multiple of ``multiple_of``. The rows are then spread anew over that many bins by largest
+    differencing; where this would break the budget, the best-fit bins are levelled instead. Where rows do not reach,
+    bins are empty. Deterministic.
+
+    Raises:
+        ConfigError: one row alone is longer than ``max_tokens``.
+    """
+    _check_budget(lengths, max_tokens)
+    fitted = _best_fit(lengths, max_tokens)
+    num_bins = round_up(max(len(fitted), min_bins), multiple_of)
+    balanced = balance(lengths, num_bins)
+    if all(sum(lengths[row] for row in rows) <= max_tokens for rows in balanced):
+        return balanced
+    return _level(fitted + [[] for _ in range(num_bins - len(fitted))], lengths)
+
+
+def group_by_length(
+    lengths: Sequence[int], max_tokens: int, *, pad_multiple: int = 1, min_bins: int = 1, multiple_of: int = 1
+) -> list[list[int]]:
+    """Groups of rows of similar length, so that rows x padded length (to ``pad_multiple``) is at most ``max_tokens``.
+
+    Rows are taken longest first, as many as fit, which gives the fewest groups of a sorted list. Counts as in ``pack``:
+    where more groups are asked for, the largest are halved, and what rows cannot reach stays empty.
+
+    Raises:
+        ConfigError: one padded row alone is longer than ``max_tokens``.
+    """
+    _check_budget([round_up(length, pad_multiple) for length in lengths], max_tokens)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups: list[list[int]] = []
+    while order:
+        count = max_tokens // round_up(lengths[order[0]], pad_multiple)
+        groups.append(order[:count])
+        order = order[count:]
+    num_groups = round_up(max(len(groups), min_bins), multiple_of)
+    while len(groups) < num_groups:
+        _split_largest(groups, lengths)
+    return groups
+
+
+def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
+    longest = max(lengths, default=0)
+    assert min(lengths, default=1) >= 1, "a row has at least one token"
+    if longest > max_tokens:
+        raise ConfigError(
+            f"trainer.max_tokens_per_microbatch={max_tokens} is less than one sequence of {longest} tokens "
+            f"(row {lengths.index(longest)}, padding included); set it to {longest} or more, or shorten "
+            "data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+
+
+def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing: each row, longest first, goes to the fullest bin that still has room for it."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        place = bisect_left(room, (lengths[row], 0))
+        if place == len(room):
+            bins.append([])
+            left, target = max_tokens, len(bins) - 1
+        else:
+            left, target = room.pop(place)
+        bins[target].append(row)
+        insort(room, (left - lengths[row], target))
+    return bins
+
+
+def _level(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Move rows from the heaviest bin that can spare one to the lightest, as long as that brings the two closer.
+
+    Every move lowers the sum of squared bin sums and never makes the lighter bin heavier than the other was, so it ends
+    and keeps the budget.
+    """
+    sums = [sum(lengths[row] for row in rows) for rows in bins]
+    while True:
+        lightest = sums.index(min(sums))
+        divisible = [place for place, rows in enumerate(bins) if len(rows) > 1]
+        heaviest = max(divisible, key=lambda place: sums[place], default=lightest)
+        gap = sums[heaviest] - sums[lightest]
+        movable = [row for row in bins[heaviest] if lengths[row] < gap]
+        if not movable:
+            return [sorted(rows) for rows in bins]
+        row = min(movable, key=lambda row: (abs(2 * lengths[row] - gap), row))
+        bins[heaviest].remove(row)
+        bins[lightest].append(row)
+        sums[heaviest] -= lengths[row]
+        sums[lightest] += lengths[row]
+
+
+def _split_largest(groups: list[list[int]], lengths: Sequence[int]) -> None:
+    """Halve the group with most padded tokens among those of two rows or more; add an empty group if there is none."""
+    divisible = [place for place, rows in enumerate(groups) if len(rows) > 1]
+    if not divisible:
+        groups.append([])
+        return
+    largest = max(divisible, key=lambda place: (len(groups[place]) * lengths[groups[place][0]], -place))
+    half = (len(groups[largest]) + 1) // 2
+    groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]

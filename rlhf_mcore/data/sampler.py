@@ -1,0 +1,97 @@
+"""The order in which prompts are trained on, resumable at any prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlhf_mcore.config.errors import ConfigError
+
+
+class PromptSampler:
+    """Batches of positions 0 <= i < num_prompts, epoch after epoch, each epoch in an order of its own.
+
+    A batch may straddle epochs, so that no prompt is ever left out; it may then hold a prompt twice. The order of an
+    epoch depends on (seed, epoch) alone, and the state is a single count, so a run may be resumed with another batch
+    size.
+    """
+
+    def __init__(self, num_prompts: int, batch_size: int, seed: int, shuffle: bool) -> None:
+        if num_prompts < 1:
+            raise ConfigError("data.train: there are no prompts to sample from; give files that have rows")
+        if batch_size < 1:
+            raise ConfigError(f"trainer.prompts_per_step={batch_size}: must be at least 1")
+        if seed < 0:
+            raise ConfigError(f"seed={seed}: must not be negative")
+        self.num_prompts = num_prompts
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self._num_drawn = 0
+        self._epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next prompt belongs to, from 0."""
+        return self._num_drawn // self.num_prompts
+
+    def next_batch(self) -> list[int]:
+        """The positions of the next ``batch_size`` prompts."""
+        batch: list[int] = []
+        while len(batch) < self.batch_size:
+            start = self._num_drawn % self.num_prompts
+            part = self._order_of(self.epoch)[start : start + self.batch_size - len(batch)]
+            batch.extend(part.tolist())
+            self._num_drawn += len(part)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the sampler is, and what it walks over; plain JSON values."""
+        return {
+            "num_drawn": self._num_drawn,
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            ConfigError: keys are missing or unknown, or the data, the seed or the shuffling have changed.
+        """
+        mine = self.state_dict()
+        if set(state) != set(mine):
+            raise ConfigError(f"sampler state has the keys {sorted(state)}, expected {sorted(mine)}")
+        names = {"num_prompts": "the number of prompts in data.train", "seed": "seed", "shuffle": "data.shuffle"}
+        for key, name in names.items():
+            if state[key] != mine[key]:
+                raise ConfigError(
+                    f"cannot resume: {name} was {state[key]} and is now {mine[key]}; "
+                    "restore it, or start a new experiment"
+                )
+        num_drawn = state["num_drawn"]
+        if type(num_drawn) is not int or num_drawn < 0:
+            raise ConfigError(f"sampler state: num_drawn={num_drawn!r} must be a count")
+        self._num_drawn = num_drawn
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            in_file_order = np.arange(self.num_prompts)
+            self._order = epoch_order(self.num_prompts, self.seed, epoch) if self.shuffle else in_file_order
+            self._epoch = epoch
+        return self._order
+
+
+def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation [num_prompts] that is a pure function of its arguments.
+
+    Prompts are sorted by raw words of the counter-based generator Philox4x64-10 (Salmon et al. 2011, "Parallel random
+    numbers: as easy as 1, 2, 3") keyed with (seed, epoch). Raw words are fixed by the paper, whereas the shuffles of
+    numpy and torch may change with their versions.
+    """
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_prompts)
+    return np.argsort(words, kind="stable")

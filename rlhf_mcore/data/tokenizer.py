@@ -1,0 +1,55 @@
+"""Tokenizers from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local Hugging Face directory. Code that comes with a model is never run.
+
+    A tokenizer without a pad token pads with its end-of-sequence token: padding is masked everywhere, any id will do.
+
+    Raises:
+        ConfigError: no such directory, a tokenizer that asks for its own code, or one without an end-of-sequence token.
+    """
+    _refuse_foreign_code(path)
+    from transformers import AutoTokenizer  # seconds to import, so not before the cheap checks
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded from it ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"model.tokenizer_path={path!r}: the tokenizer has no end-of-sequence token, so no response could end; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _refuse_foreign_code(path: str) -> None:
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"model.tokenizer_path={path!r}: no such directory; set model.path or model.tokenizer_path")
+    settings = directory / "tokenizer_config.json"
+    if not settings.is_file():
+        return
+    try:
+        content = json.loads(settings.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"model.tokenizer_path={path!r}: {settings.name} is not JSON ({error})") from error
+    if "auto_map" in content:
+        raise ConfigError(
+            f"model.tokenizer_path={path!r}: {settings.name} asks to run code of its own (auto_map), which is refused; "
+            "use a tokenizer that transformers knows"
+        )
