@@ -1,0 +1,1 @@
+"""Scoring of finished trajectories: rule graders over strings, and functions of the user's."""

@@ -1,0 +1,61 @@
+"""Per-token estimators of the KL divergence between the policy and a reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ESTIMATORS = ("k1", "k2", "k3")
+
+# exp(20) is 4.9e8: far outside anything a healthy run shows, and far from the float32 overflow at exp(88).
+MAX_LOG_RATIO = 20.0
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: Tensor | None = None) -> Tensor:
+    """Estimate KL(policy || reference) at each sampled token (J. Schulman, "Approximating KL divergence", 2020).
+
+    With d = ref_logprobs - logprobs, of tokens drawn from the policy:
+
+    - ``k1`` = -d: unbiased, high variance, may be negative;
+    - ``k2`` = d^2 / 2: biased, low variance;
+    - ``k3`` = exp(d) - 1 - d: unbiased and never negative (GRPO, arXiv 2402.03300, eq. 4).
+
+    Unbiased is said of the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
+    (E[grad logprobs] = 0) and k2 has that of the KL itself.
+
+    k3 grows as exp(d), so d is clamped from above at ``MAX_LOG_RATIO`` for it: such a token has the constant value
+    exp(20) - 21 and no gradient, instead of an overflow to inf and a NaN gradient. From below k3 grows only linearly
+    and is not clamped.
+
+    Args:
+        logprobs, ref_logprobs: same shape, padded [B, T] or packed [1, N].
+        estimator: one of ``ESTIMATORS``.
+        mask: bool of that shape. Outside it the result is 0 and garbage in the inputs reaches neither value nor
+            gradient.
+
+    Returns:
+        The shape of the inputs, at least float32.
+
+    Raises:
+        ValueError: unknown estimator.
+    """
+    log_ratio = at_least_float32(ref_logprobs) - at_least_float32(logprobs)
+    if mask is not None:
+        log_ratio = torch.where(mask, log_ratio, 0)
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+        return torch.expm1(log_ratio) - log_ratio
+    raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(ESTIMATORS)}")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """``values`` in float32, or unchanged if they are wider: differences of bf16 logprobs lose all their digits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
