@@ -12,6 +12,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """The sizes of a decoder that decide where every weight lies. Read from a Hugging Face config, needs no weights."""
+
+    family: str  # llama | mistral | qwen2 | qwen3
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int  # true size, without padding
+    tied_embeddings: bool
+
+    def padded_vocab(self, tp: int) -> int:
+        """Rows of the embedding as tensor-parallel ranks hold it: the next multiple of ``tp``."""
+        return -(-self.vocab_size // tp) * tp
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a tensor-parallel tensor a rank holds."""
+
+    rank: int
+    size: int
+
+
+@dataclass(slots=True)
+class LocalParameter:
+    """A trained tensor as it lies on this rank. ``name`` is Megatron's, with the layer's number counted over the whole model."""
+
+    name: str
+    tensor: Tensor
+    shard: Shard
+
+
 @dataclass(slots=True)
 class Prompt:
     """One row of the data, rendered and tokenised.

@@ -1,0 +1,93 @@
+"""Moving weights between Hugging Face coordinates and a rank's Megatron tensors, through the rules.
+
+`load` reads only this rank's rectangles. `gather` is the plain way to full tensors, one at a time: it stays as the baseline that the
+planned bridge is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.regions import Piece, view
+from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
+
+
+def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader) -> None:
+    """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape than the config says.
+    """
+    expected = hf_shapes(geometry)
+    for parameter in parameters:
+        held = pieces(parameter.name, geometry, parameter.shard)
+        if sum(piece.numel for piece in held) < parameter.tensor.numel():
+            parameter.tensor.zero_()
+        for piece in held:
+            if reader.shape(piece.hf_name) != expected[piece.hf_name]:
+                raise ConfigError(
+                    f"{reader.directory}: tensor {piece.hf_name} has shape {reader.shape(piece.hf_name)}, "
+                    f"but config.json asks for {expected[piece.hf_name]}."
+                )
+            view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
+
+
+class Gatherer:
+    """Yields full tensors under Hugging Face names on every rank of a model. Collective.
+
+    Tensor-parallel parts are all-gathered within each pipeline stage and the result is broadcast to the other stages.
+    """
+
+    def __init__(
+        self, parameters: Sequence[LocalParameter], geometry: ModelGeometry, tp_group: dist.ProcessGroup, pp_group: dist.ProcessGroup
+    ):
+        self._geometry = geometry
+        self._tp, self._pp = tp_group, pp_group
+        self._local = {parameter.name: parameter.tensor for parameter in parameters}
+        stages = all_gather_json([parameter.name for parameter in parameters], pp_group)
+        # A tied embedding has two owners under pipeline parallelism; the first stage speaks for it.
+        self._owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in names:
+                self._owner.setdefault(name, stage)
+        self._shapes = hf_shapes(geometry)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        done: set[str] = set()
+        for name, stage in self._owner.items():
+            by_rank = [pieces(name, self._geometry, Shard(rank, self._tp.size())) for rank in range(self._tp.size())]
+            targets = dict.fromkeys(piece.hf_name for held in by_rank for piece in held)
+            if done.issuperset(targets):
+                continue
+            done.update(targets)
+            yield from self._gather(name, stage, by_rank, list(targets)).items()
+
+    def _gather(self, name: str, stage: int, by_rank: list[list[Piece]], targets: list[str]) -> dict[str, Tensor]:
+        like = next(iter(self._local.values()))
+        full = {target: like.new_empty(self._shapes[target]) for target in targets}
+        if self._pp.rank() == stage:
+            for held, part in zip(by_rank, self._parts(self._local[name], by_rank), strict=True):
+                for piece in held:
+                    full[piece.hf_name][piece.slices] = view(part, piece)
+        if self._pp.size() > 1:
+            source = dist.get_process_group_ranks(self._pp)[stage]
+            for target in targets:
+                dist.broadcast(full[target], source, group=self._pp)
+        return full
+
+    def _parts(self, local: Tensor, by_rank: list[list[Piece]]) -> list[Tensor]:
+        if self._tp.size() == 1:
+            return [local]
+        if len({(piece.hf_name, piece.start) for held in by_rank for piece in held}) == len(by_rank[0]):
+            return [local] + [local] * (self._tp.size() - 1)  # replicated: every rank holds the same
+        parts = [torch.empty_like(local) for _ in range(self._tp.size())]
+        dist.all_gather(parts, local.contiguous(), group=self._tp)
+        return parts

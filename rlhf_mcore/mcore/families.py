@@ -1,0 +1,187 @@
+"""Model families: a Hugging Face config in, the geometry and Megatron's TransformerConfig out. Anything unknown is refused by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.types import ModelGeometry
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Everything about a model that does not depend on a layout."""
+
+    geometry: ModelGeometry
+    hf_config: PretrainedConfig
+    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies
+    rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.geometry.family == "qwen2"
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.geometry.family == "qwen3"
+
+
+def load_spec(path: str | Path) -> ModelSpec:
+    """Read ``config.json`` of a Hugging Face directory.
+
+    Raises:
+        ConfigError: an architecture, activation or rotary scaling that is not supported; the message names it.
+    """
+    hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    architecture = (hf.architectures or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(f"model.path: architecture {architecture} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
+    _refuse_unsupported(hf)
+    inv_freq, rope_scale = _rotary(hf)
+    return ModelSpec(_geometry(hf, ARCHITECTURES[architecture]), hf, inv_freq, rope_scale)
+
+
+def _refuse_unsupported(hf: PretrainedConfig) -> None:
+    if hf.hidden_act != "silu":
+        raise ConfigError(f"model.path: hidden_act {hf.hidden_act!r} is not supported, only 'silu'.")
+    if getattr(hf, "mlp_bias", False) or (hf.architectures[0] == "LlamaForCausalLM" and hf.attention_bias):
+        raise ConfigError("model.path: mlp_bias and attention_bias are not supported for Llama-shaped models.")
+    if hf.architectures[0] == "Qwen3ForCausalLM" and hf.attention_bias:
+        raise ConfigError("model.path: attention_bias is not supported for Qwen3ForCausalLM.")
+    windowed = getattr(hf, "use_sliding_window", True) and getattr(hf, "sliding_window", None)
+    if windowed and windowed < hf.max_position_embeddings:
+        raise ConfigError(f"model.path: sliding-window attention (sliding_window {windowed}) is not supported.")
+
+
+def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
+    return ModelGeometry(
+        family=family,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        ffn_size=hf.intermediate_size,
+        vocab_size=hf.vocab_size,
+        tied_embeddings=bool(hf.tie_word_embeddings),
+    )
+
+
+def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Frequencies as transformers computes them, so that every scaling rule has one implementation."""
+    kind = hf.rope_parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"model.path: rope_type {kind!r} is not supported. Supported: {', '.join(ROPE_TYPES)}.")
+    if kind != "default":
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        if scale < 1.0:
+            raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
+        return inv_freq.float(), float(scale)
+    dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (hf.rope_parameters["rope_theta"] ** exponents), 1.0
+
+
+def transformer_config(
+    spec: ModelSpec, groups: ModelGroups, *, dtype: str, recompute: RecomputeConfig, fused: bool, deterministic: bool
+) -> TransformerConfig:
+    """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
+    config = TransformerConfig(
+        **_sizes(spec),
+        **_parallelism(groups, dtype),
+        **_recompute(recompute),
+        **_switches(fused, deterministic),
+    )
+    if spec.rope_scale != 1.0:
+        # Attention asks for a yarn scaling factor s and multiplies by 0.1 ln(s) + 1; this s gives the factor of the HF config.
+        config.yarn_rotary_scaling_factor = math.exp((spec.rope_scale - 1.0) / 0.1)
+    return config
+
+
+def _sizes(spec: ModelSpec) -> dict[str, Any]:
+    g = spec.geometry
+    return dict(
+        num_layers=g.num_layers,
+        hidden_size=g.hidden_size,
+        num_attention_heads=g.num_heads,
+        num_query_groups=g.num_kv_heads,
+        kv_channels=g.head_dim,
+        ffn_hidden_size=g.ffn_size,
+        layernorm_epsilon=spec.hf_config.rms_norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=spec.has_qkv_bias,
+        qk_layernorm=spec.has_qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
+    layout = groups.layout
+    return dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=DTYPES[dtype],
+        pipeline_dtype=DTYPES[dtype],
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        # Microbatches differ in length, so stages tell each other the shape.
+        variable_seq_lengths=layout.pp > 1,
+        # variable_seq_lengths is refused with the default dispatcher, in dense models too.
+        moe_token_dispatcher_type="alltoall",
+        # On gloo both directions of an interleaved exchange share one peer and batched messages are matched in order, so
+        # gradients get mixed up silently; unbatched, overlapped sends are matched by group.
+        batch_p2p_comm=layout.vpp is None,
+        overlap_p2p_comm=layout.vpp is not None,
+        # The loss arrives already divided by the global count: Megatron must neither divide by microbatches nor by ranks.
+        calculate_per_token_loss=True,
+    )
+
+
+def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
+    if cfg.granularity == "off":
+        return {}
+    if cfg.granularity == "selective":
+        return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+    return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
+
+
+def _switches(fused: bool, deterministic: bool) -> dict[str, Any]:
+    return dict(
+        use_cpu_initialization=True,  # the same weights for every layout; they are overwritten by the loaded ones
+        perform_initialization=False,
+        deterministic_mode=deterministic,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=fused,
+        persist_layer_norm=fused,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        attention_softmax_in_fp32=True,
+    )

@@ -1,0 +1,122 @@
+"""Layer specs. With Transformer Engine its own modules; without it a local spec that also runs on a CPU.
+
+The local spec takes Megatron's linear layers and replaces two parts: the norm (torch's refuses sequence parallelism) and the core
+attention (Megatron's refuses packed input).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec, get_mlp_module_spec_for_backend
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from torch import Tensor
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TE = True
+except ImportError:
+    HAVE_TE = False
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
+
+    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks;
+    the attribute ``sequence_parallel`` asks Megatron for that. Norms of query and key heads are summed by name instead.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """Causal attention over torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
+
+    Padding is on the right, so the causal mask alone keeps real tokens from seeing it.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, **kwargs: Any):
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal, attn_mask_type
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Returns [s, b, heads * d], or [N, heads * d] for packed input."""
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = _causal(q, k, v)  # [b, heads, s, d]
+            return out.permute(2, 0, 1, 3).flatten(2)
+        borders = packed_seq_params.cu_seqlens_q.tolist()
+        parts = []
+        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+            q, k, v = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+            parts.append(_causal(q, k, v).squeeze(0).transpose(0, 1).flatten(1))
+        return torch.cat(parts)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+
+
+def use_te(kind: str) -> bool:
+    """Whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
+    return kind == "te" or (kind == "auto" and HAVE_TE)
+
+
+def decoder_spec(config: TransformerConfig, kind: str, *, pp_rank: int, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
+    if use_te(kind):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[_local_spec(config)] * num_layers, layer_norm=RMSNorm)
+
+
+def _local_spec(config: TransformerConfig) -> ModuleSpec:
+    backend = LocalSpecProvider()
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=SDPACoreAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,67 @@
+"""Megatron's distributed AdamW with fp32 master weights, and the learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
+from rlhf_mcore.mcore.ambient import ambient
+from rlhf_mcore.mcore.model import MegatronModel
+
+
+def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptimizer:
+    """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
+    scale = cfg.loss_scale
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=cfg.lr,
+        min_lr=cfg.schedule.min_lr,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.beta1,
+        adam_beta2=cfg.beta2,
+        adam_eps=cfg.eps,
+        clip_grad=cfg.clip_grad,
+        params_dtype=model.config.params_dtype,
+        bf16=model.config.bf16,
+        fp16=model.config.fp16,
+        use_distributed_optimizer=True,
+        initial_loss_scale=scale.initial,
+        min_loss_scale=scale.minimum,
+        loss_scale_window=scale.growth_interval,
+        hysteresis=scale.hysteresis,
+    )
+    with ambient(model.groups, model.platform):
+        optimizer = get_megatron_optimizer(
+            config, list(model.chunks), use_gloo_process_groups=False, pg_collection=model.groups.collection
+        )
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float]:
+    """One update. Returns whether it was made (fp16 skips on overflow) and the norm of the gradient before clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+    with ambient(model.groups, model.platform):
+        updated, grad_norm, _ = optimizer.step()
+    return bool(updated), float(grad_norm) if grad_norm is not None else float("nan")
+
+
+def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:
+    """Rate of update ``update`` (counted from 0): linear warm-up to ``peak``, then constant, linear or cosine down to ``min_lr``.
+
+    The first update of a warm-up of w updates has peak / w, the w-th has the peak; the last of ``total_updates`` has ``min_lr``.
+    """
+    if update < cfg.warmup_updates:
+        return peak * (update + 1) / cfg.warmup_updates
+    if cfg.name == "constant":
+        return peak
+    assert cfg.total_updates is not None, "resolved by config.validate"
+    span = max(cfg.total_updates - 1 - cfg.warmup_updates, 1)
+    progress = min((update - cfg.warmup_updates) / span, 1.0)
+    shape = 1.0 - progress if cfg.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return cfg.min_lr + (peak - cfg.min_lr) * shape

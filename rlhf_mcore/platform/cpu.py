@@ -1,0 +1,171 @@
+"""Megatron-core on a CPU, over gloo: a redirection layer, kept narrow.
+
+Megatron-core 0.16 names CUDA in many places. Instead of changing torch for the whole process (vLLM lives in it and must see an
+honest torch), every loaded ``megatron.core`` module gets its own view of torch in which the few CUDA names it uses mean the CPU.
+Two names are methods of Tensor and cannot be changed per module: they are changed while a Megatron region is entered and put back
+on leaving it. The whole list is in this file, with a reason per entry; ``tests/distributed`` fails when an entry is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlhf_mcore.platform.base import Platform
+
+SUPPORTED_MEGATRON = "0.16."
+
+_CPU = torch.device("cpu")
+
+
+class _Event:
+    """Stands for torch.cuda.Event: on a CPU everything has happened when a call returns."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Stream:
+    """Stands for torch.cuda.Stream."""
+
+    device = _CPU
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _cuda_names() -> dict[str, Any]:
+    """Replacements inside ``torch.cuda`` as Megatron-core sees it."""
+    stream = _Stream()
+    return {
+        "current_device": lambda: _CPU,  # used as device= of buffers and rotary frequencies
+        "synchronize": _nothing,  # p2p_communication after batched sends
+        "current_stream": lambda device=None: stream,  # DDP buffers order their collectives on streams
+        "stream": lambda s: contextlib.nullcontext(),  # grad buffers enter the communication stream
+        "manual_seed": torch.manual_seed,  # tensor_parallel.random seeds per-rank generators
+        "get_rng_state": lambda device=None: torch.get_rng_state(),  # the same, and activation recomputation
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "is_current_stream_capturing": lambda: False,  # asked before lazy initialisations
+        "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),  # profiler ranges
+    }
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A tensor factory whose ``device="cuda"`` means the CPU."""
+
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+class _View(ModuleType):
+    """A module seen through replacements; everything else is the original's."""
+
+    def __init__(self, original: ModuleType, replacements: dict[str, Any]):
+        super().__init__(original.__name__)
+        self.__dict__["_original"] = original
+        self.__dict__.update(replacements)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+_FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules, P2P shapes, grad scaler
+
+
+def _torch_for_megatron() -> _View:
+    cuda = _View(torch.cuda, _cuda_names())
+    return _View(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+_TYPE_NAMES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+
+
+def _type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """``Tensor.type()``: the optimizers sort parameters by comparing it with the CUDA type names."""
+    if dtype is None and tensor.dtype in _TYPE_NAMES:
+        return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}"
+    return _TENSOR_TYPE(tensor, dtype, non_blocking, **kwargs)
+
+
+_TENSOR_TYPE = torch.Tensor.type
+
+
+def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.cuda()``: tied embeddings, the loss scaler's state."""
+    return tensor
+
+
+class CpuPlatform(Platform):
+    """Processes without a GPU, talking over gloo."""
+
+    name = "cpu"
+    collective_backend = "gloo"
+    default_dtype = "fp32"
+
+    def device(self) -> torch.device:
+        return _CPU
+
+    def setup_process(self, local_rank: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+    def prepare_megatron(self) -> None:
+        """Redirect the loaded modules of Megatron-core.
+
+        Raises:
+            RuntimeError: the installed Megatron-core is of a minor version this list was not made for.
+        """
+        from megatron.core import __version__
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        if not __version__.startswith(SUPPORTED_MEGATRON):
+            raise RuntimeError(
+                f"megatron-core {__version__} is installed; running it on a CPU is known to work for {SUPPORTED_MEGATRON}x only. "
+                f"Install megatron-core {SUPPORTED_MEGATRON}1."
+            )
+        view = _torch_for_megatron()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+                module.torch = view  # type: ignore[attr-defined]
+        # These two take a device and a graph-safe flag and reach into torch.cuda.default_generators.
+        megatron_random._get_cuda_rng_state = _get_rng_state
+        megatron_random._set_cuda_rng_state = _set_rng_state
+
+    @contextlib.contextmanager
+    def megatron_region(self) -> Iterator[None]:
+        before = torch.Tensor.cuda, torch.Tensor.type
+        torch.Tensor.cuda, torch.Tensor.type = _cuda, _type  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.Tensor.cuda, torch.Tensor.type = before  # type: ignore[method-assign]

@@ -1,0 +1,68 @@
+"""Small Hugging Face models, made on the spot: every family, tied and untied, odd vocabulary, rotary scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama_rope3": (LlamaForCausalLM, LlamaConfig, dict(rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)),
+    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(head_dim=None, hidden_size=128, tie_word_embeddings=True)),
+    "qwen2_yarn": (Qwen2ForCausalLM, Qwen2Config, dict(head_dim=None, hidden_size=128, rope_parameters=YARN_ROPE)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_key_value_heads=1)),
+}
+
+
+def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.nn.Module:
+    """Write a randomly initialised model and return it (fp32, eval mode). Biases and norms are randomised too."""
+    model_class, config_class, extra = MODELS[name]
+    settings = {**SIZES, **extra, **changes}
+    if settings.get("head_dim", 0) is None:
+        del settings["head_dim"]
+    config: PretrainedConfig = config_class(**settings)
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in parameter_name else 0.0))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    return model
