@@ -157,7 +157,7 @@ class AlgorithmConfig:
     clip_high: float = 0.2
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
-    loss_aggregation: str = "token"  # token | sequence | constant
+    loss_aggregation: str = "sequence"  # token | sequence | constant
     constant_length: Optional[int] = None  # constant only; null: rollout.sampling.max_new_tokens
 
 

@@ -1,0 +1,77 @@
+"""What keys there are, under their dotted names, and which of them is meant by a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rlhf_mcore.config.schema import Config
+
+
+def _walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    hints = get_type_hints(group)
+    for item in fields(group):
+        hint = hints[item.name]
+        yield prefix + item.name, hint
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _walk(hint, f"{prefix}{item.name}.")
+
+
+KEYS: dict[str, Any] = dict(_walk(Config))
+"""Type of every key, groups included: {"actor.layout": LayoutConfig, "actor.layout.tp": int, ...}."""
+
+
+def is_group(key: str) -> bool:
+    """Whether a known key holds further keys."""
+    return is_dataclass(KEYS[key])
+
+
+def leaf_keys() -> list[str]:
+    """All keys that hold a value, in the order of the schema."""
+    return [key for key in KEYS if not is_group(key)]
+
+
+def item_type(hint: Any) -> Any:
+    """The element type of a list type, or None for other types."""
+    return get_args(hint)[0] if get_origin(hint) is list else None
+
+
+def item_keys(hint: Any) -> list[str]:
+    """Names of the fields of a list's elements if they are groups (reward.rules), else an empty list."""
+    item = item_type(hint)
+    return [field.name for field in fields(item)] if is_dataclass(item) else []
+
+
+def is_text(hint: Any) -> bool:
+    """Whether a value of this type is text: str, or str that may be null."""
+    return hint is str or str in get_args(hint) and get_origin(hint) is not list
+
+
+def type_name(hint: Any) -> str:
+    """A type in a user's words: "int", "int or null", "list of str"."""
+    if get_origin(hint) is list:
+        return f"list of {_item_name(hint)}"
+    names = [kind.__name__ for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]
+    return " or ".join(names) + (" or null" if NoneType in get_args(hint) else "")
+
+
+def _item_name(hint: Any) -> str:
+    keys = item_keys(hint)
+    return "{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__)
+
+
+def nearest(key: str) -> str | None:
+    """The known key that a misspelt one most likely means, or None.
+
+    The whole dotted name is compared first; if nothing is close, its last part alone, so that ``lr`` finds
+    ``actor.optimizer.lr``.
+    """
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
+    if close:
+        return close[0]
+    by_last = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
+    last = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)
+    return by_last[last[0]] if last else None

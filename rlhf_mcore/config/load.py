@@ -1,0 +1,128 @@
+"""YAML files and ``a.b=c`` overrides -> a typed ``Config``.
+
+Later wins: the files named by ``base:``, the file itself, the overrides. A preset (``algorithm: grpo`` is short for
+``algorithm: {preset: grpo}``) fills only those keys that nobody set. Values may refer to other keys (``${seed}``) and to the
+environment (``${oc.env:NAME,default}``); no other resolver is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS, type_name
+from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.sources import Setting, SettingReader
+
+ALLOWED_RESOLVERS = ("oc.env",)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration. Fields that are null for "derived" stay null: see ``derive.resolve``.
+
+    Raises:
+        ConfigError: all unknown keys, wrong types, unresolved or forbidden interpolations and missing values, at once.
+    """
+    reader = SettingReader()
+    reader.read_file(Path(path))
+    for override in overrides:
+        reader.read_override(override)
+    cfg = OmegaConf.structured(Config)
+    problems = reader.problems + [problem for setting in reader.settings for problem in _apply(cfg, setting)]
+    if problems:
+        raise ConfigError.many(problems)
+    problems = list(_missing(OmegaConf.to_container(cfg)))
+    problems += [problem for setting in _last_of_each(reader.settings) for problem in _unresolved(cfg, setting)]
+    if problems:
+        raise ConfigError.many(problems)
+    _fill_preset(cfg, reader.settings)
+    typed = OmegaConf.to_object(cfg)
+    assert isinstance(typed, Config)
+    return typed
+
+
+def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:
+    return list({setting.key: setting for setting in settings}.values())
+
+
+def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
+    """Write one setting into the tree; yields what is wrong with it."""
+    try:
+        forbidden = sorted({name for text in _texts(setting.value) for name in _resolvers(text)} - set(ALLOWED_RESOLVERS))
+        if forbidden:
+            yield (
+                f"{setting.place}: {setting.key}={setting.value!r} uses the resolver {', '.join(forbidden)}; "
+                f"only ${{other.key}} and ${{{ALLOWED_RESOLVERS[0]}:NAME}} are allowed"
+            )
+            return
+        OmegaConf.update(cfg, setting.key, setting.value, merge=True)
+    except OmegaConfBaseException as error:
+        reason = "" if "${" not in str(setting.value) else f" ({_first_line(error)})"
+        yield f"{setting.place}: {setting.key}={setting.value!r} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str) and "${" in value:
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _texts(item)
+
+
+def _resolvers(text: str) -> Iterator[str]:
+    """Names of the resolvers that an interpolated text calls, nested ones included."""
+    pending: list[Any] = [parse(text)]
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "resolverName"):
+            yield node.resolverName().getText()
+        pending.extend(getattr(node, "children", None) or [])
+
+
+def _fill_preset(cfg: DictConfig, settings: Sequence[Setting]) -> None:
+    preset = cfg.algorithm.preset
+    if preset not in PRESETS:
+        raise ConfigError(f"algorithm.preset={preset!r} is unknown; choose one of: {', '.join(PRESETS)}")
+    taken = {setting.key for setting in settings}
+    for name, value in PRESETS[preset].items():
+        if f"algorithm.{name}" not in taken:
+            OmegaConf.update(cfg, f"algorithm.{name}", value, merge=True)
+
+
+def _missing(value: Any, key: str = "") -> Iterator[str]:
+    """Mandatory keys that are still "???" in an unresolved tree."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _missing(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _missing(child, f"{key}[{index}]")
+    elif value == MISSING:
+        yield f"{key} is not set; give it a value, as in {key}=..."
+
+
+def _unresolved(cfg: DictConfig, setting: Setting) -> Iterator[str]:
+    key = setting.key
+    if not any(_texts(setting.value)):
+        return
+    try:
+        value = OmegaConf.select(cfg, key)
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except InterpolationValidationError:  # its text quotes the value, which may come from the environment
+        yield f"{setting.place}: {key}={setting.value!r} resolves to something that is not {type_name(KEYS[key])}"
+    except (OmegaConfBaseException, RecursionError) as error:
+        yield f"{setting.place}: {key}={setting.value!r} does not resolve: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
