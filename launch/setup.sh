@@ -54,7 +54,12 @@ make_venv() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-uv() { "$venv/bin/uv" "$@"; }
+# uv_install ARGUMENT...: with progress bars for a person who watches, and without a line per package for a log.
+uv_install() {
+    local quiet=()
+    if [[ ! -t 2 ]]; then quiet=(--quiet); fi
+    "$venv/bin/uv" pip install --python "$venv" --no-deps "${quiet[@]}" "$@"
+}
 
 # torch is a step of its own: its CPU build is not on the main package index, and its hash depends on where it comes from.
 install_torch() {
@@ -62,14 +67,20 @@ install_torch() {
     requirement="$(grep -m 1 '^torch==' "$root/requirements/cpu.in")"
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
     say "not in the indexes that pip knows here; taking the CPU build from torch's own index"
-    if uv pip install --python "$venv" --no-deps --torch-backend cpu "$requirement"; then return; fi
+    if uv_install --torch-backend cpu "$requirement"; then return; fi
     cat "$log" >&2
     fail "the CPU build of $requirement could not be installed (pip's attempt and uv's are above)." \
         "Behind a firewall, put its wheel in a folder and set PIP_FIND_LINKS to that folder."
 }
 
+explain_failure() {
+    local status=$?
+    if ((status)); then say "setup: failed, for the reason above; run it again once that is put right" >&2; fi
+}
+
 install() {
     local python
+    trap explain_failure EXIT
     [[ "$(uname -s)" == Linux ]] || fail "the CPU stack is locked for Linux; this is $(uname -s)"
     python="$(find_python)"
     heading "setup: $("$python" --version) in $venv"
@@ -79,9 +90,9 @@ install() {
     install_torch
     heading "setup: locked dependencies (about 3 GB; minutes if they have to be downloaded)"
     hand_on_index_settings
-    uv pip install --python "$venv" --require-hashes --no-deps -r "$root/requirements/cpu.lock"
+    uv_install --require-hashes -r "$root/requirements/cpu.lock"
     heading "setup: rlhf_mcore"
-    uv pip install --python "$venv" --no-deps --no-build-isolation --editable "$root"
+    uv_install --no-build-isolation --editable "$root"
     rm -f "$unfinished"
     fingerprint >"$stamp.new"
     mv "$stamp.new" "$stamp"

@@ -1,0 +1,188 @@
+"""What holds for the repository as a whole: scripts, locks, banned modules, documents."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "rlhf_mcore"
+COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
+SCRIPTS = ["launch/setup.sh", "launch/quickstart.sh", "launch/test.sh", "launch/lock.sh", ".ci/run"]
+SOURCED = ["launch/common.sh", "launch/env.sh"]
+PICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, wherever in the file it does."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def git_files(*options: str) -> list[str]:
+    listing = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z", *options], capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in listing.stdout.split("\0") if name]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_can_be_run(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK), f"chmod +x {name}"
+    modes = git_files("--stage", "--", name)
+    assert [line.split()[0] for line in modes] == ["100755"], f"git update-index --chmod=+x {name}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS + SOURCED)
+def test_scripts_are_valid_bash(name: str) -> None:
+    done = subprocess.run(["bash", "-n", str(ROOT / name)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_stop_at_the_first_error(name: str) -> None:
+    assert "set -euo pipefail" in (ROOT / name).read_text(encoding="utf-8").splitlines()
+
+
+def test_nothing_in_the_package_pickles() -> None:
+    found = {
+        str(path.relative_to(ROOT)): sorted(pickling)
+        for path in PACKAGE.rglob("*.py")
+        if (pickling := {name for name in imported_modules(path) if name.partition(".")[0] in PICKLING})
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("import pickle\n\nprint(pickle)\n", "TID251"),
+        ("import torch\n\ntorch.save({}, 'x')\n", "TID251"),
+        ("import torch\n\ntorch.load('x')\n", "TID251"),
+        ("x = eval('1')\n", "S307"),
+        ("exec('x = 1')\n", "S102"),
+        ("import yaml\n\nyaml.load('x', Loader=yaml.Loader)\n", "S506"),
+    ],
+)
+def test_lint_refuses_unsafe_code_in_the_package(line: str, rule: str) -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise"]
+    done = subprocess.run(
+        [*command, "--stdin-filename", "rlhf_mcore/probe.py", "-"], input=line, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert rule in done.stdout
+
+
+def test_floors_0_and_1_know_no_process_groups() -> None:
+    files = [PACKAGE / "types.py", PACKAGE / "protocols.py"]
+    files += [*(PACKAGE / "config").rglob("*.py"), *(PACKAGE / "algorithms").rglob("*.py")]
+    assert len(files) > 4
+    offenders = [str(path.relative_to(ROOT)) for path in files if "torch.distributed" in imported_modules(path)]
+    assert offenders == []
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    opening = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:16]
+    for command in COMMANDS:
+        assert command in [line.split("#")[0].strip() for line in opening]
+        assert (ROOT / command).is_file()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists():
+                broken.append(f"{page.name}: {target}")
+    assert broken == []
+
+
+def test_changelog_has_an_unreleased_part() -> None:
+    headings = [
+        line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
+    ]
+    assert headings[0] == "## [Unreleased]"
+
+
+def test_no_file_mentions_where_this_checkout_lies() -> None:
+    here = re.compile(rb"(?<![\w./-])" + re.escape(str(ROOT)).encode() + rb"(?![\w-])")
+    offenders = [name for name in git_files() if (ROOT / name).is_file() and here.search((ROOT / name).read_bytes())]
+    assert offenders == []
+
+
+def lock_entries(name: str) -> dict[str, str]:
+    """Requirement line -> everything that belongs to it, for one lock file."""
+    entries: dict[str, str] = {}
+    current = ""
+    for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
+        if line and line[0] not in "# ":
+            current = line.removesuffix("\\").strip()
+            entries[current] = ""
+        elif current:
+            entries[current] += line + "\n"
+    return entries
+
+
+@pytest.mark.parametrize("name", ["cpu", "bootstrap"])
+def test_every_requirement_is_locked_with_hashes(name: str) -> None:
+    entries = lock_entries(f"{name}.lock")
+    for requirement, details in entries.items():
+        assert re.fullmatch(r"[a-z0-9-]+==[^\s;]+( ; .+)?", requirement), requirement
+        assert "--hash=sha256:" in details, requirement
+    locked = {requirement.partition("==")[0] for requirement in entries}
+    lines = (ROOT / "requirements" / f"{name}.in").read_text(encoding="utf-8").splitlines()
+    wanted = {re.split(r"[=<>; ]", line)[0] for line in lines if line and not line.startswith("#")}
+    assert wanted - locked - {"torch"} == set(), "run ./launch/lock.sh"
+
+
+def test_torch_is_left_to_its_own_step() -> None:
+    assert not [requirement for requirement in lock_entries("cpu.lock") if requirement.startswith("torch==")]
+    lines = (ROOT / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if line.startswith("torch==")]) == 1
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and default of every leaf of a tree of dataclasses."""
+    for item in fields(node):
+        value = getattr(node, item.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value
+
+
+def as_yaml(value: Any) -> str:
+    """How docs/configuration.md writes a default."""
+    if value == "???":
+        return "required"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        inner = [{f.name: getattr(item, f.name) for f in fields(item)} for item in value]
+        return "[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in item.items()) + "}" for item in inner) + "]"
+    return str(value)
+
+
+def test_configuration_page_has_every_key_with_its_default() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    documented = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", page, re.MULTILINE))
+    assert documented == {key: as_yaml(value) for key, value in leaves(Config())}

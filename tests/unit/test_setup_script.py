@@ -1,0 +1,143 @@
+"""launch/setup.sh against a stand-in for Python, pip and uv that writes down how it was called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Answers `-c`, `--version`, `-m venv [--clear] DIR` and `-m pip ...`; as bin/uv it fails while the file $FAIL exists.
+STAND_IN = r"""#!/usr/bin/env bash
+case "$*" in
+    -c*) exit 0 ;;
+    --version) echo "Python 3.11.0" ;;
+    "-m pip config"*) exit 1 ;;
+    "-m venv"*)
+        echo "venv $*" >>"$CALLS"
+        venv="${@: -1}"
+        if [[ "$*" == *--clear* ]]; then rm -rf "$venv"; fi
+        mkdir -p "$venv/bin"
+        cp "$0" "$venv/bin/python"
+        cp "$0" "$venv/bin/uv"
+        ;;
+    *)
+        echo "$*" >>"$CALLS"
+        if [[ "$0" == */uv && -e "$FAIL" ]]; then echo "no such package" >&2; exit 3; fi
+        ;;
+esac
+"""
+
+
+class Checkout:
+    """A copy of what setup.sh reads, in a folder with a space in its name, with the stand-in as PYTHON."""
+
+    def __init__(self, base: Path) -> None:
+        self.root = base / "a checkout"
+        for name in ("launch", "requirements"):
+            shutil.copytree(ROOT / name, self.root / name)
+        shutil.copy(ROOT / "setup.py", self.root)
+        self.calls_file, self.fail_file = base / "calls", base / "fail"
+        self.python = base / "python3.11"
+        self.python.write_text(STAND_IN)
+        self.python.chmod(0o755)
+        self.stamp = self.root / ".venv" / ".rlhf_mcore.stamp"
+
+    def setup(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        own = {"PYTHON": str(self.python), "CALLS": str(self.calls_file), "FAIL": str(self.fail_file)}
+        command = [str(self.root / "launch" / "setup.sh")]
+        variables = clean | own | environment
+        return subprocess.run(command, env=variables, capture_output=True, text=True, cwd="/", timeout=60)
+
+    def calls(self) -> list[str]:
+        """The calls since the last time this was asked."""
+        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        self.calls_file.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_installs_torch_then_the_lock_then_the_package(checkout: Checkout) -> None:
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    venv, bootstrap, torch, lock, package = checkout.calls()
+    assert venv.startswith("venv ") and "--clear" not in venv
+    assert "--require-hashes" in bootstrap and bootstrap.endswith("requirements/bootstrap.lock")
+    assert torch.endswith("--no-deps torch==2.13.0+cpu")
+    assert "--no-deps" in lock and "--require-hashes" in lock and lock.endswith("requirements/cpu.lock")
+    assert "--no-deps" in package and "--no-build-isolation" in package
+    assert package.endswith(f"--editable {checkout.root}")
+    assert checkout.stamp.is_file()
+
+
+def test_second_run_does_nothing(checkout: Checkout) -> None:
+    checkout.setup()
+    checkout.calls()
+    done = checkout.setup()
+    assert (done.returncode, done.stdout, done.stderr, checkout.calls()) == (0, "", "", [])
+
+
+@pytest.mark.parametrize("name", ["requirements/cpu.lock", "setup.py"])
+def test_a_changed_lock_or_setup_installs_again(checkout: Checkout, name: str) -> None:
+    checkout.setup()
+    checkout.calls()
+    with (checkout.root / name).open("a") as file:
+        file.write("# changed\n")
+    assert checkout.setup().returncode == 0
+    assert len(checkout.calls()) == 5
+
+
+def test_a_failure_exits_with_its_cause_and_leaves_no_stamp(checkout: Checkout) -> None:
+    checkout.fail_file.touch()
+    done = checkout.setup()
+    assert done.returncode == 3
+    assert "no such package" in done.stderr and "setup: failed" in done.stderr
+    assert not checkout.stamp.exists()
+
+
+def test_after_a_failure_the_environment_is_made_anew(checkout: Checkout) -> None:
+    checkout.fail_file.touch()
+    checkout.setup()
+    checkout.calls()
+    checkout.fail_file.unlink()
+    assert checkout.setup().returncode == 0
+    assert "--clear" in checkout.calls()[0]
+    assert checkout.stamp.is_file()
+
+
+def test_a_failed_update_takes_the_old_stamp_away(checkout: Checkout) -> None:
+    checkout.setup()
+    (checkout.root / "setup.py").write_text("# changed\n")
+    checkout.fail_file.touch()
+    assert checkout.setup().returncode == 3
+    assert not checkout.stamp.exists()
+
+
+def test_settings_of_pip_are_handed_to_uv(checkout: Checkout) -> None:
+    spy = 'echo "links=$UV_FIND_LINKS index=$UV_DEFAULT_INDEX extra=$UV_INDEX" >>"$CALLS"\n'
+    checkout.python.write_text(STAND_IN.replace("case", f'if [[ "$0" == */uv ]]; then {spy}fi\ncase', 1))
+    done = checkout.setup(PIP_FIND_LINKS="/a /b", PIP_INDEX_URL="http://index", PIP_EXTRA_INDEX_URL="http://x http://y")
+    assert done.returncode == 0, done.stderr
+    assert "links=/a,/b index=http://index extra=http://x http://y" in checkout.calls()
+
+
+def test_missing_python_is_said_with_the_remedy(checkout: Checkout, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "env", "dirname", "uname", "cat", "sha256sum", "cut", "flock"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    done = checkout.setup(PATH=str(tools), PYTHON="python3.11")
+    assert done.returncode == 1
+    assert "error: no usable Python 3.11" in done.stderr and "PYTHON=/path/to/python3.11" in done.stderr
+    assert not (checkout.root / ".venv").exists()
