@@ -1,0 +1,266 @@
+"""Graders: what counts as an answer, what counts as equal, and text meant to hurt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.rewards.graders import (
+    GRADERS,
+    MAX_RESPONSE_CHARS,
+    answer_format,
+    boxed,
+    exact_match,
+    final_number,
+    last_boxed,
+    parse_number,
+)
+
+MEGABYTE = 2**20
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("Paris", "Paris", 1.0),
+        (" Paris\n", "Paris ", 1.0),
+        ("paris", "Paris", 0.0),
+        ("It is Paris", "Paris", 0.0),
+        ("7", 7, 1.0),
+        ("", "", 0.0),  # an empty response must not be paid because the answer is missing
+        ("", None, 0.0),
+        ("None", None, 0.0),
+    ],
+)
+def test_exact_match(response: str, truth: object, expected: float):
+    assert exact_match(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        # the marker
+        ("2 + 40 = 42\n#### 42", "42", 1.0),
+        ("#### 41", "42", 0.0),
+        ("42", "42", 0.0),  # not marked
+        ("", "42", 0.0),
+        ("####42", "42", 1.0),
+        ("####\n42", "42", 1.0),
+        ("#### 1\n#### 2", "2", 1.0),  # the last one counts
+        ("#### 1\n#### 2", "1", 0.0),
+        ("#### 42\n#### Notes", "42", 1.0),  # a heading is no answer
+        ("##### 42", "42", 0.0),  # a heading of level five
+        ("#### 42 because 7 * 6 is 42, not 43", "42", 1.0),
+        ("#### The answer is 42", "42", 0.0),
+        ("**#### 42**", "42", 1.0),
+        # notation of the number
+        ("#### 1,234", "1234", 1.0),
+        ("#### 1234", "1,234", 1.0),
+        ("#### $1,234.50.", "1234.5", 1.0),
+        ("#### \\$18", "18", 1.0),
+        ("#### 42.", "42", 1.0),
+        ("#### +42", "42", 1.0),
+        ("#### -42", "42", 0.0),
+        ("#### -42", -42, 1.0),
+        ("#### -$42", "-42", 1.0),
+        ("#### $-42", "-42", 1.0),
+        ("#### --42", "-42", 0.0),
+        ("#### \u221242", "-42", 1.0),  # the typographic minus
+        ("#### 42%", "42", 1.0),
+        ("#### .5", "0.5", 1.0),
+        ("#### 0.50", 0.5, 1.0),
+        ("#### 42", 42.0, 1.0),
+        ("#### 1e3", "1000", 1.0),
+        ("#### -0", "0", 1.0),
+        ("#### 5 eggs", "5", 1.0),
+        # exact decimals, no floating point
+        ("#### 0.1000000000000000000000000000000000001", "0.1", 0.0),
+        ("#### -1234567890123456789012345678901234567891", "-1234567890123456789012345678901234567890", 0.0),
+        ("#### 9007199254740993", "9007199254740992", 0.0),
+        # a number that is a part of something else is not the answer
+        ("#### 3/4", "3", 0.0),
+        ("#### 12:30", "12", 0.0),
+        ("#### 2^10", "2", 0.0),
+        ("#### 2**10", "2", 0.0),
+        ("#### 1.2.3", "1.2", 0.0),
+        # boxed, when no marked number is there
+        ("so \\boxed{42}", "42", 1.0),
+        ("so \\boxed{ \\$1{,}234.0 }", "1234", 1.0),
+        ("so \\boxed{1,\\!000}", "1000", 1.0),
+        ("so \\boxed{50\\%}", "50", 1.0),
+        ("\\boxed{1} no, \\boxed{2}", "2", 1.0),
+        ("\\boxed{1} no, \\boxed{2}", "1", 0.0),
+        ("\\boxed{x = 42}", "42", 0.0),
+        ("\\boxed{}", "0", 0.0),
+        ("#### \\boxed{42}", "42", 1.0),
+        ("\\boxed{1}\n#### 2", "2", 1.0),  # the marker wins
+        ("\\boxed{1}\n#### 2", "1", 0.0),
+        # ground truths
+        ("#### 72", "48/2 = 24, 48 + 24 = 72\n#### 72", 1.0),
+        ("#### 72", "Hence \\boxed{72}.", 1.0),
+        ("#### 72", None, 0.0),
+        ("#### 72", "", 0.0),
+        ("#### 72", "seventy-two", 0.0),
+        ("no number", "seventy-two", 0.0),
+        ("#### 1", True, 0.0),
+    ],
+)
+def test_final_number(response: str, truth: object, expected: float):
+    assert final_number(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("\\boxed{x^2 + 1}", "x^2+1", 1.0),
+        ("\\boxed{x^2 + 1}", "x^2 + 2", 0.0),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "so it is \\boxed{\\frac12}, or \\boxed{\\frac{1}{2}}", 1.0),
+        ("\\boxed{1,000.0}", "1000", 1.0),
+        ("\\boxed{5}", "#### 5", 1.0),
+        ("\\boxed {5}", "5", 1.0),
+        ("\\boxed{A} then \\boxed{B}", "B", 1.0),
+        ("\\boxed{A} then \\boxed{B", "A", 1.0),  # the last balanced one
+        ("\\boxed{\\{1, 2\\}}", "\\{1,2\\}", 1.0),  # escaped braces do not count
+        ("\\boxed{\\{1, 2}", "\\{1,2", 1.0),
+        ("\\boxed{}", "", 0.0),
+        ("\\boxed{ }", "5", 0.0),
+        ("5", "5", 0.0),
+        ("boxed{5}", "5", 0.0),
+        ("\\\\boxed{5}", "5", 0.0),  # a line break, then a word
+        ("\\boxed{5}", None, 0.0),
+        ("\\boxed{None}", None, 0.0),
+    ],
+)
+def test_boxed(response: str, truth: object, expected: float):
+    assert boxed(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("so\n#### 42", 1.0),
+        ("so \\boxed{x}", 1.0),
+        ("#### Plan\nthink\n#### 42", 1.0),
+        ("42", 0.0),
+        ("", 0.0),
+        ("#### 41\n#### 42", 0.0),
+        ("\\boxed{1} \\boxed{2}", 0.0),
+        ("\\boxed{42}\n#### 42", 0.0),
+        ("\\boxed{\\boxed{42}}", 0.0),
+        ("\\boxed{}", 0.0),
+        ("\\boxed{42", 0.0),
+        ("#### ", 0.0),
+    ],
+)
+def test_answer_format(response: str, expected: float):
+    assert answer_format(response, "irrelevant") == expected
+
+
+def test_numbers_are_capped():
+    assert parse_number("1" * 60) == int("1" * 60)
+    assert parse_number("1" * 65) is None
+    assert parse_number("1e1000") == 10**1000
+    assert parse_number("1e1001") is None
+    assert parse_number("1e-1001") is None
+    assert parse_number("1e" + "9" * 40) is None
+    assert parse_number("\u0664\u0662") is None  # digits of another script
+
+
+def test_a_ground_truth_too_long_to_print_matches_nothing():
+    huge = 10**5000  # str() of it raises
+    assert [grade("#### 1 \\boxed{1}", huge) for grade in (exact_match, final_number, boxed)] == [0.0] * 3
+
+
+def test_nested_boxes_open_last():
+    assert last_boxed("\\boxed{a \\boxed{b} c}") == "b"
+    assert last_boxed("}}{ \\boxed{{a}{b}} {") == "{a}{b}"
+
+
+HOSTILE = {
+    "tower": "\\boxed{5^{5^{5^{5^{5}}}}}",
+    "power": "#### 9**9**9**9",
+    "nul": "#### 5\x00\n\\boxed{5\x00}",
+    "surrogate": "\ud800#### \udfff \\boxed{\ud800}",
+    "code": "#### __import__('os').system('true')",
+    "exponent": "#### 1e" + "9" * 100_000,
+    "digits": "#### " + "9" * 200_000,
+    "commas": "#### " + "1," * 100_000,
+    "hashes": "#" * 200_000,
+    "markers": "#### " * 50_000,
+    "spaces": "####" + " " * 200_000 + "5",
+    "open boxes": "\\boxed{" * 30_000,
+    "deep boxes": "\\boxed{" * 20_000 + "}" * 20_000,
+    "box spaces": ("\\boxed" + " " * 200) * 1000,
+    "backslashes": "\\" * 200_000,
+    "braces": "{}" * 100_000 + "\\boxed{}}",
+    "latex": "\\boxed{" + "\\frac{" * 20_000 + "}" * 20_000 + "}",
+    "a megabyte": "1" * MEGABYTE,
+    "a megabyte of boxes": "\\boxed{5}" * (MEGABYTE // 9),
+}
+
+
+# Wrong answers, but well formed, or right ones with a NUL behind them.
+PAID = {("format", "tower"), ("format", "latex"), ("final_number", "nul"), ("format", "surrogate")}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("grader", GRADERS)
+@pytest.mark.timeout(10)  # quadratic or exponential scanning would take minutes
+def test_hostile_text_raises_nothing_and_earns_nothing_undue(grader: str, name: str):
+    assert GRADERS[grader](HOSTILE[name], "5") == float((grader, name) in PAID)
+
+
+def test_nul_and_surrogates_are_ordinary_characters():
+    assert final_number("#### 5\x00", "5") == 1.0
+    assert boxed("\\boxed{5\x00}", "5") == 0.0
+    assert boxed("\\boxed{\ud800}", "\ud800") == 1.0
+    assert answer_format("\ud800 \\boxed{\ud800}") == 1.0
+
+
+def test_a_response_beyond_the_cap_scores_zero():
+    for mark in ("#### 5", "\\boxed{5}"):
+        fits = mark.rjust(MAX_RESPONSE_CHARS)
+        assert max(final_number(fits, "5"), boxed(fits, "5")) == 1.0
+        assert [grade(" " + fits, "5") for grade in GRADERS.values()] == [0.0] * 4
+
+
+PIECES = [
+    "####",
+    " ",
+    "5",
+    "-",
+    ".",
+    ",",
+    "e9",
+    "\\boxed",
+    "{",
+    "}",
+    "\\",
+    "$",
+    "/",
+    "\n",
+    "x",
+    "\x00",
+    "\ud800",
+    "\u0665",
+]
+soup = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st.text(max_size=50))
+
+
+@settings(max_examples=200, deadline=None)
+@given(response=soup, truth=soup)
+def test_no_text_raises(response: str, truth: str):
+    for grade in GRADERS.values():
+        assert grade(response, truth) in (0.0, 1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=st.decimals(-(10**9), 10**9, places=3), noise=st.text(alphabet="abc xyz\n", max_size=30))
+def test_any_number_survives_its_notations(value, noise: str):
+    for written in (f"{value}", f"{value:,}", f"{value}0", f"${abs(value)}" if value >= 0 else f"-${abs(value)}"):
+        assert final_number(f"{noise}#### {written}\n{noise}", str(value)) == 1.0
+        assert final_number(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
+        assert boxed(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
+        assert final_number(f"#### {written}", str(value + 1)) == 0.0
