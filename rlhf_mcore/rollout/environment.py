@@ -1,0 +1,95 @@
+"""What vLLM needs of the process around it, and what the process must be spared."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: vLLM logs as it likes
+
+
+def prepare_environment() -> None:
+    """Set the variables that vLLM reads when it is imported. Idempotent; call it before anything imports vllm.
+
+    The engine must live in this process, under the trainer's process group, so vLLM's own worker processes are switched
+    off whatever was set. The rest are defaults that a variable of the user's overrides:
+
+    - ``VLLM_NO_USAGE_STATS``: nothing is sent anywhere.
+    - ``VLLM_LOGGING_LEVEL``: errors only, unless RLHF_MCORE_DEBUG is set. vLLM's warnings are about start-up choices
+      that we make on purpose, once per rank.
+    - ``VLLM_CPU_OMP_THREADS_BIND=nobind``: vLLM must not pin the trainer's threads to cores; ranks share the machine.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if DEBUG_VARIABLE not in os.environ:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@contextmanager
+def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
+    """Around the import of vLLM and the construction of an engine.
+
+    Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
+    with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
+    step). Afterwards what vLLM changed for itself is as it was: the random number generators (it seeds all of them),
+    ``torch.set_num_threads`` (it puts a function there that does nothing), LOCAL_WORLD_SIZE and LD_PRELOAD.
+    """
+    prepare_environment()
+    launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    local = {name: value for name, value in launcher.items() if name not in os.environ}
+    if eager:
+        local["TORCHDYNAMO_DISABLE"] = "1"  # read where torch.compile decorates, that is while modules are imported
+    import torch
+
+    set_num_threads = torch.set_num_threads
+    with _environment(local, keep=("LOCAL_WORLD_SIZE", "LD_PRELOAD")), preserved_rng(), _quiet():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Leave the process's random number generators (Python, NumPy, torch on every device) as they were found."""
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _environment(values: dict[str, str], keep: tuple[str, ...]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in (*values, *keep)}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    if DEBUG_VARIABLE in os.environ:
+        yield
+        return
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # for what it logs before it has configured its logging
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,260 @@
+"""vLLM in the trainer's process: the colocated rollout engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.rollout.environment import engine_start, preserved_rng
+from rlhf_mcore.rollout.requests import (
+    Completion,
+    Request,
+    expand_requests,
+    refuse_foreign_code,
+    stop_token_ids,
+    to_trajectories,
+)
+from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import RolloutConfig
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class VLLMEngine(VersionedWeights):
+    """One of ``world_size / cfg.layout.tp`` vLLM engines that live in the ranks of the trainer.
+
+    vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
+    engine. All ranks construct it together. The ranks of one engine are called with the same arguments in the same
+    order; different engines may be given different prompts and finish at different times. One engine per process.
+
+    Weights always come through ``load_weights``: the engine starts with dummies and refuses to generate with them.
+    """
+
+    def __init__(
+        self, cfg: RolloutConfig, *, model_dir: str, tokenizer_dir: str, dtype: str, max_model_len: int, seed: int
+    ) -> None:
+        """Start the engine (seconds to a minute).
+
+        Args:
+            cfg: the rollout group; ``kv_cache_gib`` counts on the CPU, ``gpu_memory_utilization`` and ``sleep`` on
+                CUDA. On the CPU the engine always runs eagerly: compiling costs more than it brings.
+            model_dir: Hugging Face directory; only its configuration is read.
+            tokenizer_dir: Hugging Face directory of the tokenizer.
+            dtype: "fp32", "bf16" or "fp16".
+            max_model_len: most tokens of a prompt and its response together.
+            seed: for what vLLM draws itself; responses are drawn from ``Sampling.seed``.
+
+        Raises:
+            ConfigError: tp does not divide the world size, or a directory that cannot be used.
+            RuntimeError: torch.distributed is not initialised.
+        """
+        super().__init__()
+        refuse_foreign_code(model_dir)
+        rank, world_size = _rank_and_world_size()
+        tp = cfg.layout.tp
+        if tp < 1 or world_size % tp:
+            raise ConfigError(
+                f"rollout.layout.tp={tp} does not divide the world size {world_size}; use a divisor of it"
+            )
+        self.num_engines = world_size // tp
+        self.engine_index = rank // tp
+        self.is_lead = rank % tp == 0
+        self._max_model_len = max_model_len
+        self._tokenizer = load_tokenizer(tokenizer_dir)
+        self._stops = stop_token_ids(model_dir, self._tokenizer)
+        self._expected = ExpectedTensors.of_directory(model_dir)
+        self._on_cuda = current_platform().name == "cuda"
+        self._can_sleep = self._on_cuda and cfg.sleep
+        self._asleep = False
+        options = self._options(cfg, model_dir=model_dir, dtype=dtype, seed=seed)
+        with engine_start(rank, world_size, eager=not self._on_cuda):
+            self._llm = _start(options)
+
+    def _options(self, cfg: RolloutConfig, *, model_dir: str, dtype: str, seed: int) -> dict[str, Any]:
+        """The arguments of vllm.LLM."""
+        options: dict[str, Any] = {
+            "model": model_dir,
+            "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
+            "trust_remote_code": False,
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": cfg.layout.tp,
+            "load_format": "dummy",
+            "dtype": _DTYPES[dtype],
+            "max_model_len": self._max_model_len,
+            "max_num_seqs": cfg.max_num_seqs,
+            "enable_prefix_caching": cfg.prefix_caching,
+            "enforce_eager": cfg.enforce_eager or not self._on_cuda,
+            "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "seed": seed,
+        }
+        if self._on_cuda:
+            options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
+            options["enable_sleep_mode"] = cfg.sleep
+        else:
+            options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
+        return options
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """Draw ``sampling.n`` responses per prompt, in prompt order; [] on ranks that are not the engine's lead.
+
+        Each response is a request with a seed of its own (``request_seed``), so it depends neither on the engine nor
+        on the batch, up to rounding: a kernel may sum in another order for another batch size.
+
+        Logprobs are of the distribution that was sampled from: after temperature, top-k and top-p. Greedy decoding
+        (temperature 0) has no such distribution; there vLLM returns log_softmax of the raw logits, as for temperature
+        1.
+
+        Raises:
+            RuntimeError: the weights are not usable, or the engine returned something that must not be trained on.
+            ValueError: an empty prompt, or one that leaves no room for a response.
+        """
+        self.require_weights()
+        requests = expand_requests(prompts, sampling, step, self._max_model_len)
+        if not requests:
+            return []
+        completions = self._run(requests, sampling)
+        if not self.is_lead:
+            return []
+        return to_trajectories(requests, completions, self._tokenizer, self.policy_version)
+
+    def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=request.max_new_tokens,
+                seed=request.seed,
+                stop_token_ids=self._stops,
+                logprobs=0,  # of the sampled token only
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        tokens = [TokensPrompt(prompt_token_ids=request.prompt.prompt_ids) for request in requests]
+        with preserved_rng():  # vLLM's sampler also draws from torch's global generator
+            outputs = self._llm.generate(tokens, params, use_tqdm=False)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
+
+        That path writes every fused, sharded or prepacked layout that vLLM has. The engine is unusable from here until
+        a load has ended well; one that failed is repaired by the next whole one. Tied tensors may be given once.
+
+        Raises:
+            ValueError: an unknown, repeated, wrongly shaped or missing tensor.
+            RuntimeError: the engine sleeps, or vLLM left a parameter unwritten.
+        """
+        if self._asleep:
+            raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
+        self.begin_load()
+        with preserved_rng():
+            [unwritten] = self._llm.collective_rpc(_reload, args=(self._expected.checked(weights),))
+        if unwritten:
+            raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache; were requests still running?")
+        self.commit_load(version)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep=false."""
+        if not self._can_sleep or self._asleep:
+            return
+        self.drop_weights("its weights were discarded by sleep()")
+        self._llm.sleep(level=2)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the memory again. The weights are not in it: ``load_weights`` must follow."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Free the engine. The trainer's process group stays; another engine may be started afterwards."""
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self.drop_weights("it was closed")
+        core = self._llm.llm_engine.engine_core.engine_core
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        destroy_model_parallel()
+        del self._llm, core
+        gc.unfreeze()  # vLLM froze what was alive when it started
+        gc.collect()
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "initialise torch.distributed before the rollout engine: vLLM joins the trainer's process group"
+        )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _start(options: dict[str, Any]) -> Any:
+    """A vllm.LLM that leaves the trainer's process group alone.
+
+    vLLM's engine core destroys the default process group when it is collected or the interpreter ends; here that group
+    is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
+    """
+    from vllm import LLM
+
+    llm = LLM(**options)
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _completion(output: Any) -> Completion:
+    """From vllm.CompletionOutput, whose ``logprobs[t]`` maps token ids to records."""
+    token_ids = list(output.token_ids)
+    logprobs = [record[token].logprob for token, record in zip(token_ids, output.logprobs or [], strict=False)]
+    return Completion(token_ids, logprobs, output.finish_reason)
+
+
+def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """vLLM's reload, run inside its worker; returns the parameters that it did not write (vLLM only logs them)."""
+    model = worker.get_model()
+    load_weights = model.load_weights
+    loaded: set[str] = set()
+
+    def recording(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+        names = load_weights(pairs)
+        loaded.update(names)
+        return names
+
+    model.load_weights = recording
+    try:
+        worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+    except BaseException:
+        _abandon_reload(worker, model)
+        raise
+    finally:
+        del model.load_weights  # the method of the class shows again
+    return sorted({name for name, _ in model.named_parameters()} - loaded)
+
+
+def _abandon_reload(worker: Any, model: Any) -> None:
+    """Close a reload that raised. Left open, the pieces it has buffered would count towards the next one."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, worker.model_config)
