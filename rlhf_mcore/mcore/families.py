@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import ModelGeometry
 
 ARCHITECTURES = {
@@ -103,14 +104,14 @@ def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
 
 
 def transformer_config(
-    spec: ModelSpec, groups: ModelGroups, *, dtype: str, recompute: RecomputeConfig, fused: bool, deterministic: bool
+    spec: ModelSpec, groups: ModelGroups, platform: Platform, *, dtype: str, recompute: RecomputeConfig, fused: bool, deterministic: bool
 ) -> TransformerConfig:
     """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
     config = TransformerConfig(
         **_sizes(spec),
         **_parallelism(groups, dtype),
         **_recompute(recompute),
-        **_switches(fused, deterministic),
+        **_switches(fused, deterministic, on_host=platform.name == "cpu"),
     )
     if spec.rope_scale != 1.0:
         # Attention asks for a yarn scaling factor s and multiplies by 0.1 ln(s) + 1; this s gives the factor of the HF config.
@@ -172,10 +173,10 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
     return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
 
 
-def _switches(fused: bool, deterministic: bool) -> dict[str, Any]:
+def _switches(fused: bool, deterministic: bool, on_host: bool) -> dict[str, Any]:
     return dict(
-        use_cpu_initialization=True,  # the same weights for every layout; they are overwritten by the loaded ones
-        perform_initialization=False,
+        use_cpu_initialization=on_host,
+        perform_initialization=False,  # weights are loaded
         deterministic_mode=deterministic,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -61,6 +67,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         config = transformer_config(
             spec,
             groups,
+            platform,
             dtype=options.dtype,
             recompute=options.recompute,
             fused=use_te(options.layer_spec),
@@ -91,7 +98,21 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
+    _mark_tensor_parallel(chunk)
     return chunk
+
+
+def _mark_tensor_parallel(chunk: GPTModel) -> None:
+    """Say which weights are cut over tensor-parallel ranks.
+
+    Megatron says it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
+    one rank's part only, and clipping is silently wrong.
+    """
+    for module in chunk.modules():
+        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
+        weight = getattr(module, "weight", None)
+        if dim is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, trainable: bool) -> torch.nn.Module:
