@@ -26,8 +26,8 @@ def updates_per_run(cfg: Config) -> int:
 def resolve(cfg: Config) -> Config:
     """A copy of a valid configuration with its derived fields filled in.
 
-    ``model.dtype: auto`` stays: the platform decides it at run time. So does ``trainer.world_size``: under the user's own
-    torchrun it is not ours to say.
+    ``model.dtype: auto`` stays: the platform decides it at run time. So does ``trainer.world_size``: under the
+    user's own torchrun it is not ours to say.
     """
     cfg = copy.deepcopy(cfg)
     sampling, trainer = cfg.rollout.sampling, cfg.trainer

@@ -47,7 +47,7 @@ def item_keys(hint: Any) -> list[str]:
 
 def is_text(hint: Any) -> bool:
     """Whether a value of this type is text: str, or str that may be null."""
-    return hint is str or str in get_args(hint) and get_origin(hint) is not list
+    return hint is str or (str in get_args(hint) and get_origin(hint) is not list)
 
 
 def type_name(hint: Any) -> str:

@@ -1,8 +1,8 @@
 """YAML files and ``a.b=c`` overrides -> a typed ``Config``.
 
 Later wins: the files named by ``base:``, the file itself, the overrides. A preset (``algorithm: grpo`` is short for
-``algorithm: {preset: grpo}``) fills only those keys that nobody set. Values may refer to other keys (``${seed}``) and to the
-environment (``${oc.env:NAME,default}``); no other resolver is allowed.
+``algorithm: {preset: grpo}``) fills only those keys that nobody set. Values may refer to other keys (``${seed}``) and
+to the environment (``${oc.env:NAME,default}``); no other resolver is allowed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:
 def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
     """Write one setting into the tree; yields what is wrong with it."""
     try:
-        forbidden = sorted({name for text in _texts(setting.value) for name in _resolvers(text)} - set(ALLOWED_RESOLVERS))
-        if forbidden:
+        used = {name for text in _texts(setting.value) for name in _resolvers(text)}
+        if forbidden := sorted(used.difference(ALLOWED_RESOLVERS)):
             yield (
                 f"{setting.place}: {setting.key}={setting.value!r} uses the resolver {', '.join(forbidden)}; "
                 f"only ${{other.key}} and ${{{ALLOWED_RESOLVERS[0]}:NAME}} are allowed"
@@ -63,8 +63,9 @@ def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
             return
         OmegaConf.update(cfg, setting.key, setting.value, merge=True)
     except OmegaConfBaseException as error:
-        reason = "" if "${" not in str(setting.value) else f" ({_first_line(error)})"
-        yield f"{setting.place}: {setting.key}={setting.value!r} is not valid; expected {type_name(KEYS[setting.key])}{reason}"
+        expected = type_name(KEYS[setting.key])
+        reason = f" ({_first_line(error)})" if "${" in str(setting.value) else ""
+        yield f"{setting.place}: {setting.key}={setting.value!r} is not valid; expected {expected}{reason}"
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -89,7 +89,7 @@ class ActorConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that the KL term compares with. It shares the actor's layout and is built only when it is needed."""
+    """The frozen policy that the KL term compares with. It has the actor's layout and is built only when needed."""
 
     path: Optional[str] = None  # null: model.path
 
@@ -200,7 +200,7 @@ class TrainerConfig:
     ppo_epochs: int = 1
     max_tokens_per_microbatch: int = 8192
     packing: bool = True  # false: padded microbatches
-    world_size: Optional[int] = None  # processes started by `rlhf-mcore train`; null: the smallest that fits the layouts
+    world_size: Optional[int] = None  # processes that `rlhf-mcore train` starts; null: the fewest that fit
     threads_per_rank: int = 1  # CPU: compute threads of a process
 
 
@@ -254,7 +254,8 @@ class Config:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL in the loss.
+    # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL
+    # in the loss.
     "grpo": {"advantage": "grpo", "normalize_std": True, "loss_aggregation": "sequence"},
     # Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783): no std, constant length.
     "dr_grpo": {"advantage": "grpo", "normalize_std": False, "loss_aggregation": "constant"},

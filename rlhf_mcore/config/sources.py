@@ -1,6 +1,7 @@
 """YAML files and ``a.b=c`` overrides -> a flat list of settings, in the order in which they apply.
 
-A value of a text field is the text as it was written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
+A value of a text field is the text as it was written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3``
+into 1000.0.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest
@@ -59,7 +60,7 @@ class _Document:
         for key_node, value_node in node.value:
             key = str(key_node.value)
             if key in seen:
-                raise ConfigError(f"{self.place(key_node)}: key {key!r} appears twice, first at {seen[key]}; keep one of them")
+                raise ConfigError(f"{self.place(key_node)}: key {key!r} appears twice (also at {seen[key]}); keep one")
             seen[key] = self.place(key_node)
             yield key, value_node
 
@@ -78,7 +79,7 @@ class SettingReader:
         """
         if path.resolve() in chain:
             names = " -> ".join(p.name for p in (*chain, path))
-            self.problems.append(f"{path}: {BASE_KEY} files form a cycle ({names}); remove one of the {BASE_KEY} entries")
+            self.problems.append(f"{path}: {BASE_KEY} files form a cycle ({names}); remove one {BASE_KEY} entry")
             return
         try:
             document = _Document(_read_text(path), str(path), is_file=True)
@@ -158,14 +159,18 @@ def _base_files(document: _Document, node: yaml.Node) -> list[str]:
     value = document.value(node, str)
     files = [value] if isinstance(value, str) else value
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        raise ConfigError(f"{document.place(node)}: {BASE_KEY}={value!r} must be a file or a list of files, relative to this one")
+        raise ConfigError(
+            f"{document.place(node)}: {BASE_KEY}={value!r} must be a file, or a list of files, beside this one"
+        )
     return files
 
 
 def _unknown(key: str, place: str) -> str:
     suggestion = nearest(key)
-    remedy = f"did you mean {suggestion}?" if suggestion else f"the groups are: {', '.join(k for k in KEYS if '.' not in k)}"
-    return f"{place}: unknown key {key}; {remedy}"
+    top = ", ".join(known for known in KEYS if "." not in known)
+    return f"{place}: unknown key {key}; " + (
+        f"did you mean {suggestion}?" if suggestion else f"the top keys are: {top}"
+    )
 
 
 def _position(error: yaml.YAMLError, is_file: bool) -> str:

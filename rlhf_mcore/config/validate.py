@@ -1,0 +1,331 @@
+"""All checks that need more than one field, or a look at the files that the fields name. No process has started yet.
+
+Every problem names the field, its value and the remedy, and all of them are reported at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.data_files import data_problems, function_problems
+from rlhf_mcore.config.derive import default_world_size, max_new_tokens, resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
+from rlhf_mcore.config.schema import Config
+
+__all__ = ["default_world_size", "resolve", "validate"]
+
+RULES = ("final_number", "boxed", "exact_match", "format")
+RULES_WITHOUT_ANSWER = ("format",)
+GROUP_RELATIVE = ("grpo",)
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("auto", "fp32", "bf16", "fp16"),
+    "model.layer_spec": ("auto", "te", "local"),
+    "actor.optimizer.schedule.name": ("constant", "linear", "cosine"),
+    "actor.recompute.granularity": ("off", "selective", "full"),
+    "actor.recompute.method": ("uniform", "block"),
+    "rollout.engine": ("vllm", "hf"),
+    "bridge.method": ("gather",),
+    "algorithm.preset": ("grpo", "dr_grpo"),
+    "algorithm.advantage": ("grpo",),
+    "algorithm.kl.estimator": ("k1", "k2", "k3"),
+    "algorithm.kl.placement": ("loss", "reward"),
+    "algorithm.loss_aggregation": ("token", "sequence", "constant"),
+    "data.overlong_prompts": ("error", "drop"),
+    "logging.console": ("auto", "rich", "plain", "off"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Allowed numbers: from ``low`` to ``high``; an open end excludes the bound itself."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        words = f"greater than {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        if self.high < math.inf:
+            words += f" and {'below' if self.open_high else 'at most'} {self.high:g}"
+        return words
+
+
+AT_LEAST_0 = Range(0)
+AT_LEAST_1 = Range(1)
+ABOVE_0 = Range(0, open_low=True)
+BETA = Range(0, 1, open_high=True)
+SHARE = Range(0, 1, open_low=True)
+
+RANGES: dict[str, Range] = {
+    "seed": AT_LEAST_0,
+    "actor.layout.tp": AT_LEAST_1,
+    "actor.layout.pp": AT_LEAST_1,
+    "actor.layout.vpp": Range(2),
+    "actor.optimizer.lr": AT_LEAST_0,
+    "actor.optimizer.beta1": BETA,
+    "actor.optimizer.beta2": BETA,
+    "actor.optimizer.eps": ABOVE_0,
+    "actor.optimizer.weight_decay": AT_LEAST_0,
+    "actor.optimizer.clip_grad": AT_LEAST_0,
+    "actor.optimizer.schedule.warmup_updates": AT_LEAST_0,
+    "actor.optimizer.schedule.total_updates": AT_LEAST_1,
+    "actor.optimizer.schedule.min_lr": AT_LEAST_0,
+    "actor.optimizer.loss_scale.initial": AT_LEAST_1,
+    "actor.optimizer.loss_scale.minimum": ABOVE_0,
+    "actor.optimizer.loss_scale.growth_interval": AT_LEAST_1,
+    "actor.optimizer.loss_scale.hysteresis": AT_LEAST_1,
+    "actor.recompute.num_layers": AT_LEAST_1,
+    "rollout.layout.tp": AT_LEAST_1,
+    "rollout.sampling.n": AT_LEAST_1,
+    "rollout.sampling.temperature": ABOVE_0,  # a greedy rollout has nothing to learn from
+    "rollout.sampling.top_p": SHARE,
+    "rollout.sampling.max_new_tokens": AT_LEAST_1,
+    "rollout.max_model_len": AT_LEAST_1,
+    "rollout.max_num_seqs": AT_LEAST_1,
+    "rollout.gpu_memory_utilization": SHARE,
+    "rollout.kv_cache_gib": ABOVE_0,
+    "bridge.bucket_bytes": AT_LEAST_1,
+    "algorithm.clip_low": Range(0, 1),
+    "algorithm.clip_high": AT_LEAST_0,
+    "algorithm.kl.coef": AT_LEAST_0,
+    "algorithm.entropy_coef": AT_LEAST_0,
+    "algorithm.constant_length": AT_LEAST_1,
+    "data.max_prompt_tokens": AT_LEAST_1,
+    "trainer.num_steps": AT_LEAST_1,
+    "trainer.prompts_per_step": AT_LEAST_1,
+    "trainer.minibatch_size": AT_LEAST_1,
+    "trainer.ppo_epochs": AT_LEAST_1,
+    "trainer.max_tokens_per_microbatch": AT_LEAST_1,
+    "trainer.world_size": AT_LEAST_1,
+    "trainer.threads_per_rank": AT_LEAST_1,
+    "checkpoint.save_steps": AT_LEAST_0,
+    "evaluate.every": AT_LEAST_0,
+    "evaluate.max_prompts": AT_LEAST_1,
+    "evaluate.temperature": AT_LEAST_0,
+    "evaluate.max_new_tokens": AT_LEAST_1,
+    "logging.rollouts_every": AT_LEAST_0,
+}
+
+
+def validate(cfg: Config, world_size: int | None = None) -> None:
+    """Check a configuration for a world of ``world_size`` processes (None: as many as ``default_world_size`` says).
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    out_of_range = list(_range_problems(cfg))
+    problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
+    problems += [*_path_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
+    shape, model_problems = inspect_model(cfg.model.path, "model.path")
+    problems += [*model_problems, *_tokenizer_problems(cfg), *_reference_problems(cfg, shape)]
+    if not out_of_range:  # what follows divides by these numbers
+        problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg)]
+        if shape is not None:
+            problems += [*_cut_problems(cfg, shape), *_position_problems(cfg, shape)]
+    if problems:
+        raise ConfigError.many(problems)
+
+
+def _get(cfg: Config, key: str) -> Any:
+    value: Any = cfg
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _choice_problems(cfg: Config) -> Iterator[str]:
+    for key, allowed in CHOICES.items():
+        if _get(cfg, key) not in allowed:
+            yield f"{key}={_get(cfg, key)!r} is not a choice; choose one of: {', '.join(allowed)}"
+
+
+def _range_problems(cfg: Config) -> Iterator[str]:
+    for key, allowed in RANGES.items():
+        value = _get(cfg, key)
+        if value is not None and not allowed.holds(value):
+            yield f"{key}={value} is out of range; it must be {allowed}"
+    top_k = cfg.rollout.sampling.top_k
+    if top_k != -1 and top_k < 1:
+        yield f"rollout.sampling.top_k={top_k} is out of range; it must be at least 1, or -1 for off"
+
+
+def _unsupported_problems(cfg: Config) -> Iterator[str]:
+    layout = cfg.actor.layout
+    for name in ("cp", "ep", "etp"):
+        size = getattr(layout, name)
+        if size not in (1, None):
+            yield f"actor.layout.{name}={size} is not supported yet; set it to 1"
+    if cfg.rollout.placement == "disaggregated":
+        yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
+    elif cfg.rollout.placement != "colocated":
+        yield f"rollout.placement={cfg.rollout.placement!r} is not a choice; choose one of: colocated"
+    if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
+        yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+
+
+def _path_problems(cfg: Config) -> Iterator[str]:
+    for key in ("project", "experiment"):
+        value = _get(cfg, key)
+        if value in ("", ".", "..") or "/" in value or "\0" in value:
+            yield f"{key}={value!r} is the name of a directory of the run; use a name without slashes"
+    folder = Path(cfg.output_dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"output_dir={cfg.output_dir}: {existing} is a file, not a directory; choose another output_dir"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"output_dir={cfg.output_dir}: {existing} is not writable; choose another output_dir"
+
+
+def _reward_problems(cfg: Config) -> Iterator[str]:
+    if cfg.reward.function is not None:
+        yield from function_problems(cfg.reward.function)
+        return
+    if not cfg.reward.rules:
+        yield f"reward.rules is empty and reward.function is null; name one of the rules: {', '.join(RULES)}"
+    for index, rule in enumerate(cfg.reward.rules):
+        if rule.name not in RULES:
+            yield f"reward.rules[{index}].name={rule.name!r} is not a choice; choose one of: {', '.join(RULES)}"
+        if not math.isfinite(rule.weight):
+            yield f"reward.rules[{index}].weight={rule.weight} is out of range; give a finite number"
+
+
+def _data_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.data.train:
+        yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
+    if cfg.evaluate.every > 0 and not cfg.data.eval:
+        yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
+    graded_by_rule = cfg.reward.function is None
+    needs_answer = graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
+    for key in ("data.train", "data.eval"):
+        yield from data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer)
+
+
+def _tokenizer_problems(cfg: Config) -> Iterator[str]:
+    path = cfg.model.tokenizer_path
+    if path is None:
+        yield from tokenizer_problems(cfg.model.path, "model.path")
+    elif not Path(path).is_dir():
+        yield f"model.tokenizer_path={path} is not a directory; give the path of a directory with tokenizer files"
+    else:
+        yield from tokenizer_problems(path, "model.tokenizer_path")
+
+
+def _reference_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
+    path = cfg.reference.path
+    if path is None or cfg.algorithm.kl.coef == 0:
+        return
+    shape, problems = inspect_model(path, "reference.path")
+    yield from problems
+    if shape is not None and actor is not None:
+        if shape.vocab_size != actor.vocab_size:
+            yield (
+                f"reference.path={path}: its vocab_size={shape.vocab_size} is not the {actor.vocab_size} of model.path; "
+                "choose a reference with the same vocabulary"
+            )
+        yield from _actor_cut_problems(cfg, shape, "reference.path")
+
+
+def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
+    layout, tp = cfg.actor.layout, cfg.rollout.layout.tp
+    if layout.vpp is not None and layout.pp == 1:
+        yield f"actor.layout.vpp={layout.vpp} needs actor.layout.pp of at least 2, found 1; set actor.layout.vpp=null"
+    if layout.sequence_parallel and layout.tp == 1:
+        yield "actor.layout.sequence_parallel=True needs actor.layout.tp of at least 2, found 1; set it to false"
+    world = world_size if world_size is not None else default_world_size(cfg)
+    source = "the number of processes" if world_size is not None else "trainer.world_size"
+    ranks = layout.tp * layout.pp * layout.cp
+    if world % ranks:
+        yield (
+            f"{source}={world} is not divisible by actor.layout.tp*pp*cp={layout.tp}*{layout.pp}*{layout.cp}={ranks}; "
+            f"use a multiple of {ranks} processes or change actor.layout"
+        )
+    if world % tp:
+        yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
+
+
+def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    yield from _actor_cut_problems(cfg, shape, "model.path")
+    yield from _tensor_cut_problems(shape, "rollout.layout.tp", cfg.rollout.layout.tp, "model.path")
+
+
+def _actor_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[str]:
+    layout = cfg.actor.layout
+    yield from _tensor_cut_problems(shape, "actor.layout.tp", layout.tp, model)
+    stages = layout.pp * (layout.vpp or 1)
+    if shape.num_layers % stages:
+        name = "actor.layout.pp" if layout.vpp is None else "actor.layout.pp*vpp"
+        yield (
+            f"{name}={stages} does not divide num_hidden_layers={shape.num_layers} of {model}; "
+            f"choose a divisor of {shape.num_layers}"
+        )
+
+
+def _tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> Iterator[str]:
+    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.intermediate_size)):
+        if size % tp:
+            yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
+    groups = shape.num_kv_heads
+    if max(groups, tp) % min(groups, tp):
+        yield (
+            f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "
+            f"choose a divisor or a multiple of {groups}"
+        )
+
+
+def _batch_problems(cfg: Config) -> Iterator[str]:
+    trainer, sampling = cfg.trainer, cfg.rollout.sampling
+    if cfg.algorithm.advantage in GROUP_RELATIVE and sampling.n < 2:
+        yield (
+            f"rollout.sampling.n={sampling.n}: algorithm.advantage={cfg.algorithm.advantage} compares the responses to "
+            "one prompt with each other; set rollout.sampling.n to 2 or more"
+        )
+    if trainer.minibatch_size is not None and trainer.prompts_per_step % trainer.minibatch_size:
+        yield (
+            f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "
+            f"trainer.minibatch_size={trainer.minibatch_size}; choose a divisor"
+        )
+    lr, min_lr = cfg.actor.optimizer.lr, cfg.actor.optimizer.schedule.min_lr
+    if min_lr > lr:
+        yield f"actor.optimizer.schedule.min_lr={min_lr:g} is above actor.optimizer.lr={lr:g}; lower it"
+    longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
+    if trainer.max_tokens_per_microbatch < longest:
+        yield (
+            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} is less than data.max_prompt_tokens + "
+            f"rollout.sampling.max_new_tokens={longest}; raise it to {longest} or more"
+        )
+
+
+def _position_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
+    if longest > shape.max_positions:
+        yield (
+            f"{_sum(cfg)}={longest} exceeds max_position_embeddings={shape.max_positions} of model.path; "
+            "lower data.max_prompt_tokens or the response length"
+        )
+    max_model_len = cfg.rollout.max_model_len
+    if max_model_len is not None and max_model_len < longest:
+        yield f"rollout.max_model_len={max_model_len} is less than {_sum(cfg)}={longest}; raise it or set it to null"
+    if max_model_len is not None and max_model_len > shape.max_positions:
+        yield (
+            f"rollout.max_model_len={max_model_len} exceeds max_position_embeddings={shape.max_positions} of "
+            "model.path; lower it or set it to null"
+        )
+
+
+def _sum(cfg: Config) -> str:
+    evaluated = cfg.evaluate.max_new_tokens or 0
+    new = "evaluate" if evaluated > cfg.rollout.sampling.max_new_tokens else "rollout.sampling"
+    return f"data.max_prompt_tokens + {new}.max_new_tokens"
