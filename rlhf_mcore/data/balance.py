@@ -41,9 +41,10 @@ def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 def _join(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
     """Lay the heaviest bins of ``second`` on the lightest of ``first`` (which it consumes), empty bins before all."""
+    num_filled = len(first)
     for place, bin in enumerate(second):
         target = num_bins - 1 - place
-        if target < len(first):
+        if target < num_filled:
             first[target].tokens += bin.tokens
             first[target].rows.extend(bin.rows)
         else:

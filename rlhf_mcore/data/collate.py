@@ -100,13 +100,8 @@ def make_microbatches(
     shifted = {"labels": batch.token_ids, "mask": batch.loss_mask, **fields}
     shifted = {name: to_model_layout(value, batch.lengths) for name, value in shifted.items()}
     lengths = [int(batch.lengths[row]) for row in rows]
-    if packing:
-        budget = max_tokens // pad_multiple * pad_multiple
-        bins = pack(lengths, budget, min_bins=min_count, multiple_of=multiple_of)
-    else:
-        bins = group_by_length(
-            lengths, max_tokens, pad_multiple=pad_multiple, min_bins=min_count, multiple_of=multiple_of
-        )
+    cut = pack if packing else group_by_length
+    bins = cut(lengths, max_tokens, min_bins=min_count, multiple_of=multiple_of, pad_multiple=pad_multiple)
     build = _build_packed if packing else _build_padded
     return [build(batch, [rows[place] for place in bin], shifted, pad_multiple, pad_token_id) for bin in bins]
 

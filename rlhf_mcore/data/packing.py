@@ -14,8 +14,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of: int = 1) -> list[list[int]]:
-    """Bins of rows whose token sum is at most ``max_tokens``: close to the fewest, then of nearly equal sums.
+def pack(
+    lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of: int = 1, *, pad_multiple: int = 1
+) -> list[list[int]]:
+    """Bins of rows whose token sum, rounded up to ``pad_multiple``, is at most ``max_tokens``: close to the fewest, then
+    of nearly equal sums.
 
     The count comes from best-fit decreasing (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to
     ``min_bins`` and to a multiple of ``multiple_of``. The rows are then spread anew over that many bins by largest
@@ -23,13 +26,14 @@ def pack(lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of
     bins are empty. Deterministic.
 
     Raises:
-        ConfigError: one row alone is longer than ``max_tokens``.
+        ConfigError: one padded row alone is longer than ``max_tokens``.
     """
-    _check_budget(lengths, max_tokens)
-    fitted = _best_fit(lengths, max_tokens)
+    _check_budget(lengths, max_tokens, pad_multiple)
+    budget = max_tokens // pad_multiple * pad_multiple
+    fitted = _best_fit(lengths, budget)
     num_bins = round_up(max(len(fitted), min_bins), multiple_of)
     balanced = balance(lengths, num_bins)
-    if all(sum(lengths[row] for row in rows) <= max_tokens for rows in balanced):
+    if all(sum(lengths[row] for row in rows) <= budget for rows in balanced):
         return balanced
     return _level(fitted + [[] for _ in range(num_bins - len(fitted))], lengths)
 
@@ -45,7 +49,7 @@ def group_by_length(
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.
     """
-    _check_budget([round_up(length, pad_multiple) for length in lengths], max_tokens)
+    _check_budget(lengths, max_tokens, pad_multiple)
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     groups: list[list[int]] = []
     while order:
@@ -58,14 +62,15 @@ def group_by_length(
     return groups
 
 
-def _check_budget(lengths: Sequence[int], max_tokens: int) -> None:
-    longest = max(lengths, default=0)
+def _check_budget(lengths: Sequence[int], max_tokens: int, pad_multiple: int) -> None:
     assert min(lengths, default=1) >= 1, "a row has at least one token"
-    if longest > max_tokens:
+    longest = max(lengths, default=0)
+    needed = round_up(longest, pad_multiple)
+    if needed > max_tokens:
         raise ConfigError(
-            f"trainer.max_tokens_per_microbatch={max_tokens} is less than one sequence of {longest} tokens "
-            f"(row {lengths.index(longest)}, padding included); set it to {longest} or more, or shorten "
-            "data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+            f"trainer.max_tokens_per_microbatch={max_tokens} has no room for row {lengths.index(longest)} with "
+            f"{longest} tokens; set it to {needed} or more, or lower data.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens"
         )
 
 

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.packing import group_by_length, pack
+
+LENGTHS = st.lists(st.integers(1, 100), max_size=50)
+
+
+def sums(lengths: list[int], bins: list[list[int]]) -> list[int]:
+    return [sum(lengths[row] for row in rows) for rows in bins]
+
+
+def padded(lengths: list[int], groups: list[list[int]], multiple: int) -> list[int]:
+    return [
+        len(rows) * max((math.ceil(lengths[row] / multiple) * multiple for row in rows), default=0) for rows in groups
+    ]
+
+
+@given(LENGTHS, st.integers(100, 300), st.integers(1, 6), st.integers(1, 4))
+def test_packing_keeps_budget_and_counts(lengths: list[int], max_tokens: int, min_bins: int, multiple_of: int) -> None:
+    bins = pack(lengths, max_tokens, min_bins, multiple_of)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert max(sums(lengths, bins)) <= max_tokens
+    assert len(bins) >= min_bins and len(bins) % multiple_of == 0
+    assert sum(not rows for rows in bins) == max(len(bins) - len(lengths), 0)
+    fewest = max(math.ceil(sum(lengths) / max_tokens), min_bins)
+    assert len(bins) < 11 / 9 * fewest + 2 + multiple_of
+
+
+def test_packing_by_hand() -> None:
+    # 6+4 and 5+3+2 fill two bins of ten; any greedy in the given order would need three.
+    assert sorted(sums([2, 6, 3, 5, 4], pack([2, 6, 3, 5, 4], 10))) == [10, 10]
+    # Fewest bins first (12 tokens need two), then level: 6 and 6 rather than 10 and 2.
+    assert sorted(sums([2] * 6, pack([2] * 6, 10))) == [6, 6]
+
+
+def test_packing_falls_back_to_the_fit_where_levelling_breaks_the_budget() -> None:
+    # Two bins of twelve hold {3,3,3,3} and {4,4,4} only. Differencing alone ends at 13 and 11.
+    assert sorted(sums([4, 4, 4, 3, 3, 3, 3], pack([4, 4, 4, 3, 3, 3, 3], 12, min_bins=2)))[-1] <= 12
+
+
+def test_long_steps_need_hardly_more_bins_than_their_tokens() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(10, 600) for _ in range(256)]
+    bins = pack(lengths, 4096)
+    assert len(bins) <= math.ceil(sum(lengths) / 4096) + 1
+    assert max(sums(lengths, bins)) <= 1.02 * sum(lengths) / len(bins)
+
+
+@given(LENGTHS, st.integers(104, 300), st.sampled_from([1, 4, 8]), st.integers(1, 6), st.integers(1, 4))
+def test_grouping_keeps_budget_and_counts(
+    lengths: list[int], max_tokens: int, pad_multiple: int, min_bins: int, multiple_of: int
+) -> None:
+    groups = group_by_length(lengths, max_tokens, pad_multiple=pad_multiple, min_bins=min_bins, multiple_of=multiple_of)
+    assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
+    assert max(padded(lengths, groups, pad_multiple)) <= max_tokens
+    assert len(groups) >= min_bins and len(groups) % multiple_of == 0
+    assert sum(not rows for rows in groups) == max(len(groups) - len(lengths), 0)
+    filled = [[lengths[row] for row in rows] for rows in groups if rows]
+    assert all(min(longer) >= max(shorter) for longer, shorter in pairwise(filled))
+
+
+def test_grouping_by_hand() -> None:
+    # Budget 12, longest first: 6 leaves room for two rows of six, then 3 for four.
+    assert group_by_length([3, 6, 3, 5, 2], 12) == [[1, 3], [0, 2, 4]]
+    # Rounded up to four, the rows are 4, 8, 4, 8, 4: one of eight, one of eight, three of four.
+    assert group_by_length([3, 6, 3, 5, 2], 12, pad_multiple=4) == [[1], [3], [0, 2, 4]]
+    assert group_by_length([3, 6, 3, 5, 2], 12, min_bins=3) == [[1], [3], [0, 2, 4]]
+
+
+@pytest.mark.parametrize("function", [pack, group_by_length])
+def test_a_row_longer_than_the_budget_is_refused(function: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer.max_tokens_per_microbatch=10 .* row 1 with 11 tokens; set it to 11 "
+    ):
+        function([3, 11], 10)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"=11 .* row 1 with 11 tokens; set it to 12 "):
+        function([3, 11], 11, pad_multiple=4)  # type: ignore[operator]

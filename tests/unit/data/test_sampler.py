@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.sampler import PromptSampler, epoch_order
+
+
+def draw(sampler: PromptSampler, num_batches: int) -> list[int]:
+    return [position for _ in range(num_batches) for position in sampler.next_batch()]
+
+
+def test_without_shuffling_batches_walk_around_the_data() -> None:
+    sampler = PromptSampler(5, 3, seed=0, shuffle=False)
+    assert [sampler.next_batch() for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+
+
+def test_every_epoch_is_a_permutation_of_its_own() -> None:
+    drawn = draw(PromptSampler(10, 4, seed=3, shuffle=True), 5)
+    epochs = drawn[:10], drawn[10:]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
+    assert epochs[0] != epochs[1]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    assert draw(PromptSampler(12, 4, seed=1, shuffle=True), 6) == draw(PromptSampler(12, 3, seed=1, shuffle=True), 8)
+    assert draw(PromptSampler(12, 12, seed=1, shuffle=True), 1) != draw(PromptSampler(12, 12, seed=2, shuffle=True), 1)
+
+
+def test_the_order_is_that_of_the_published_generator() -> None:
+    # Philox4x64-10 with key (0, 0) and counter 1 on, computed from the paper's definition by the slow function below.
+    words = [word for block in range(1, 4) for word in philox4x64(counter=block, key=(7, 2))][:10]
+    assert epoch_order(10, seed=7, epoch=2).tolist() == sorted(range(10), key=lambda place: words[place])
+
+
+def philox4x64(counter: int, key: tuple[int, int], rounds: int = 10) -> list[int]:
+    """One block of Philox4x64 (Salmon et al. 2011, section 3.3), with the constants of its reference table."""
+    mask = (1 << 64) - 1
+    words, (low, high) = [counter, 0, 0, 0], key
+    for _ in range(rounds):
+        first, second = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]
+        words = [(second >> 64) ^ words[1] ^ low, second & mask, (first >> 64) ^ words[3] ^ high, first & mask]
+        low, high = (low + 0x9E3779B97F4A7C15) & mask, (high + 0xBB67AE8584CAA73B) & mask
+    return words
+
+
+def test_fewer_prompts_than_a_batch_repeat_evenly() -> None:
+    assert Counter(PromptSampler(3, 7, seed=0, shuffle=True).next_batch()).most_common() in (
+        [(first, 3), (second, 2), (third, 2)]
+        for first, second, third in [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
+    )
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 3, 7])
+def test_a_resumed_sampler_goes_on_as_the_first_would_have(num_batches: int) -> None:
+    original = PromptSampler(10, 4, seed=5, shuffle=True)
+    draw(original, num_batches)
+    state = json.loads(json.dumps(original.state_dict()))
+    resumed = PromptSampler(10, 4, seed=5, shuffle=True)
+    resumed.load_state_dict(state)
+    assert draw(resumed, 6) == draw(original, 6)
+    assert resumed.state_dict() == original.state_dict()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"extra": 1}, "extra"),
+        ({"num_prompts": 11}, "the number of prompts in data.train was 11 and is now 10"),
+        ({"seed": 6}, "seed was 6 and is now 5"),
+        ({"shuffle": False}, "data.shuffle was False and is now True"),
+        ({"num_drawn": -1}, "num_drawn=-1"),
+        ({"num_drawn": 1.0}, "num_drawn=1.0"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(change: dict[str, object], message: str) -> None:
+    sampler = PromptSampler(10, 4, seed=5, shuffle=True)
+    with pytest.raises(ConfigError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+
+
+def test_a_state_with_a_missing_key_is_refused() -> None:
+    sampler = PromptSampler(10, 4, seed=5, shuffle=True)
+    with pytest.raises(ConfigError, match="num_drawn"):
+        sampler.load_state_dict({key: value for key, value in sampler.state_dict().items() if key != "num_drawn"})
+
+
+@pytest.mark.parametrize("num_prompts, batch_size, seed", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_sizes_that_make_no_sense_are_refused(num_prompts: int, batch_size: int, seed: int) -> None:
+    with pytest.raises(ConfigError):
+        PromptSampler(num_prompts, batch_size, seed, shuffle=True)
