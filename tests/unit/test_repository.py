@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import CHOICES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_mcore"
@@ -186,3 +187,11 @@ def test_configuration_page_has_every_key_with_its_default() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     documented = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", page, re.MULTILINE))
     assert documented == {key: as_yaml(value) for key, value in leaves(Config())}
+
+
+@pytest.mark.parametrize("key", sorted(CHOICES))
+def test_configuration_page_names_every_choice(key: str) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
+    missing = [choice for choice in CHOICES[key] if f"`{choice}`" not in row]
+    assert missing == []
