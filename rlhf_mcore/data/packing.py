@@ -17,13 +17,12 @@ def round_up(value: int, multiple: int) -> int:
 def pack(
     lengths: Sequence[int], max_tokens: int, min_bins: int = 1, multiple_of: int = 1, *, pad_multiple: int = 1
 ) -> list[list[int]]:
-    """Bins of rows whose token sum, rounded up to ``pad_multiple``, is at most ``max_tokens``: close to the fewest, then
-    of nearly equal sums.
+    """Bins of rows, as few as a good heuristic finds, with nearly equal token sums.
 
-    The count comes from best-fit decreasing (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to
-    ``min_bins`` and to a multiple of ``multiple_of``. The rows are then spread anew over that many bins by largest
-    differencing; where this would break the budget, the best-fit bins are levelled instead. Where rows do not reach,
-    bins are empty. Deterministic.
+    A bin's sum, rounded up to ``pad_multiple``, is at most ``max_tokens``. The count comes from best-fit decreasing
+    (about 11/9 of the optimum at worst, Johnson et al. 1974), raised to ``min_bins`` and to a multiple of
+    ``multiple_of``. The rows are then spread anew over that many bins by largest differencing; where this would break
+    the budget, the best-fit bins are levelled instead. Where rows do not reach, bins are empty. Deterministic.
 
     Raises:
         ConfigError: one padded row alone is longer than ``max_tokens``.

@@ -1,0 +1,198 @@
+"""What a person sees while a run goes on: a live display on a terminal, one line per step in a log."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import rich.console
+from rich import box
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.figures import figure_text, figures_that_fit, sparkline, step_line
+
+MODES = ("auto", "rich", "plain", "off")
+RECENT_STEPS = 6
+MAX_WIDTH = 110
+PANEL_EDGES = 4
+NOT_FINITE = ("nan", "inf", "-inf")
+REFRESHES_PER_SECOND = 4
+
+
+class Console:
+    """A run's progress, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
+
+    ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "off"
+    prints nothing. ``output`` is where it goes, standard output unless a test says otherwise.
+
+    Raises:
+        ConfigError: an unknown mode.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        total_steps: int,
+        title: str,
+        *,
+        output: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(MODES)}")
+        self.total_steps = total_steps
+        self.title = title
+        self.mode = _resolve(mode)
+        self._output = output or _default_output(self.mode)
+        self._clock = clock
+        self._live: Live | None = None
+        self._started = self._phase_started = self._step_ended = clock()
+        self._phase = Spinner("dots", text="starting", style="cyan")
+        self._phase_name = "starting"
+        # Replaced, never changed in place: the display is drawn from a thread of its own.
+        self._recent: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+        self._rewards: tuple[float, ...] = ()
+        self._step_seconds: tuple[float, ...] = ()
+
+    def __enter__(self) -> Console:
+        self._started = self._phase_started = self._step_ended = self._clock()
+        if self.mode == "rich":
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._output,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop("stopped" if kind is not None else "done")
+
+    def phase(self, name: str) -> None:
+        """Say what is being done now: generate, score, update, ... Shown by the live display only."""
+        self._phase_name, self._phase_started = name, self._clock()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Report step ``step`` (from 1) as finished, with its metrics under the names of metrics.jsonl."""
+        now = self._clock()
+        seconds = metrics.get("timing/step_s", now - self._step_ended)
+        self._step_ended = now
+        self._step_seconds = (*self._step_seconds, float(seconds))
+        self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
+        self._rewards = (*self._rewards, float(metrics.get("reward/mean", math.nan)))
+        if self.mode == "plain":
+            self._print(step_line(step, self.total_steps, metrics))
+
+    def note(self, text: str) -> None:
+        """Print a line that stays: an event rather than a number."""
+        if self.mode != "off":
+            self._print(text)
+
+    def summary(
+        self, title: str, rows: Sequence[tuple[str, ...]], header: tuple[str, ...], footer: Sequence[str]
+    ) -> None:
+        """Print the table that a run ends with, and below it lines of text as they are. Ends the live display."""
+        self._stop("done")
+        if self.mode == "off":
+            return
+        table = Table(title=title, title_style="bold", title_justify="left", box=box.ROUNDED)
+        for place, name in enumerate(header):
+            table.add_column(name, justify="left" if place == 0 else "right")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        self._output.print()
+        self._output.print(table)
+        for line in footer:
+            self._print(line)
+
+    def render(self) -> RenderableType:
+        """The live display as it stands now."""
+        width = min(self._output.width, MAX_WIDTH)
+        parts = [self._progress(), self._now()]
+        if self._recent:
+            parts += [Text(), self._reward_curve(), Text(), _recent_table(self._recent, width - PANEL_EDGES)]
+        return Panel(
+            Group(*parts), title=Text(self.title, style="bold"), title_align="left", width=width, padding=(0, 1)
+        )
+
+    def _progress(self) -> RenderableType:
+        done = self._recent[-1][0] if self._recent else 0
+        figures = [f"step {done}/{self.total_steps}", f"elapsed {_hours(self._clock() - self._started)}"]
+        if self._step_seconds:
+            # The median of the last steps, so that neither the first step nor an evaluation moves it much.
+            pace = statistics.median(self._step_seconds[-2 * RECENT_STEPS :])
+            figures += [f"left {_hours(pace * (self.total_steps - done))}", f"{pace:.1f} s/step"]
+        line = Table.grid(padding=(0, 2), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=done)
+        line.add_row(Text(figures[0], style="bold"), bar, Text(" · ".join(figures[1:])))
+        return line
+
+    def _now(self) -> RenderableType:
+        seconds = self._clock() - self._phase_started
+        self._phase.update(text=Text(f"{self._phase_name}  {seconds:.0f} s", style="cyan"))
+        return self._phase if self._live is not None else Text(self._phase_name, style="cyan")
+
+    def _reward_curve(self) -> Text:
+        known = [reward for reward in self._rewards if math.isfinite(reward)]
+        ends = f"  {known[0]:.3f} → {known[-1]:.3f}" if known else ""
+        room = min(self._output.width, MAX_WIDTH) - 30
+        return Text.assemble(("reward  ", "bold"), (sparkline(self._rewards, max(room, 8)), "green"), ends)
+
+    def _print(self, text: str) -> None:
+        """A line as it is: no markup, no wrapping (a path must stay whole)."""
+        self._output.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _stop(self, last_phase: str) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            self._phase_name = last_phase
+            live.stop()
+
+
+def _recent_table(recent: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> Table:
+    """The last steps, one row each, with the figures they report and there is room for."""
+    step_width = max(len("step"), len(str(recent[-1][0])))
+    figures = figures_that_fit([metrics for _, metrics in recent], width - step_width)
+    table = Table(box=None, padding=(0, 0, 0, 2), pad_edge=False, header_style="dim")
+    table.add_column("step", justify="right", vertical="bottom")
+    for figure in figures:
+        table.add_column("\n".join(figure.label.split()), justify="right", no_wrap=True)
+    for step, metrics in recent:
+        texts = [figure_text(figure, metrics) for figure in figures]
+        table.add_row(str(step), *(Text(text, style="bold red" if text in NOT_FINITE else "") for text in texts))
+    return table
+
+
+def _resolve(mode: str) -> str:
+    if mode != "auto":
+        return mode
+    return "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
+
+
+def _default_output(mode: str) -> rich.console.Console:
+    if mode == "rich":
+        return rich.console.Console(force_terminal=True)
+    return rich.console.Console(force_terminal=False, no_color=True)
+
+
+def _hours(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,102 @@
+"""Which metrics a person watches, what they are called and how many digits are worth reading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A metric as people read it.
+
+    ``width`` is that of its usual values, so that lines stand in columns. Where there is no room for all, figures with
+    the lowest ``worth`` go first.
+    """
+
+    label: str
+    metric: str
+    text: Callable[[float], str]
+    width: int
+    worth: int
+
+    @property
+    def column_width(self) -> int:
+        """Characters that a column needs, its label broken into words."""
+        return max(self.width, *map(len, self.label.split()))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _power(value: float) -> str:
+    return f"{value:.0e}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s"
+
+
+FIGURES = (
+    Figure("reward", "reward/mean", "{:.3f}".format, 5, worth=9),
+    Figure("kl", "loss/kl", "{:.4f}".format, 6, worth=5),
+    Figure("entropy", "actor/entropy", "{:.2f}".format, 4, worth=2),
+    Figure("len", "rollout/response_length_mean", "{:.1f}".format, 5, worth=6),
+    Figure("cut off", "rollout/truncated_fraction", _percent, 4, worth=1),
+    Figure("grad norm", "actor/grad_norm", "{:.2f}".format, 5, worth=3),
+    Figure("logprob diff", "rollout/logprob_diff_mean", _power, 5, worth=4),
+    Figure("time", "timing/step_s", _seconds, 6, worth=7),
+    Figure("accuracy", "evaluate/accuracy", "{:.3f}".format, 5, worth=8),
+)
+
+
+def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[Figure]:
+    """The figures that any of ``reported`` has, in order, as many as columns of two spaces apart fit into ``width``."""
+    figures = [figure for figure in FIGURES if any(figure_text(figure, metrics) for metrics in reported)]
+    while sum(figure.column_width + 2 for figure in figures) > width:
+        figures.remove(min(figures, key=lambda figure: figure.worth))
+    return figures
+
+
+def figure_text(figure: Figure, metrics: Mapping[str, Any]) -> str:
+    """The metric's value as text, empty when the step did not report it."""
+    value = metrics.get(figure.metric)
+    if value is None:
+        return ""
+    number = float(value)
+    return figure.text(number) if math.isfinite(number) else str(number)
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
+    """One step on one line, for logs: ``step  12/40  reward 0.610  length   7.2  ...``. Lines stand in columns."""
+    words = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    for figure in FIGURES:
+        text = figure_text(figure, metrics)
+        if text:
+            words.append(f"{figure.label} {text:>{figure.width}}")
+    return "  ".join(words)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as a row of at most ``width`` bars between their least and greatest; neighbours are averaged to fit.
+
+    A constant is drawn at mid height, what is not finite as a blank.
+    """
+    num_bars = min(len(values), width)
+    edges = [len(values) * bar // num_bars for bar in range(num_bars + 1)] if num_bars else [0]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
+        return " " * len(means)
+    least, spread = min(finite), max(finite) - min(finite)
+    return "".join(_bar((mean - least) / spread if spread > 0 else 0.5) for mean in means)
+
+
+def _bar(height: float) -> str:
+    return BARS[min(int(height * len(BARS)), len(BARS) - 1)] if math.isfinite(height) else " "

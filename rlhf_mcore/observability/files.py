@@ -1,0 +1,52 @@
+"""Files that are whole or not there, and JSON that every reader accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content``. A reader, or a crash at any instant, meets the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON in UTF-8, newline included.
+
+    NaN and infinities become null, since JSON has no name for them and readers of other languages refuse Python's. Lone
+    surrogates become U+FFFD. Tensors and numpy scalars become numbers, what JSON does not know becomes its ``str``.
+    """
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return LONE_SURROGATES.sub("�", value)
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors and numpy values of any shape
+        return _plain(value.tolist())
+    return _plain(str(value))

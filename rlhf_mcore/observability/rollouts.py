@@ -1,0 +1,32 @@
+"""The responses of a step, for people to read and for the report to browse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.observability.files import json_line, write_atomically
+from rlhf_mcore.types import Score, Trajectory
+
+
+def write_rollouts(path: Path, trajectories: Sequence[Trajectory], scores: Sequence[Score], *, step: int) -> None:
+    """One JSON line per trajectory, in the given order. The file appears whole or not at all."""
+    lines = (json_line(_record(t, s, step)) for t, s in zip(trajectories, scores, strict=True))
+    write_atomically(path, b"".join(lines))
+
+
+def _record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "prompt_id": trajectory.prompt.prompt_id,
+        "sample": trajectory.sample,
+        "prompt": trajectory.prompt.text,
+        "response": trajectory.response_text,
+        "ground_truth": trajectory.prompt.ground_truth,
+        "score": score.value,
+        "parts": score.parts,
+        "num_tokens": len(trajectory.response_ids),
+        "finish_reason": trajectory.finish_reason,
+        "policy_version": trajectory.policy_version,
+    }

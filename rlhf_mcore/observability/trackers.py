@@ -1,0 +1,102 @@
+"""Where metrics go: a line of JSON, tensorboard, or several places at once. All are ``protocols.Tracker``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.files import json_line
+
+if TYPE_CHECKING:
+    from rlhf_mcore.protocols import Tracker
+
+
+class JsonlTracker:
+    """Appends one JSON object per call, "step" first, each in a single write, so that a reader never sees half a line.
+
+    NaN and infinities are written as null (``files.json_line``). A last line that a crash cut short is removed when the
+    file is opened again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._file, _end_of_last_line(path))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one line.
+
+        Raises:
+            OSError: the line could not be written whole, for example because the disk is full.
+        """
+        assert "step" not in metrics, "the step is an argument of its own"
+        line = json_line({"step": step, **metrics})
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(
+                f"metrics of step {step}: only {written} of {len(line)} bytes were written; is the disk full?"
+            )
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class TensorboardTracker:
+    """Writes every finite number as a tensorboard scalar under its own name; other values are left out."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.tensorboard=true needs the tensorboard package ({error}); set it to false"
+            ) from error
+        self._writer = SummaryWriter(str(directory), flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            number = value.item() if hasattr(value, "item") else value
+            if isinstance(number, int | float) and math.isfinite(number):
+                self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MultiTracker:
+    """Hands everything to each of several trackers."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def close(self) -> None:
+        """Close all, also when one of them fails to."""
+        with ExitStack() as stack:
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+
+def _end_of_last_line(path: Path) -> int:
+    """The size of the file up to and including its last newline."""
+    block = 1 << 16
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(end - block, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
