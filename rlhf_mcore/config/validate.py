@@ -232,7 +232,7 @@ def _reference_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
     if shape is not None and actor is not None:
         if shape.vocab_size != actor.vocab_size:
             yield (
-                f"reference.path={path}: its vocab_size={shape.vocab_size} is not the {actor.vocab_size} of model.path; "
+                f"reference.path={path}: its vocab_size={shape.vocab_size} is not model.path's {actor.vocab_size}; "
                 "choose a reference with the same vocabulary"
             )
         yield from _actor_cut_problems(cfg, shape, "reference.path")
@@ -303,8 +303,8 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
     longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
     if trainer.max_tokens_per_microbatch < longest:
         yield (
-            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} is less than data.max_prompt_tokens + "
-            f"rollout.sampling.max_new_tokens={longest}; raise it to {longest} or more"
+            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} is less than "
+            f"data.max_prompt_tokens + rollout.sampling.max_new_tokens={longest}; raise it to {longest} or more"
         )
 
 

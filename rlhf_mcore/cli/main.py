@@ -1,0 +1,42 @@
+"""The console script ``rlhf-mcore COMMAND ...``. Each command is a module, also ``python -m rlhf_mcore.cli.COMMAND``.
+
+Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; others are a
+failure, and 128 + N means that signal N ended the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import rlhf_mcore
+from rlhf_mcore.cli.exit_codes import EPILOG
+
+COMMANDS = {"train": "train a policy; starts torchrun on this machine"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Hand the arguments after the command's name to the command. Returns the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    command = _parser().parse_args(args[:1]).command
+    return int(import_module(f"rlhf_mcore.cli.{command}").main(args[1:]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore",
+        description=f"Reinforcement learning on Megatron-core with vLLM rollouts.\n\ncommands:\n{commands}",
+        epilog=f"`rlhf-mcore COMMAND --help` explains a command.\n\n{EPILOG}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--help] [--version] COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=f"rlhf-mcore {rlhf_mcore.__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""torchrun, with the exit code of the worker that failed first instead of 1, and no traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli.exit_codes import USER_ERROR, of_process
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run torchrun with ``argv``. Returns 0, or the exit code of the first worker that failed."""
+    _end_with_parent()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(list(argv))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode != USER_ERROR:
+            print(error, file=sys.stderr, flush=True)
+        elif 0 not in error.failures or error.failures[0].exitcode != USER_ERROR:  # rank 0 prints its own
+            print(f"error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
+        return of_process(failure.exitcode)
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Be told when the process that started us is killed, so that no worker goes on writing into the run directory."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

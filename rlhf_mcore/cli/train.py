@@ -1,0 +1,80 @@
+"""``rlhf-mcore train CONFIG.yaml [a.b=c ...]``, and ``-m rlhf_mcore.cli.train`` under the user's own torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config import Config, ConfigError
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the configuration, then train: in this process under torchrun, else in a torchrun of our own.
+
+    Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        return _train(args.config, args.overrides, print_config=args.print_config)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore train",
+        description=(
+            "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
+            "(trainer.world_size); under torchrun or SLURM it is one of the processes."
+        ),
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; see configs/base.yaml for all keys")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    return parser
+
+
+def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
+    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.validate import validate
+
+    under_torchrun = all(name in os.environ for name in TORCHRUN_VARIABLES)
+    cfg = load_config(path, overrides)
+    try:
+        validate(cfg, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+    except ConfigError:
+        if print_config:
+            _print(cfg)  # what is wrong with it is easier to see beside it
+        raise
+    cfg = resolve(cfg)
+    if print_config:
+        _print(cfg)
+    elif under_torchrun:
+        from rlhf_mcore.cli.compose import run
+
+        run(cfg)
+    else:
+        from rlhf_mcore.cli.launch import launch
+
+        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank)
+    return exit_codes.DONE
+
+
+def _print(cfg: Config) -> None:
+    from rlhf_mcore.config.show import to_yaml
+
+    if os.environ.get("RANK", "0") == "0":
+        print(to_yaml(cfg), end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
