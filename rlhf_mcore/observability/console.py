@@ -27,6 +27,7 @@ from rlhf_mcore.observability.figures import figure_text, figures_that_fit, spar
 MODES = ("auto", "rich", "plain", "off")
 RECENT_STEPS = 6
 MAX_WIDTH = 110
+NARROW = 70
 PANEL_EDGES = 4
 NOT_FINITE = ("nan", "inf", "-inf")
 REFRESHES_PER_SECOND = 4
@@ -138,6 +139,8 @@ class Console:
             # The median of the last steps, so that neither the first step nor an evaluation moves it much.
             pace = statistics.median(self._step_seconds[-2 * RECENT_STEPS :])
             figures += [f"left {_hours(pace * (self.total_steps - done))}", f"{pace:.1f} s/step"]
+        if self._output.width < NARROW:
+            figures = [figures[0], *figures[2:3]]
         line = Table.grid(padding=(0, 2), expand=True)
         line.add_column(no_wrap=True)
         line.add_column(ratio=1)

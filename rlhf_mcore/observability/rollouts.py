@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,13 @@ from rlhf_mcore.observability.files import json_line, write_atomically
 from rlhf_mcore.types import Score, Trajectory
 
 
-def write_rollouts(path: Path, trajectories: Sequence[Trajectory], scores: Sequence[Score], *, step: int) -> None:
-    """One JSON line per trajectory, in the given order. The file appears whole or not at all."""
-    lines = (json_line(_record(t, s, step)) for t, s in zip(trajectories, scores, strict=True))
-    write_atomically(path, b"".join(lines))
+def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON line per record, in the given order. The file appears whole or not at all."""
+    write_atomically(path, b"".join(map(json_line, records)))
 
 
-def _record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
+def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
+    """What is kept of a trajectory."""
     return {
         "step": step,
         "prompt_id": trajectory.prompt.prompt_id,

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+import rich.console
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.figures import sparkline, step_line
+
+METRICS = {
+    "reward/mean": 0.61,
+    "loss/kl": 0.0123,
+    "rollout/response_length_mean": 7.2,
+    "rollout/truncated_fraction": 0.25,
+    "rollout/logprob_diff_mean": 3.2e-7,
+    "actor/grad_norm": 0.8,
+    "timing/step_s": 2.14,
+    "loss/policy": 0.5,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal(width: int = 110) -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def log_file() -> rich.console.Console:
+    return rich.console.Console(file=io.StringIO(), force_terminal=False, no_color=True, width=80)
+
+
+def printed(output: rich.console.Console) -> str:
+    assert isinstance(output.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.file.getvalue())
+
+
+def drawn(console: Console, width: int = 110) -> list[str]:
+    """The live display as lines of text."""
+    output = rich.console.Console(file=io.StringIO(), width=width)
+    output.print(console.render())
+    return printed(output).splitlines()
+
+
+def test_a_step_is_one_line_in_a_log() -> None:
+    assert step_line(7, 40, METRICS) == (
+        "step  7/40  reward 0.610  kl 0.0123  len   7.2  cut off 25 %  grad norm  0.80  logprob diff 3e-07  time  2.1 s"
+    )
+    assert step_line(12, 40, {"reward/mean": math.nan, "evaluate/accuracy": 0.55}) == (
+        "step 12/40  reward   nan  accuracy 0.550"
+    )
+
+
+def test_lines_of_a_log_stand_in_columns() -> None:
+    later = {**METRICS, "rollout/response_length_mean": 10.9, "timing/step_s": 12.0, "rollout/truncated_fraction": 0}
+    assert len(step_line(7, 40, METRICS)) == len(step_line(8, 40, later))
+
+
+def test_a_log_has_steps_notes_and_the_summary_but_no_phases() -> None:
+    output = log_file()
+    path = "outputs/" + "x" * 100
+    with Console("plain", 2, "grpo", output=output) as console:
+        console.note("[evaluate] accuracy 0.5")
+        console.phase("generate")
+        console.step(1, {"reward/mean": 0.25})
+        console.step(2, {"reward/mean": 0.75})
+        console.summary("Result", [("accuracy", "0.31", "0.74")], ("", "before", "after"), [f"Run directory {path}"])
+    lines = [line.strip() for line in printed(output).splitlines()]
+    assert lines[:3] == ["[evaluate] accuracy 0.5", "step 1/2  reward 0.250", "step 2/2  reward 0.750"]
+    text = "\n".join(lines)
+    assert "generate" not in text
+    assert re.search(r"before .* after", text) and re.search(r"accuracy .* 0\.31 .* 0\.74", text)
+    assert lines[-1] == f"Run directory {path}"
+
+
+def test_the_live_display_shows_progress_phase_and_figures() -> None:
+    clock = Clock()
+    console = Console("rich", 40, "quickstart", output=terminal(), clock=clock)
+    assert "starting" in drawn(console)[2]
+    for step in range(1, 13):
+        console.step(step, {**METRICS, "reward/mean": 0.05 * step, "timing/step_s": 2.0})
+    clock.now = 130.0
+    console.phase("old logprobs")
+    lines = drawn(console)
+    assert "quickstart" in lines[0]
+    assert "step 12/40" in lines[1] and "elapsed 0:00:30 · left 0:00:56 · 2.0 s/step" in lines[1]
+    assert "old logprobs" in lines[2]
+    assert "reward  ▁▁▂▃▃▄▅▆▆▇██  0.050 → 0.600" in lines[4]
+    assert [line.split()[1] for line in lines[8:14]] == ["7", "8", "9", "10", "11", "12"]
+    assert lines[13].split()[2:-1] == ["0.600", "0.0123", "7.2", "25", "%", "0.80", "3e-07", "2.0", "s"]
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
+    console = Console("rich", 40, "quickstart", output=terminal(width))
+    console.step(1, {**METRICS, "actor/entropy": 1.25, "evaluate/accuracy": 0.5})
+    lines = drawn(console, width)
+    assert max(map(len, lines)) <= min(width, 110)
+    assert "…" not in "".join(lines)
+    assert "0.610" in lines[-2] and "0.500" in lines[-2]
+    assert ("1.25" in lines[-2]) == (width >= 80)
+
+
+def test_a_terminal_keeps_the_last_display_and_then_the_summary() -> None:
+    output = terminal()
+    with Console("rich", 2, "quickstart", output=output) as console:
+        console.note("engines are up")
+        console.phase("generate")
+        console.step(1, METRICS)
+        console.step(2, METRICS)
+        console.summary("Result", [("reward", "0.31", "0.74")], ("", "before", "after"), ["Run directory  out"])
+    text = printed(output)
+    assert "engines are up" in text
+    assert text.index("Result") > text.rindex("step 2/2")
+    assert text.rstrip().endswith("Run directory  out")
+
+
+def test_a_run_that_fails_says_that_it_stopped() -> None:
+    output = terminal()
+    with pytest.raises(KeyError), Console("rich", 2, "quickstart", output=output) as console:
+        console.phase("generate")
+        raise KeyError
+    assert printed(output).rindex("stopped") > printed(output).find("generate")
+
+
+def test_off_prints_nothing() -> None:
+    output = log_file()
+    with Console("off", 2, "grpo", output=output) as console:
+        console.note("note")
+        console.phase("generate")
+        console.step(1, METRICS)
+        console.summary("Result", [("a", "b")], ("", "c"), ["d"])
+    assert printed(output) == ""
+
+
+def test_auto_is_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert Console("auto", 1, "grpo").mode == "plain"
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"logging.console='fancy': must be one of auto, rich, plain, off"):
+        Console("fancy", 1, "grpo")
+
+
+@pytest.mark.parametrize(
+    "values, width, bars",
+    [
+        ([], 8, ""),
+        ([1.0, 2.0], 8, "▁█"),
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 8, "▁▂▃▄▅▆▇█"),
+        ([5.0, 5.0, 5.0], 8, "▅▅▅"),
+        ([0.0, 0.0, 1.0, 1.0], 2, "▁█"),
+        ([0.0, math.nan, 1.0], 8, "▁ █"),
+        ([math.nan], 8, " "),
+    ],
+)
+def test_sparkline(values: list[float], width: int, bars: str) -> None:
+    assert sparkline(values, width) == bars

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.observability.rollouts import write_rollouts
+from rlhf_mcore.types import Prompt, Score, Trajectory
+
+
+def trajectory(sample: int, text: str) -> Trajectory:
+    prompt = Prompt("train#4", 4, [1, 2], "1+1=", ground_truth="2")
+    return Trajectory(prompt, sample, [5, 6, 7], [-0.1, -0.2, -0.3], text, "stop", policy_version=12)
+
+
+def test_one_line_per_trajectory(tmp_path: Path) -> None:
+    path = tmp_path / "step-000013.jsonl"
+    scores = [Score(1.0, {"exact": 1.0}), Score(float("nan"))]
+    write_rollouts(path, [trajectory(0, "2"), trajectory(1, "zwei \udc80\u2028\n")], scores, step=13)
+    first, second = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    assert json.loads(first) == {
+        "step": 13,
+        "prompt_id": "train#4",
+        "sample": 0,
+        "prompt": "1+1=",
+        "response": "2",
+        "ground_truth": "2",
+        "score": 1.0,
+        "parts": {"exact": 1.0},
+        "num_tokens": 3,
+        "finish_reason": "stop",
+        "policy_version": 12,
+    }
+    assert json.loads(second)["response"] == "zwei �\u2028\n"
+    assert json.loads(second)["score"] is None
+    assert [file.name for file in tmp_path.iterdir()] == ["step-000013.jsonl"]
+
+
+def test_no_file_appears_when_scores_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        write_rollouts(tmp_path / "a.jsonl", [trajectory(0, "2")], [], step=1)
+    assert not list(tmp_path.iterdir())

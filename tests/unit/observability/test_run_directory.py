@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.run_directory import RunDirectory
+
+
+def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
+    run = RunDirectory.create(str(tmp_path), "project", "first")
+    assert run.path == tmp_path / "project" / "first"
+    assert run.metrics_path == run.path / "metrics.jsonl"
+    assert run.rollouts_path(1) == run.path / "rollouts" / "step-000001.jsonl"
+    assert run.rollouts_path(1).parent.is_dir()
+    run.write_config("seed: 1\n")
+    run.write_config("seed: 2\n")
+    assert (run.path / "config.yaml").read_text() == "seed: 2\n"
+    run.close()
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    first = RunDirectory.create(str(tmp_path), "p", "e")
+    with pytest.raises(ConfigError, match=rf"in use by another run \(process {os.getpid()} on .*change experiment"):
+        RunDirectory.create(str(tmp_path), "p", "e")
+    RunDirectory.create(str(tmp_path), "p", "other").close()
+    first.close()
+    first.close()
+    RunDirectory.create(str(tmp_path), "p", "e").close()
+
+
+HOLDER = """
+import os, sys, time
+from rlhf_mcore.observability.run_directory import RunDirectory
+run = RunDirectory.create(sys.argv[1], "p", "e")
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_run_leaves_no_lock_even_if_its_child_lives_on(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(ConfigError, match=rf"process {holder.pid} on"):
+            RunDirectory.create(str(tmp_path), "p", "e")
+        holder.kill()
+        holder.wait()
+        os.kill(child, 0)  # still there
+        RunDirectory.create(str(tmp_path), "p", "e").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        holder.stdout.close()
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"output_dir=.*cannot write to .*Not a directory.*choose another"):
+        RunDirectory.create(str(tmp_path / "file"), "p", "e")
+
+
+@pytest.mark.parametrize("project, experiment", [("..", "e"), ("p", "../../e"), ("p", "/e"), ("", "e"), ("p", "")])
+def test_names_that_lead_elsewhere_are_refused(project: str, experiment: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must name a directory inside output_dir"):
+        RunDirectory.create(str(tmp_path / "out"), project, experiment)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
+
+
+class FakeTracker:
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.events: list[object] = []
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.events.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.events.append("closed")
+        if self.fails:
+            raise OSError("cannot close")
+
+
+def test_jsonl_has_one_object_per_step_and_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        tracker = JsonlTracker(path)
+        tracker.log(step, {"reward/mean": torch.tensor(0.5), "actor/grad_norm": float("nan"), "note": "a"})
+        tracker.close()
+        tracker.close()
+    line = '{{"step": {}, "reward/mean": 0.5, "actor/grad_norm": null, "note": "a"}}\n'
+    assert path.read_text() == line.format(1) + line.format(2)
+
+
+@pytest.mark.parametrize("whole", ["", '{"step": 1}\n', '{"step": 1}\n' + "x" * 70_000 + "\n"])
+@pytest.mark.parametrize("torn", ["", '{"st', "y" * 70_000])
+def test_a_line_that_a_crash_cut_short_is_removed(whole: str, torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(whole + torn)
+    tracker = JsonlTracker(path)
+    tracker.log(2, {})
+    tracker.close()
+    assert path.read_text() == whole + '{"step": 2}\n'
+
+
+def test_a_line_is_written_at_once_or_the_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(os, "write", lambda descriptor, data: len(data) - 3)
+    with pytest.raises(OSError, match=r"metrics of step 7: only 9 of 12 bytes .* disk full"):
+        tracker.log(7, {})
+    monkeypatch.undo()
+    tracker.close()
+
+
+def test_tensorboard_gets_finite_numbers_under_their_names(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorboardTracker(tmp_path)
+    tracker.log(3, {"reward/mean": torch.tensor(0.25), "loss/kl": float("inf"), "name": "x", "rollout/n": 4})
+    tracker.log(4, {"reward/mean": 0.5})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["reward/mean", "rollout/n"]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(3, 0.25), (4, 0.5)]
+
+
+def test_several_trackers_are_all_told_and_all_closed() -> None:
+    trackers = [FakeTracker(), FakeTracker(fails=True), FakeTracker()]
+    multi = MultiTracker(trackers)
+    multi.log(1, {"a": 1})
+    with pytest.raises(OSError, match="cannot close"):
+        multi.close()
+    assert [tracker.events for tracker in trackers] == [[(1, {"a": 1}), "closed"]] * 3
