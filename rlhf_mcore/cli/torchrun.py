@@ -16,10 +16,10 @@ def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``. Returns 0, or the exit code of the first worker that failed."""
     _end_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    from torch.distributed.run import parse_args, run
 
     try:
-        torchrun(list(argv))
+        run(parse_args(list(argv)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode != USER_ERROR:

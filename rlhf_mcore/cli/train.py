@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
@@ -59,6 +60,7 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
     if print_config:
         _print(cfg)
     elif under_torchrun:
+        _quiet()
         from rlhf_mcore.cli.compose import run
 
         run(cfg)
@@ -67,6 +69,12 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
 
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank)
     return exit_codes.DONE
+
+
+def _quiet() -> None:
+    """The libraries' import-time notes on absent kernels would drown the display of a run. RLHF_MCORE_DEBUG keeps them."""
+    if "RLHF_MCORE_DEBUG" not in os.environ:
+        warnings.filterwarnings("ignore")
 
 
 def _print(cfg: Config) -> None:

@@ -65,3 +65,14 @@ def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = N
     dist.all_reduce(sums, group=group)
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     return {name: float(maxima[i] if name.endswith("_max") else sums[i]) for i, name in enumerate(names)}
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON-able value on the first rank of the world, in rank order; [] on the others."""
+    data = _encode(value)
+    sizes = _gather_sizes(data.numel(), None)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(padded, out, dst=0)
+    return [_decode(part[:size]) for part, size in zip(out or [], sizes if out else [], strict=True)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from rlhf_mcore.algorithms.kl import kl_penalty
@@ -19,6 +19,9 @@ from rlhf_mcore.mcore.optimizer import learning_rate, optimizer_step
 from rlhf_mcore.mcore.step import Metrics, broadcast_from_last_stage, forward_backward, forward_logprobs
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.types import Microbatch, TrainBatch
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 @dataclass(slots=True)

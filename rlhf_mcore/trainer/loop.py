@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,7 @@ class Trainer:
 
     def run(self, num_steps: int) -> None:
         """Train for ``num_steps`` steps. Collective over the world."""
-        with self.recorder.phase("sync"):
-            self.bridge.sync(version=0)
+        self._sync(0)
         if metrics := self._evaluate(0, num_steps):
             self.recorder.step(0, metrics)
         for step in range(1, num_steps + 1):
@@ -52,10 +50,9 @@ class Trainer:
             self.checkpointer.after_step(step)
 
     def _step(self, step: int) -> dict[str, float]:
-        timed: Callable = self.recorder.phase
+        timed = self.recorder.phase
         prompts = self.prompt_source.next_batch()
         with timed("generate"):
-            self.engine.wake()
             rollouts = generate(self.engine, prompts, self.sampling, step=step)
             self.engine.sleep()
         with timed("score"):
@@ -73,9 +70,13 @@ class Trainer:
         metrics |= estimate_advantages(batch, self.algorithm, self.dp_group)
         with timed("update"):
             metrics |= self.actor.update(batch)
-        with timed("sync"):
-            self.bridge.sync(version=step)
+        self._sync(step)
         return metrics
+
+    def _sync(self, version: int) -> None:
+        with self.recorder.phase("sync"):
+            self.engine.wake()
+            self.bridge.sync(version)
 
     def _evaluate(self, step: int, num_steps: int) -> dict[str, float]:
         if not self.evaluator.is_due(step, num_steps):

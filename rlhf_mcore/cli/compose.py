@@ -1,0 +1,230 @@
+"""The composition root: from a checked configuration to a running job. The one place that picks concrete classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.sync import GatherBridge
+from rlhf_mcore.bridge.transfer import Gatherer, load, save
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
+from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import Platform, current_platform
+from rlhf_mcore.protocols import RolloutEngine, Tracker
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.roles.policy import Actor, Policy
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.evaluation import Evaluator
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.parts import PromptBatches
+from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.saving import ModelSaver
+from rlhf_mcore.types import Prompt, Sampling
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+T = TypeVar("T")
+
+
+def run(cfg: Config) -> None:
+    """Train. Every rank of the world calls it, under torchrun.
+
+    Raises:
+        ConfigError: what could only be found out with the parts in hand; raised on every rank.
+    """
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
+    dist.init_process_group(platform.collective_backend, timeout=COLLECTIVE_TIMEOUT)
+    try:
+        with ExitStack() as stack:
+            record = _on_every_rank(lambda: _open_record(cfg, platform, stack))
+            _build(cfg, platform, record).run(cfg.trainer.num_steps)
+            if record.console is not None:
+                _summary(cfg, record)
+    finally:
+        dist.destroy_process_group()
+
+
+def _on_every_rank(action: Callable[[], T]) -> T:
+    """Run a part that may find a mistake of the user on some ranks only, and raise it on all, so that none waits for another."""
+    problem, result = None, None
+    try:
+        result = action()
+    except ConfigError as error:
+        problem = str(error)
+    problems = [p for p in all_gather_json(problem) if p is not None]
+    if problems:
+        raise ConfigError(problems[0])
+    return result  # type: ignore[return-value]
+
+
+def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord:
+    record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every)
+    if dist.get_rank() != 0:
+        return record
+    directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
+    directory.write_config(to_yaml(cfg))
+    trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]
+    if cfg.logging.tensorboard:
+        trackers.append(TensorboardTracker(directory.tensorboard_path))
+    record.directory = directory
+    record.tracker = stack.enter_context(closing(MultiTracker(trackers)))
+    title = f"{cfg.project} / {cfg.experiment}"
+    record.console = stack.enter_context(Console(cfg.logging.console, cfg.trainer.num_steps, title))
+    return record
+
+
+def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
+    with record.phase("load_data"):
+        data = _on_every_rank(lambda: _load_data(cfg))
+    dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
+    with record.phase("build_model"):
+        models = _build_models(cfg, platform, dtype)
+    with record.phase("start_engine"):
+        engine = build_engine(
+            cfg.rollout,
+            model_dir=cfg.model.path,
+            tokenizer_dir=cfg.model.tokenizer_path or cfg.model.path,
+            dtype=dtype,
+            max_model_len=cfg.rollout.max_model_len,
+            seed=cfg.seed,
+        )
+    record.timers.pop()
+    return _trainer(cfg, data, models, engine, record)
+
+
+@dataclass(slots=True)
+class _Data:
+    tokenizer: PreTrainedTokenizerBase
+    train: list[Prompt]
+    evaluation: list[Prompt]
+
+
+def _load_data(cfg: Config) -> _Data:
+    tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+    train = load_prompts(cfg.data.train, tokenizer, cfg.data)
+    evaluation = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval") if cfg.data.eval else []
+    return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts])
+
+
+@dataclass(slots=True)
+class _Models:
+    groups: ModelGroups
+    actor: Actor
+    gatherer: Gatherer
+    reference: Policy | None
+
+
+def _build_models(cfg: Config, platform: Platform, dtype: str) -> _Models:
+    cut = cfg.actor.layout
+    layout = ParallelLayout(dist.get_world_size(), cut.tp, cut.pp, cut.vpp, sequence_parallel=cut.sequence_parallel)
+    groups = build_groups(layout)
+    temperature = cfg.rollout.sampling.temperature
+    model = _load_model(cfg, platform, groups, dtype, cfg.model.path, trainable=True)
+    optimizer = build_optimizer(model, cfg.actor.optimizer)
+    actor = Actor(model, cfg.trainer, temperature, optimizer, cfg.actor.optimizer, cfg.algorithm)
+    pgs = groups.collection
+    gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp)
+    reference = None
+    if cfg.algorithm.kl.coef:
+        path = cfg.reference.path or cfg.model.path
+        frozen = _load_model(cfg, platform, groups, dtype, path, trainable=False)
+        reference = Policy(frozen, cfg.trainer, temperature)
+    return _Models(groups, actor, gatherer, reference)
+
+
+def _load_model(
+    cfg: Config, platform: Platform, groups: ModelGroups, dtype: str, path: str, *, trainable: bool
+) -> MegatronModel:
+    spec = load_spec(path)
+    options = BuildOptions(
+        dtype=dtype,
+        layer_spec=cfg.model.layer_spec,
+        recompute=cfg.actor.recompute,
+        trainable=trainable,
+        deterministic=cfg.deterministic,
+        seed=cfg.seed,
+    )
+    model = build_model(spec, groups, platform, options)
+    _on_every_rank(lambda: load(local_parameters(model), spec.geometry, HFReader(path)))
+    return model
+
+
+def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, record: RunRecord) -> Trainer:
+    reward = build_reward(cfg.reward)
+    pgs = models.groups.collection
+    sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
+    greedy = Sampling(
+        temperature=cfg.evaluate.temperature, max_new_tokens=cfg.evaluate.max_new_tokens or sampling.max_new_tokens, seed=cfg.seed
+    )
+    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    exchange = Exchange(
+        dp_rank=pgs.dp.rank(),
+        dp_size=pgs.dp.size(),
+        samples_per_prompt=sampling.n,
+        prompts_per_minibatch=cfg.trainer.minibatch_size or cfg.trainer.prompts_per_step,
+        pad_token_id=int(data.tokenizer.pad_token_id),
+    )
+    run_directory = Path(cfg.output_dir) / cfg.project / cfg.experiment
+    write = partial(save, models.gatherer, companions_from=cfg.model.path)
+    return Trainer(
+        prompt_source=PromptBatches(data.train, sampler),
+        engine=engine,
+        sampling=sampling,
+        reward=reward,
+        exchange=exchange,
+        actor=models.actor,
+        reference=models.reference,
+        algorithm=cfg.algorithm,
+        dp_group=pgs.dp,
+        bridge=GatherBridge(models.gatherer, engine),
+        evaluator=Evaluator(data.evaluation, engine, reward, greedy, cfg.evaluate.every),
+        checkpointer=ModelSaver(write, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
+        recorder=record,
+    )
+
+
+def _summary(cfg: Config, record: RunRecord) -> None:
+    """The table a run ends with: before and after, where everything is, and what to try next."""
+    assert record.console is not None and record.directory is not None
+    rows: list[tuple[str, ...]] = []
+    if record.rewards:
+        few = max(len(record.rewards) // 10, 1)
+        first, last = sum(record.rewards[:few]) / few, sum(record.rewards[-few:]) / few
+        rows.append((f"training reward (mean of {few} steps)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"))
+    if len(record.evaluations) > 1:
+        before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
+        for name, label in (("evaluate/accuracy", "held-out accuracy"), ("evaluate/reward", "held-out reward")):
+            rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"))
+    directory = os.path.relpath(record.directory.path)
+    footer = [
+        f"run directory   {directory}",
+        f"trained model   {directory}/latest/actor  (a Hugging Face directory)",
+        f"curves          tensorboard --logdir {directory}",
+    ]
+    record.console.summary("result", rows, ("", "before", "after", "change"), footer)

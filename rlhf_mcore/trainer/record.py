@@ -1,0 +1,62 @@
+"""The record of a run: metrics, rollouts, timing and the display. Every rank has one; the first rank's writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
+from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.parallel.collectives import gather_json
+from rlhf_mcore.protocols import Tracker
+from rlhf_mcore.types import Score, Trajectory
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """Timing on every rank; files and display on the one that has a directory."""
+
+    timers: Timers
+    rollouts_every: int
+    directory: RunDirectory | None = None
+    tracker: Tracker | None = None
+    console: Console | None = None
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
+    rewards: list[float] = field(default_factory=list)  # reward/mean of each step
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and show it."""
+        if self.console is not None:
+            self.console.phase(name)
+        with self.timers(name):
+            yield
+
+    def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
+        """Write the step's rollouts when they are due. Collective."""
+        if not self.rollouts_every or step % self.rollouts_every:
+            return
+        mine = [rollout_record(t, s, step) for t, s in zip(trajectories, scores, strict=True)]
+        gathered = gather_json(mine)
+        if self.directory is not None:
+            records = [record for part in gathered for record in part]
+            records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
+            write_rollouts(self.directory.rollouts_path(step), records)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show a step's metrics with the time of its phases."""
+        timing = self.timers.pop()
+        timing["timing/step_s"] = sum(timing.values())
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
+        if evaluation:
+            self.evaluations[step] = evaluation
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        everything = {**metrics, **timing}
+        if self.tracker is not None:
+            self.tracker.log(step, everything)
+        if self.console is not None:
+            self.console.step(step, everything)

@@ -1,0 +1,42 @@
+"""When the actor is written, and which one is the latest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSaver:
+    """Writes ``checkpoint-<step>/actor`` as a Hugging Face directory every ``every`` steps (0: never) and after the last one.
+
+    ``write`` is collective and leaves the directory whole or not at all.
+    """
+
+    write: Callable[[Path], None]
+    run_directory: Path
+    every: int
+    num_steps: int
+
+    def after_step(self, step: int) -> None:
+        """Save if it is due. Collective."""
+        if step != self.num_steps and not (self.every and step % self.every == 0):
+            return
+        name = f"checkpoint-{step}"
+        if dist.get_rank() == 0:
+            (self.run_directory / name).mkdir(parents=True, exist_ok=True)
+        self.write(self.run_directory / name / "actor")
+        if dist.get_rank() == 0:
+            _point(self.run_directory / "latest", name)
+
+
+def _point(link: Path, target: str) -> None:
+    """Move a link to ``target`` in one step: a reader sees the old or the new one, never none."""
+    temporary = link.with_name(f".{link.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
