@@ -248,7 +248,25 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         raise
     finally:
         del model.load_weights  # the method of the class shows again
+    _reprocess_tied(model)
     return sorted({name for name, _ in model.named_parameters()} - loaded)
+
+
+def _reprocess_tied(model: Any) -> None:
+    """Let layers that share a parameter with another one look at it again.
+
+    vLLM processes the layer that a tensor was loaded for. A tied lm_head is not among those: on the CPU it would go on
+    multiplying with the copy of the embeddings that it has prepacked before.
+    """
+    owners: dict[int, list[Any]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    for modules in owners.values():
+        for module in modules if len(modules) > 1 else []:
+            method = getattr(module, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(module)
 
 
 def _abandon_reload(worker: Any, model: Any) -> None:

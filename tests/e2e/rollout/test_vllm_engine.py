@@ -1,0 +1,158 @@
+"""The colocated vLLM engine, for real: torchrun with two ranks, as two engines and as one engine over both."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
+
+Seen = list[dict[str, Any]]  # what each rank wrote
+
+
+def run_worker(directory: Path, family: str, tp: int) -> Seen:
+    for name, seed in (("a", 1), ("b", 2)):
+        save_model(directory / name, family, seed)
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(Path(__file__).with_name("worker.py")), str(directory / "a"), str(directory / "b"), str(tp)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    seen = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return [{**rank, "console": done.stdout + done.stderr} for rank in seen]
+
+
+@pytest.fixture(scope="module")
+def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_worker(tmp_path_factory.mktemp("tp1"), "qwen3", tp=1)
+
+
+@pytest.fixture(scope="module")
+def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_worker(tmp_path_factory.mktemp("tp2"), "llama", tp=2)
+
+
+@pytest.fixture(scope="module", params=["two_engines", "one_engine"])
+def seen(request: pytest.FixtureRequest) -> Seen:
+    return request.getfixturevalue(request.param)
+
+
+def test_ranks_know_their_engine(two_engines: Seen, one_engine: Seen) -> None:
+    assert [rank["engine"] for rank in two_engines] == [[0, 2, True, -1], [1, 2, True, -1]]
+    assert [rank["engine"] for rank in one_engine] == [[0, 1, True, -1], [0, 1, False, -1]]
+
+
+def test_only_the_lead_of_an_engine_returns_trajectories(one_engine: Seen) -> None:
+    lead, other = one_engine
+    assert len(lead["seeds"]["together"]) == 15
+    assert other["seeds"]["together"] == []
+
+
+@pytest.mark.parametrize("setting", ["t1.0", "t0.7", "top_k", "greedy"])
+def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(seen: Seen, setting: str) -> None:
+    assert sum(len(drawn["ids"]) for drawn in seen[0]["parity"][setting]["drawn"]) > 20
+    for rank in seen:
+        assert rank["parity"][setting]["gap"] < 1e-4
+
+
+def test_order_and_version_of_trajectories(seen: Seen) -> None:
+    drawn = seen[0]["parity"]["t1.0"]["drawn"]
+    assert [(t["prompt"], t["sample"]) for t in drawn] == [
+        (f"p{row}", sample) for row in range(4) for sample in range(4)
+    ]
+    assert {t["version"] for t in drawn} == {0}
+
+
+def test_a_response_ends_with_eos_exactly_if_it_stopped(seen: Seen) -> None:
+    drawn = seen[0]["parity"]["t1.0"]["drawn"] + seen[0]["seeds"]["together"] + seen[0]["seeds"]["next step"]
+    assert {t["finish"] for t in drawn} == {"stop", "length"}
+    for t in drawn:
+        assert t["ids"].index(EOS) == len(t["ids"]) - 1 if t["finish"] == "stop" else EOS not in t["ids"]
+        assert t["finish"] == "stop" or len(t["ids"]) == 24
+        special = {"<pad>", "<eos>", "<unk>"}
+        assert t["text"] == "".join(VOCABULARY[i] for i in t["ids"] if VOCABULARY[i] not in special)
+
+
+def test_greedy_decoding_equals_our_loop_over_transformers(seen: Seen) -> None:
+    assert [t["ids"] for t in seen[0]["parity"]["greedy"]["drawn"]] == [t["ids"] for t in seen[0]["hf"]]
+
+
+def by_key(drawn: list[dict[str, Any]]) -> dict[tuple[str, int], list[int]]:
+    return {(t["prompt"], t["sample"]): t["ids"] for t in drawn}
+
+
+def test_a_response_depends_on_neither_the_engine_nor_the_batch(two_engines: Seen) -> None:
+    first, second = (rank["seeds"] for rank in two_engines)
+    responses = by_key(first["together"])
+    assert len({tuple(ids) for ids in responses.values()}) == 15  # prompts and samples are drawn independently
+    for other in (first["alone"], first["reversed"], second["together"], second["alone"]):
+        assert by_key(other) == responses
+
+
+def test_another_step_draws_other_responses(seen: Seen) -> None:
+    now, later = by_key(seen[0]["seeds"]["together"]), by_key(seen[0]["seeds"]["next step"])
+    assert all(now[key] != later[key] for key in now)
+
+
+def test_loading_other_weights_and_back_restores_the_outputs(seen: Seen) -> None:
+    reload = seen[0]["reload"]
+    a, b, again = ([t["ids"] for t in reload[name]] for name in ("a", "b", "a again"))
+    assert a == [t["ids"] for t in seen[0]["hf"]]
+    assert b != a
+    assert again == a
+    assert [reload[name][0]["version"] for name in ("a", "b", "a again")] == [1, 2, 3]
+
+
+def test_no_weights_no_responses(seen: Seen) -> None:
+    for rank in seen:
+        assert "no weights were ever loaded" in rank["too early"]
+        assert "it was closed" in rank["closed"]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ("torn", "the wire broke"),
+        ("missing", "model.layers.1.self_attn.k_proj.weight"),
+        ("misshapen", "model.layers.0.mlp.gate_proj.weight"),
+        ("unknown", "model.layers.9.mlp.up_proj.weight"),
+    ],
+)
+def test_a_load_that_fails_leaves_the_engine_unusable(seen: Seen, load: str, message: str) -> None:
+    for rank in seen:
+        broken = rank["broken"][load]
+        assert message in broken["error"]
+        assert broken["version"] == -1
+        assert broken["generate"].startswith("RuntimeError") and "did not finish" in broken["generate"]
+
+
+def test_a_whole_load_repairs_an_engine_after_broken_ones(seen: Seen) -> None:
+    repaired = seen[0]["broken"]["repaired"]
+    assert [t["ids"] for t in repaired] == [t["ids"] for t in seen[0]["hf"]]
+    assert {t["version"] for t in repaired} == {10}
+
+
+def test_sleep_and_wake_keep_the_weights_on_a_cpu(seen: Seen) -> None:
+    assert [rank["after sleep"] for rank in seen] == [10, 10]
+
+
+def test_a_prompt_without_room_for_a_response_is_refused(seen: Seen) -> None:
+    assert "'long'" in seen[0]["too long"] and "rollout.max_model_len=64" in seen[0]["too long"]
+
+
+def test_the_process_is_left_as_it_was(seen: Seen) -> None:
+    for rank in seen:
+        assert rank["process"]["after"] == rank["process"]["before"]
+        assert rank["ranks after close"] == 2
+
+
+def test_the_console_stays_empty(seen: Seen) -> None:
+    lines = [line for line in seen[0]["console"].splitlines() if line.strip()]
+    assert lines == []

@@ -1,0 +1,217 @@
+"""Run by torchrun: starts one vLLM engine per ``tp`` ranks, tries everything on it and writes what it saw as JSON.
+
+    torchrun ... worker.py MODEL_A MODEL_B TP OUT
+
+Nothing is judged here; test_vllm_engine.py does that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
+
+NEW_TOKENS = 24
+MAX_MODEL_LEN = 64
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Prompts of different lengths; the data's row numbers are not the positions in the list."""
+    rows = [[3 + (7 * row + 5 * i) % 90 for i in range(4 + 3 * row)] for row in range(count)]
+    return [Prompt(f"p{row}", 100 + row, ids, "") for row, ids in enumerate(rows)]
+
+
+def summary(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": trajectory.prompt.prompt_id,
+            "sample": trajectory.sample,
+            "ids": trajectory.response_ids,
+            "logprobs": trajectory.rollout_logprobs,
+            "text": trajectory.response_text,
+            "finish": trajectory.finish_reason,
+            "version": trajectory.policy_version,
+        }
+        for trajectory in trajectories
+    ]
+
+
+def error_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class Models:
+    """Two sets of weights of one architecture, and what transformers makes of them."""
+
+    def __init__(self, directory_a: str, directory_b: str) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.a = AutoModelForCausalLM.from_pretrained(directory_a, dtype=torch.float32).eval()
+        self.b = AutoModelForCausalLM.from_pretrained(directory_b, dtype=torch.float32).eval()
+
+    @staticmethod
+    def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(list(model.named_parameters()))  # names a shared tensor once
+
+    @torch.no_grad()
+    def logprob_gap(self, trajectories: list[Trajectory], temperature: float, top_k: int | None = None) -> float:
+        """Largest difference between the engine's logprobs and those of a whole forward pass of transformers."""
+        gap = 0.0
+        for trajectory in trajectories:
+            prompt = trajectory.prompt.prompt_ids
+            logits = self.a(torch.tensor([prompt + trajectory.response_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = logits / temperature
+            if top_k is not None:
+                logits[logits < logits.sort(descending=True).values[:, top_k - 1 : top_k]] = -torch.inf
+            expected = logits.log_softmax(-1)[range(len(trajectory.response_ids)), trajectory.response_ids]
+            gap = max(gap, (expected - torch.tensor(trajectory.rollout_logprobs)).abs().max().item())
+        return gap
+
+
+def process_state() -> dict[str, Any]:
+    return {
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads.__name__,
+        "torch_rng": int(torch.get_rng_state().sum()),
+        "python_rng": hash(random.getstate()),
+        "local_world_size": os.environ["LOCAL_WORLD_SIZE"],
+        "ld_preload": os.environ.get("LD_PRELOAD"),
+        "dynamo_disabled": os.environ.get("TORCHDYNAMO_DISABLE"),
+    }
+
+
+def check_parity(engine: Any, models: Models) -> dict[str, Any]:
+    engine.load_weights(models.weights(models.a), version=0)
+    seen: dict[str, Any] = {}
+    for name, sampling, top_k in (
+        ("t1.0", Sampling(n=4, temperature=1.0, max_new_tokens=NEW_TOKENS), None),
+        ("t0.7", Sampling(n=4, temperature=0.7, max_new_tokens=NEW_TOKENS), None),
+        ("top_k", Sampling(n=4, temperature=1.0, top_k=3, max_new_tokens=NEW_TOKENS), 3),
+        ("greedy", Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS), None),
+    ):
+        drawn = engine.generate(prompts(4), sampling, step=3)
+        seen[name] = {"gap": models.logprob_gap(drawn, sampling.temperature or 1.0, top_k), "drawn": summary(drawn)}
+    return seen
+
+
+def check_greedy_hf(models: Models, directory: str) -> list[dict[str, Any]]:
+    """What our own loop over transformers decodes from the same weights."""
+    cfg = RolloutConfig(engine="hf")
+    engine = build_engine(
+        cfg, model_dir=directory, tokenizer_dir=directory, dtype="fp32", max_model_len=MAX_MODEL_LEN, seed=0
+    )
+    engine.load_weights(models.weights(models.a), version=0)
+    return summary(engine.generate(prompts(4), Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS), step=0))
+
+
+def check_reload(engine: Any, models: Models) -> dict[str, Any]:
+    greedy = Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS)
+    seen = {}
+    for name, model, version in (("a", models.a, 1), ("b", models.b, 2), ("a again", models.a, 3)):
+        engine.load_weights(models.weights(model), version=version)
+        seen[name] = summary(engine.generate(prompts(4), greedy, step=0))
+    return seen
+
+
+def check_seeds(engine: Any) -> dict[str, Any]:
+    sampling = Sampling(n=3, temperature=1.0, max_new_tokens=NEW_TOKENS, seed=5)
+    return {
+        "together": summary(engine.generate(prompts(5), sampling, step=7)),
+        "alone": summary([t for prompt in prompts(5) for t in engine.generate([prompt], sampling, step=7)]),
+        "reversed": summary(engine.generate(prompts(5)[::-1], sampling, step=7)),
+        "next step": summary(engine.generate(prompts(5), sampling, step=8)),
+    }
+
+
+def check_broken_loads(engine: Any, models: Models) -> dict[str, Any]:
+    greedy = Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS)
+    pairs = list(models.weights(models.b))
+
+    def torn() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in pairs:
+            if "layers.1.self_attn.v_proj" in name:
+                raise RuntimeError("the wire broke")
+            yield name, tensor
+
+    seen: dict[str, Any] = {}
+    for name, weights in (
+        ("torn", torn()),
+        ("missing", [pair for pair in pairs if "layers.1.self_attn.k_proj" not in pair[0]]),
+        ("misshapen", [(key, tensor[1:] if "gate_proj" in key else tensor) for key, tensor in pairs]),
+        ("unknown", [*pairs, ("model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))]),
+    ):
+        seen[name] = {
+            "error": error_of(engine.load_weights, weights, version=9),
+            "version": engine.policy_version,
+            "generate": error_of(engine.generate, prompts(1), greedy, step=0),
+        }
+    engine.load_weights(models.weights(models.a), version=10)
+    seen["repaired"] = summary(engine.generate(prompts(4), greedy, step=0))
+    return seen
+
+
+def measure(engine: Any, models: Models) -> dict[str, float]:
+    start = time.perf_counter()
+    engine.load_weights(models.weights(models.a), version=11)
+    loaded = time.perf_counter()
+    share = [Prompt(f"m{i}", i, prompts(5)[i % 5].prompt_ids, "") for i in range(128 // engine.num_engines // 8)]
+    engine.generate(share, Sampling(n=8, max_new_tokens=16), step=0)
+    return {"load_s": loaded - start, "generate_128x16_s": time.perf_counter() - loaded}
+
+
+def main(directory_a: str, directory_b: str, tp: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    models = Models(directory_a, directory_b)
+    before = process_state()
+    cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, max_num_seqs=128)
+    start = time.perf_counter()
+    engine: Any = build_engine(
+        cfg, model_dir=directory_a, tokenizer_dir=directory_a, dtype="fp32", max_model_len=MAX_MODEL_LEN, seed=0
+    )
+    seen: dict[str, Any] = {
+        "start_s": time.perf_counter() - start,
+        "engine": [engine.engine_index, engine.num_engines, engine.is_lead, engine.policy_version],
+        "too early": error_of(engine.generate, prompts(1), Sampling(), step=0),
+        "parity": check_parity(engine, models),
+        "process": {"before": before, "after": process_state()},
+        "hf": check_greedy_hf(models, directory_a),
+        "seeds": check_seeds(engine),
+        "reload": check_reload(engine, models),
+        "broken": check_broken_loads(engine, models),
+    }
+    engine.sleep()
+    engine.wake()
+    seen["after sleep"] = engine.policy_version
+    seen["too long"] = error_of(engine.generate, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
+    seen["measured"] = measure(engine, models)
+    engine.close()
+    seen["closed"] = error_of(engine.generate, prompts(1), Sampling(), step=0)
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)  # the trainer's group outlives the engine
+    seen["ranks after close"] = ranks.item()
+    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
