@@ -35,19 +35,6 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ConfigError(f"data file {path}: it has no rows; remove it from data.train or data.eval")
 
 
-def check_files(files: Sequence[str], prompt_key: str, *, field: str = "data.train") -> None:
-    """Look at the first row of every file, without a tokenizer: what is wrong with all rows is found in milliseconds.
-
-    Raises:
-        ConfigError: no files, or any of the errors of ``read_rows``, or no prompt column.
-    """
-    if not files:
-        raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
-    for file in files:
-        place, row = next(read_rows(Path(file)))
-        require_column(row, prompt_key, place, setting="data.prompt_key")
-
-
 def require_column(row: dict[str, Any], key: str, place: str, *, setting: str) -> Any:
     """The value of a column; ``setting`` is the config key that names it.
 

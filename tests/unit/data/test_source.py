@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
-from rlhf_mcore.data.readers import check_files
 from rlhf_mcore.data.source import load_prompts
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -192,11 +191,3 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: PreTrainedToke
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="no chat template"):
         load_prompts([write_jsonl(tmp_path / "a.jsonl", CHAT_ROW)], tokenizer, DataConfig())
-
-
-def test_columns_are_checked_without_a_tokenizer(tmp_path: Path) -> None:
-    good = write_parquet(tmp_path / "good.parquet", CHAT_ROW)
-    bad = write_parquet(tmp_path / "bad.parquet", {"question": "x", "answer": "y"})
-    check_files([good], "prompt")
-    with pytest.raises(ConfigError, match=r"bad.parquet, row 0: no column 'prompt'; there are: answer, question"):
-        check_files([good, bad], "prompt")
