@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: vLLM logs as it likes
 
@@ -37,7 +38,8 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
     Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
     with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
     step). Afterwards what vLLM changed for itself is as it was: the random number generators (it seeds all of them),
-    ``torch.set_num_threads`` (it puts a function there that does nothing), LOCAL_WORLD_SIZE and LD_PRELOAD.
+    ``torch.set_num_threads`` (it puts a function there that does nothing), LOCAL_WORLD_SIZE and LD_PRELOAD. vLLM's
+    binding of all the process's memory to one NUMA node is left out: ranks are not pinned to cores either.
     """
     prepare_environment()
     launcher = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -46,12 +48,9 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
         local["TORCHDYNAMO_DISABLE"] = "1"  # read where torch.compile decorates, that is while modules are imported
     import torch
 
-    set_num_threads = torch.set_num_threads
-    with _environment(local, keep=("LOCAL_WORLD_SIZE", "LD_PRELOAD")), preserved_rng(), _quiet():
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
+    spared = ("LOCAL_WORLD_SIZE", "LD_PRELOAD")
+    with _environment(local, spared), preserved_rng(), _quiet(), _preserved_torch(torch):
+        yield
 
 
 @contextmanager
@@ -68,6 +67,17 @@ def preserved_rng() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def _preserved_torch(torch: Any) -> Iterator[None]:
+    set_num_threads = torch.set_num_threads
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        del torch.ops._C.init_cpu_memory_env
 
 
 @contextmanager

@@ -16,32 +16,43 @@ from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
 Seen = list[dict[str, Any]]  # what each rank wrote
 
 
-def run_worker(directory: Path, family: str, tp: int) -> Seen:
-    for name, seed in (("a", 1), ("b", 2)):
-        save_model(directory / name, family, seed)
-    root = Path(__file__).parents[3]
+LAYOUTS = {"two_engines": ("qwen3", 1), "one_engine": ("llama", 2)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """One torchrun for all layouts: imports and process groups cost more than the engines."""
+    directories = {name: tmp_path_factory.mktemp(name) for name in LAYOUTS}
+    for name, (family, _) in LAYOUTS.items():
+        for letter, seed in (("a", 1), ("b", 2)):
+            save_model(directories[name] / letter, family, seed)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("worker.py")), str(directory / "a"), str(directory / "b"), str(tp)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run([*command, str(directory)], env=environment, capture_output=True, text=True, timeout=500)
+    command += [str(Path(__file__).with_name("worker.py"))]
+    command += [f"{tp}:{directories[name]}" for name, (_, tp) in LAYOUTS.items()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    seen = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
-    return [{**rank, "console": done.stdout + done.stderr} for rank in seen]
+    console = done.stdout + done.stderr
+    return {name: [read_rank(directory, rank, console) for rank in range(2)] for name, directory in directories.items()}
+
+
+def read_rank(directory: Path, rank: int, console: str) -> dict[str, Any]:
+    return {**json.loads((directory / f"rank{rank}.json").read_text()), "console": console}
 
 
 @pytest.fixture(scope="module")
-def two_engines(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run_worker(tmp_path_factory.mktemp("tp1"), "qwen3", tp=1)
+def two_engines(runs: dict[str, Seen]) -> Seen:
+    return runs["two_engines"]
 
 
 @pytest.fixture(scope="module")
-def one_engine(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    return run_worker(tmp_path_factory.mktemp("tp2"), "llama", tp=2)
+def one_engine(runs: dict[str, Seen]) -> Seen:
+    return runs["one_engine"]
 
 
-@pytest.fixture(scope="module", params=["two_engines", "one_engine"])
-def seen(request: pytest.FixtureRequest) -> Seen:
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="module", params=list(LAYOUTS))
+def seen(request: pytest.FixtureRequest, runs: dict[str, Seen]) -> Seen:
+    return runs[request.param]
 
 
 def test_ranks_know_their_engine(two_engines: Seen, one_engine: Seen) -> None:

@@ -22,7 +22,7 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def save_model(directory: Path, family: str, seed: int) -> None:
-    """``family``: "qwen3" (tied embeddings, q/k norms) or "llama" (untied, biases). Weights wide enough that logits differ."""
+    """``family``: "qwen3" (tied embeddings, q/k norms) or "llama" (untied, biases); weights wide enough to matter."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -1,8 +1,8 @@
-"""Run by torchrun: starts one vLLM engine per ``tp`` ranks, tries everything on it and writes what it saw as JSON.
+"""Run by torchrun: starts vLLM engines, one layout after the other, tries everything and writes what it saw as JSON.
 
-    torchrun ... worker.py MODEL_A MODEL_B TP OUT
+    torchrun ... worker.py TP:DIRECTORY [TP:DIRECTORY ...]
 
-Nothing is judged here; test_vllm_engine.py does that.
+DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here; test_vllm_engine.py does that.
 """
 
 from __future__ import annotations
@@ -177,11 +177,9 @@ def measure(engine: Any, models: Models) -> dict[str, float]:
     return {"load_s": loaded - start, "generate_128x16_s": time.perf_counter() - loaded}
 
 
-def main(directory_a: str, directory_b: str, tp: int, out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
-    models = Models(directory_a, directory_b)
+def try_engine(tp: int, directory: Path) -> None:
+    directory_a = str(directory / "a")
+    models = Models(directory_a, str(directory / "b"))
     before = process_state()
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, max_num_seqs=128)
     start = time.perf_counter()
@@ -209,9 +207,18 @@ def main(directory_a: str, directory_b: str, tp: int, out: Path) -> None:
     ranks = torch.ones(1)
     dist.all_reduce(ranks)  # the trainer's group outlives the engine
     seen["ranks after close"] = ranks.item()
-    (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
+    (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
+
+
+def main(layouts: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    for layout in layouts:
+        tp, directory = layout.split(":", 1)
+        try_engine(int(tp), Path(directory))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1:])
