@@ -47,6 +47,8 @@ def inspect_model(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
         return _shape(hf_config, prefix), problems
     except ConfigError as error:
         return None, [*error.problems, *problems]
+    except (TypeError, AttributeError, ValueError) as error:  # a value of a kind that no exporter writes
+        return None, [f"{prefix}: config.json is malformed ({error}); export the model again", *problems]
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:

@@ -35,8 +35,8 @@ class _Document:
     def __init__(self, text: str, name: str, *, is_file: bool) -> None:
         self._name = name
         self._is_file = is_file
-        self._loader = yaml.SafeLoader(text)
         try:
+            self._loader = yaml.SafeLoader(text)
             self.root: yaml.Node | None = self._loader.get_single_node()
         except yaml.YAMLError as error:
             raise ConfigError(f"{name}{_position(error, is_file)}: not valid YAML: {_reason(error)}") from error

@@ -1,0 +1,145 @@
+"""What a user sees at the shell: one message and exit code 2, a printed tree, help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.cli import train
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def rlhf_mcore(*args: str, module: str = "rlhf_mcore.cli.main", **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment: Mapping[str, str] = os.environ | {"PYTHONPATH": path} | env
+    return subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, env=environment)
+
+
+def write_parquet(path: str, column: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({column: ["1+1"], "answer": ["2"]}), path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "trainer.num_stps=3",
+            "error: override 'trainer.num_stps=3': unknown key trainer.num_stps; did you mean trainer.num_steps?\n",
+        ),
+        (
+            "actor.layout.tp=3",
+            "error: actor.layout.tp=3 does not divide num_attention_heads=8 of model.path; choose a divisor of 8\n",
+        ),
+        (
+            "model.path=nowhere",
+            "error: model.path=nowhere does not exist (looked from {root}); "
+            "give the path of a Hugging Face model directory\n",
+        ),
+        (
+            "data.train=[q.parquet]",
+            "error: data.train: q.parquet has no prompt column 'prompt'; its columns are: question, answer. "
+            "Set data.prompt_key to one\n",
+        ),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_one_message(workspace: Any, override: str, message: str) -> None:
+    workspace.write_hf_config(num_key_value_heads=1, intermediate_size=96)
+    write_parquet("q.parquet", "question")
+    done = rlhf_mcore("train", "run.yaml", override)
+    assert done.stderr == message.format(root=workspace.root)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:
+    done = rlhf_mcore("train", "run.yaml", "actor.layout.tp=2", "trainer.world_size=3")
+    assert done.stderr == (
+        "error: trainer.world_size=3 is not divisible by actor.layout.tp*pp*cp=2*1*1=2; "
+        "use a multiple of 2 processes or change actor.layout\n"
+    )
+    assert done.returncode == 2
+
+
+def test_under_torchrun_the_world_is_that_of_the_environment_and_rank_0_speaks(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train.main(["run.yaml", "actor.layout.tp=2"]) == 2
+        error = capsys.readouterr().err
+        assert ("the number of processes=3 is not divisible" in error) is (rank == "0")
+
+
+def test_under_torchrun_a_message_is_left_for_the_launcher(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(workspace.root / "attempt" / "error.json"))
+    assert train.main(["run.yaml", "sed=1"]) == 2
+    left = yaml.safe_load((workspace.root / "attempt" / "error.json").read_text())
+    assert left["message"] == "override 'sed=1': unknown key sed; did you mean seed?"
+
+
+def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_module.main(["train", "run.yaml", "--print-config", "trainer.num_steps=7", "algorithm=dr_grpo"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"] == {
+        "num_steps": 7,
+        "prompts_per_step": 32,
+        "minibatch_size": 32,
+        "ppo_epochs": 1,
+        "max_tokens_per_microbatch": 8192,
+        "packing": True,
+        "world_size": None,
+        "threads_per_rank": 1,
+    }
+    assert printed["actor"]["optimizer"]["schedule"]["total_updates"] == 7
+    assert printed["algorithm"]["loss_aggregation"] == "constant"
+
+
+def test_print_config_shows_a_wrong_tree_too(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["run.yaml", "trainer.num_steps=0", "--print-config"]) == 2
+    shown = capsys.readouterr()
+    assert yaml.safe_load(shown.out)["trainer"]["num_steps"] == 0
+    assert shown.err == "error: trainer.num_steps=0 is out of range; it must be at least 1\n"
+
+
+def test_a_good_config_is_launched_with_its_own_arguments(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[list[str], int, int]] = []
+
+    def launch(arguments: list[str], world_size: int, threads_per_rank: int) -> int:
+        calls.append((arguments, world_size, threads_per_rank))
+        return 9
+
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
+    overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3"]
+    assert train.main(["run.yaml", *overrides]) == 9
+    assert calls == [(["run.yaml", *overrides], 4, 3)]
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"]])
+def test_help_documents_exit_codes(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(args)
+    assert ended.value.code == 0
+    assert "exit codes:\n  0 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [[], ["trian"], ["train"], ["train", "run.yaml", "--print"]])
+def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main_module.main(args)
+    assert ended.value.code == 2
+    assert "rlhf-mcore" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""The parent of torchrun: its command, its environment, signals in and exit code out. torchrun itself is not started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli.launch import child_environment, run_child, torchrun_command
+from rlhf_mcore.cli.rendezvous import loopback_listener
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_command_hands_the_arguments_on() -> None:
+    command = torchrun_command(["a b.yaml", "x=${seed}"], 4, Path("/private/rendezvous"))
+    assert command[:3] == [sys.executable, "-m", "rlhf_mcore.cli.torchrun"]
+    assert command[-4:] == ["-m", "rlhf_mcore.cli.train", "a b.yaml", "x=${seed}"]
+    assert "--nproc-per-node=4" in command
+    assert "--local-addr=127.0.0.1" in command
+    assert {"--rdzv-conf=store_type=file", "--rdzv-endpoint=/private/rendezvous"} <= set(command)
+
+
+def test_the_environment_binds_to_the_loopback_unless_the_user_says_otherwise() -> None:
+    child = child_environment({"OMP_NUM_THREADS": "64", "GLOO_SOCKET_IFNAME": "eth7", "PATH": "/bin"}, 2)
+    assert child["OMP_NUM_THREADS"] == "2"
+    assert child["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert child["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert (child["VLLM_HOST_IP"], child["PATH"]) == ("127.0.0.1", "/bin")
+
+
+@pytest.mark.parametrize(("code", "expected"), [("exit(0)", 0), ("exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9)])
+def test_the_exit_code_of_the_child_comes_out(code: str, expected: int) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_child([sys.executable, "-c", f"import os\n{code}"], os.environ) == expected
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+CHILD = """
+import signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: sys.exit(40 + number))
+print("ready", flush=True)
+time.sleep(60)
+"""
+PARENT = f"import os, sys; from rlhf_mcore.cli.launch import run_child; sys.exit(run_child([sys.executable, '-c', {CHILD!r}], os.environ))"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_child(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.send_signal(number)
+        assert parent.wait(timeout=30) == 40 + number
+
+
+def test_the_store_listens_on_the_loopback_only() -> None:
+    with loopback_listener(0) as listener:
+        address, port = listener.getsockname()
+        assert (address, port > 0) == ("127.0.0.1", True)

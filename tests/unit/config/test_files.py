@@ -1,0 +1,95 @@
+"""The files under configs/, printing, and what importing the package costs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import leaf_keys
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.show import redact, to_yaml
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_config_loads(path: Path) -> None:
+    assert load_config(path, ["model.path=somewhere"]).model.path == "somewhere"
+
+
+def test_the_base_holds_the_defaults() -> None:
+    loaded = load_config(CONFIGS / "base.yaml", ["model.path=somewhere"])
+    default = Config()
+    default.model = replace(default.model, path="somewhere")
+    assert loaded == default
+
+
+def test_the_base_shows_every_key() -> None:
+    text = (CONFIGS / "base.yaml").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^\s*(?:# |- )?(\w+):", text, flags=re.MULTILINE))
+    assert {key.rpartition(".")[2] for key in leaf_keys()} - shown == set()
+
+
+def test_the_base_does_not_stand_in_the_way_of_a_preset() -> None:
+    cfg = load_config(CONFIGS / "base.yaml", ["model.path=m", "algorithm=dr_grpo"])
+    assert {name: getattr(cfg.algorithm, name) for name in PRESETS["dr_grpo"]} == PRESETS["dr_grpo"]
+
+
+def test_the_quickstart_cuts_actor_and_engines_differently() -> None:
+    cfg = load_config(CONFIGS / "quickstart" / "grpo.yaml")
+    assert (cfg.actor.layout.tp, cfg.rollout.layout.tp, cfg.trainer.world_size) == (2, 1, 2)
+    assert (cfg.model.path, cfg.data.train) == ("quickstart/model", ["quickstart/train.parquet"])
+
+
+def test_a_printed_config_loads_again(workspace: Any) -> None:
+    cfg = load_config("run.yaml", ["algorithm=dr_grpo", "logging.console=off", "project='1.10'", "seed=4"])
+    workspace.write("printed.yaml", to_yaml(cfg))
+    assert load_config("printed.yaml") == cfg
+
+
+def test_secrets_are_redacted_and_token_counts_are_not() -> None:
+    tree = {
+        "hf_token": "abc",
+        "wandb": {"api_key": "abc", "password": "abc", "empty_secret": ""},
+        "max_prompt_tokens": 5,
+        "prompt_key": "prompt",
+        "loss_aggregation": "token",
+        "urls": ["https://me:abc@host/x", "https://host/x"],
+    }
+    assert redact(tree) == {
+        "hf_token": "<redacted>",
+        "wandb": {"api_key": "<redacted>", "password": "<redacted>", "empty_secret": ""},
+        "max_prompt_tokens": 5,
+        "prompt_key": "prompt",
+        "loss_aggregation": "token",
+        "urls": ["https://<redacted>@host/x", "https://host/x"],
+    }
+
+
+def test_errors_are_listed_one_by_one() -> None:
+    assert str(ConfigError.many(["a is wrong"])) == "a is wrong"
+    error = ConfigError.many(["a is wrong", "b is wrong\nvery"])
+    assert str(error) == "2 problems in the configuration:\n  - a is wrong\n  - b is wrong\n    very"
+    assert error.problems == ["a is wrong", "b is wrong\nvery"]
+    assert isinstance(error, ValueError)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    modules = sorted(
+        path.stem for path in (CONFIGS.parent / "rlhf_mcore" / "config").glob("*.py") if path.stem != "__init__"
+    )
+    assert "validate" in modules
+    imports = "".join(f"import rlhf_mcore.config.{name}\n" for name in modules)
+    imports += "import rlhf_mcore.cli.main, rlhf_mcore.cli.train, rlhf_mcore.cli.launch, rlhf_mcore.cli.torchrun\n"
+    heavy = "[m for m in ('torch', 'transformers', 'vllm', 'megatron', 'numpy', 'pyarrow', 'ray') if m in sys.modules]"
+    code = f"import sys\n{imports}print({heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIGS.parent, check=True)
+    assert done.stdout.strip() == "[]"

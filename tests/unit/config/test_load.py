@@ -1,0 +1,220 @@
+"""Files and overrides in, a typed tree or one readable error out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import nearest
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import PRESETS, Config, RuleConfig
+
+
+def problems(*overrides: str, file: str = "run.yaml") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    return caught.value.problems
+
+
+def test_values_arrive_with_the_types_of_the_schema(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\nactor: {optimizer: {lr: 1e-4}}\ntrainer:\n  num_steps: 7\n")
+    cfg = load_config("run.yaml", ["rollout.sleep=false", "data.train=[a.jsonl, 3.jsonl]", "seed=11"])
+    assert isinstance(cfg, Config)
+    assert (cfg.actor.optimizer.lr, cfg.trainer.num_steps, cfg.seed) == (1e-4, 7, 11)
+    assert cfg.rollout.sleep is False
+    assert cfg.data.train == ["a.jsonl", "3.jsonl"]
+
+
+def test_lists_of_groups_become_dataclasses(workspace: Any) -> None:
+    cfg = load_config("run.yaml", ["reward.rules=[{name: boxed}, {name: format, weight: 1e-1}]"])
+    assert cfg.reward.rules == [RuleConfig("boxed", 1.0), RuleConfig("format", 0.1)]
+
+
+@pytest.mark.parametrize("text", ["off", "1.10", "1e3", "0123", "yes", "2024-01-01"])
+def test_text_fields_keep_what_was_written(workspace: Any, text: str) -> None:
+    workspace.write("run.yaml", f"model: {{path: m}}\nproject: {text}\n")
+    cfg = load_config("run.yaml", [f"experiment={text}"])
+    assert (cfg.project, cfg.experiment) == (text, text)
+
+
+def test_later_wins_base_then_file_then_override(workspace: Any) -> None:
+    workspace.write("base.yaml", "seed: 1\nproject: base\nexperiment: base\nmodel: {path: base}\n")
+    workspace.write("sub/mine.yaml", "base: ../base.yaml\nproject: mine\nexperiment: mine\n")
+    cfg = load_config("sub/mine.yaml", ["experiment=mine2", "experiment=last"])
+    assert (cfg.seed, cfg.model.path, cfg.project, cfg.experiment) == (1, "base", "mine", "last")
+
+
+def test_several_bases_apply_in_order(workspace: Any) -> None:
+    workspace.write("a.yaml", "seed: 1\nproject: a\n")
+    workspace.write("b.yaml", "seed: 2\n")
+    workspace.write("run.yaml", "base: [a.yaml, b.yaml]\nmodel: {path: m}\n")
+    cfg = load_config("run.yaml")
+    assert (cfg.seed, cfg.project) == (2, "a")
+
+
+def test_a_cycle_of_bases_is_refused(workspace: Any) -> None:
+    workspace.write("a.yaml", "base: b.yaml\n")
+    workspace.write("b.yaml", "base: a.yaml\n")
+    (problem,) = problems("model.path=m", file="a.yaml")
+    assert "a.yaml -> b.yaml -> a.yaml" in problem
+
+
+def test_an_empty_group_is_no_mistake(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\nactor:\n  # layout: {tp: 2}\n")
+    assert load_config("run.yaml").actor.layout.tp == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("trainer.num_step", "trainer.num_steps"),
+        ("actor.optimiser.lr", "actor.optimizer.lr"),
+        ("rollout.sampling.temprature", "rollout.sampling.temperature"),
+        ("actr", "actor"),
+        ("lr", "actor.optimizer.lr"),
+        ("model.num_steps", "trainer.num_steps"),
+        ("zzzzzz", None),
+    ],
+)
+def test_the_nearest_known_key(wrong: str, meant: str | None) -> None:
+    assert nearest(wrong) == meant
+
+
+def test_an_unknown_key_names_file_line_and_nearest_key(workspace: Any) -> None:
+    workspace.write("run.yaml", "model:\n  path: m\ntrainer:\n  num_stps: 3\n")
+    assert problems() == ["run.yaml:4: unknown key trainer.num_stps; did you mean trainer.num_steps?"]
+    workspace.write("run.yaml", "model: {path: m}\n")
+    assert problems("trainer.num_stps=3") == [
+        "override 'trainer.num_stps=3': unknown key trainer.num_stps; did you mean trainer.num_steps?"
+    ]
+
+
+def test_an_unknown_group_is_reported_once_and_not_by_key(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\nactor:\n  layot: {tp: 2, pp: 2}\n")
+    assert problems() == ["run.yaml:3: unknown key actor.layot; did you mean actor.layout?"]
+
+
+def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
+    (problem,) = problems("reward.rules=[{name: boxed}, {nam: x}]")
+    assert "unknown key reward.rules[1].nam; there are: name, weight" in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.num_steps=forty", "trainer.num_steps='forty' is not valid; expected int"),
+        ("trainer.num_steps=1.5", "trainer.num_steps=1.5 is not valid; expected int"),
+        ("trainer.num_steps=true", "trainer.num_steps=True is not valid; expected int"),
+        ("trainer.num_steps=null", "trainer.num_steps=None is not valid; expected int"),
+        ("trainer.num_steps=", "trainer.num_steps=None is not valid; expected int"),
+        ("trainer.minibatch_size=x", "trainer.minibatch_size='x' is not valid; expected int or null"),
+        ("actor.optimizer.lr=[1]", "actor.optimizer.lr=[1] is not valid; expected float"),
+        ("data.train=a.jsonl", "data.train='a.jsonl' is not valid; expected list of str"),
+        ("deterministic=maybe", "deterministic='maybe' is not valid; expected bool"),
+        ("reward.rules=[x]", "reward.rules=['x'] is not valid; expected list of {name, weight}"),
+    ],
+)
+def test_a_wrong_type_names_field_value_and_expected(workspace: Any, override: str, expected: str) -> None:
+    (problem,) = problems(override)
+    assert problem.endswith(expected)
+
+
+def test_a_value_for_a_group_lists_its_keys(workspace: Any) -> None:
+    (problem,) = problems("rollout.layout=2")
+    assert "rollout.layout is a group, not a value; set one of its keys: rollout.layout.tp" in problem
+
+
+def test_all_problems_come_at_once(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\nsed: 1\ntrainer: {num_steps: x}\n")
+    assert len(problems("oops", "project=${nope:1}")) == 4
+
+
+def test_a_missing_mandatory_value_is_named(workspace: Any) -> None:
+    workspace.write("run.yaml", "seed: 1\n")
+    assert problems() == ["model.path is not set; give it a value, as in model.path=..."]
+    assert problems("model.path=m", "reward.rules=[{weight: 2}]") == [
+        "reward.rules[0].name is not set; give it a value, as in reward.rules[0].name=..."
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["model: [1\nseed: 2\n", "seed: 1\n\tproject: x\n", "seed: !!python/object:os.system 1\n"]
+)
+def test_broken_yaml_names_file_and_line(workspace: Any, text: str) -> None:
+    workspace.write("run.yaml", text)
+    (problem,) = problems()
+    assert problem.startswith(("run.yaml:1: ", "run.yaml:2: "))
+
+
+def test_a_repeated_key_is_refused(workspace: Any) -> None:
+    workspace.write("run.yaml", "seed: 1\nmodel: {path: m}\nseed: 2\n")
+    assert problems() == ["run.yaml:3: key 'seed' appears twice (also at run.yaml:1); keep one"]
+
+
+@pytest.mark.parametrize(("name", "content"), [("none.yaml", None), ("list.yaml", "- 1\n"), ("bytes.yaml", "\x00")])
+def test_a_file_that_is_no_config_is_named(workspace: Any, name: str, content: str | None) -> None:
+    if content is not None:
+        workspace.write(name, content)
+    (problem,) = problems(file=name)
+    assert name in problem
+
+
+def test_interpolations_resolve(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    cfg = load_config("run.yaml", ["model.path=${oc.env:MODELS}/qwen", "seed=5", "trainer.num_steps=${seed}"])
+    assert (cfg.model.path, cfg.trainer.num_steps) == ("/models/qwen", 5)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("project=${oc.create:1}", "uses the resolver oc.create"),
+        ("project=${oc.env:${oc.decode:HOME}}", "uses the resolver oc.decode"),
+        ("project=${${experiment}:1}", "uses the resolver ${experiment}"),
+        ("data.train=['${oc.select:seed}']", "uses the resolver oc.select"),
+        ("project=${nope}", "does not resolve: Interpolation key 'nope' not found"),
+        ("project=${project}", "does not resolve: Recursive interpolation"),
+        ("project=${unfinished", "is not valid"),
+        ("data.train=['${oc.env:SURELY_NOT_SET}']", "SURELY_NOT_SET"),
+    ],
+)
+def test_interpolations_that_are_refused(workspace: Any, override: str, reason: str) -> None:
+    (problem,) = problems(override)
+    assert reason in problem
+
+
+def test_an_environment_value_of_the_wrong_type_is_not_printed(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    (problem,) = problems("seed=${oc.env:MY_TOKEN}")
+    assert "hunter2" not in problem
+    assert "seed='${oc.env:MY_TOKEN}' resolves to something that is not int" in problem
+
+
+def effective(cfg: Config) -> tuple[str, bool, str]:
+    return cfg.algorithm.preset, cfg.algorithm.normalize_std, cfg.algorithm.loss_aggregation
+
+
+def test_a_preset_fills_what_nobody_set(workspace: Any) -> None:
+    assert effective(load_config("run.yaml")) == ("grpo", True, "sequence")
+    assert effective(load_config("run.yaml", ["algorithm=dr_grpo"])) == ("dr_grpo", False, "constant")
+    assert effective(load_config("run.yaml", ["algorithm.preset=dr_grpo"])) == ("dr_grpo", False, "constant")
+
+
+def test_what_a_user_set_anywhere_wins_over_a_preset(workspace: Any) -> None:
+    workspace.write("base.yaml", "algorithm: {normalize_std: true}\n")
+    workspace.write("run.yaml", "base: base.yaml\nmodel: {path: m}\nalgorithm: dr_grpo\n")
+    assert effective(load_config("run.yaml")) == ("dr_grpo", True, "constant")
+    overridden = load_config("run.yaml", ["algorithm.loss_aggregation=token"])
+    assert effective(overridden) == ("dr_grpo", True, "token")
+
+
+def test_an_unknown_preset_lists_the_presets(workspace: Any) -> None:
+    assert problems("algorithm=gpo") == ["algorithm.preset='gpo' is unknown; choose one of: grpo, dr_grpo"]
+
+
+def test_the_schema_defaults_are_those_of_the_default_preset() -> None:
+    default = Config().algorithm
+    for name, value in PRESETS[default.preset].items():
+        assert getattr(default, name) == value, name

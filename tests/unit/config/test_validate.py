@@ -1,0 +1,358 @@
+"""Each mistake is refused with a message that names field, value and remedy; all of them at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.derive import default_world_size, resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS, leaf_keys
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import PRESETS
+from rlhf_mcore.config.validate import CHOICES, RANGES, validate
+
+
+def check(*overrides: str, world_size: int | None = None) -> list[str]:
+    """The problems of run.yaml with these overrides."""
+    try:
+        validate(load_config("run.yaml", overrides), world_size)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def only(problems: Sequence[str]) -> str:
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_a_good_configuration_passes(workspace: Any) -> None:
+    assert check() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["actor.layout.tp=2", "actor.layout.pp=2", "rollout.layout.tp=2"], None),
+        (["actor.layout.tp=2", "actor.layout.sequence_parallel=true"], 8),
+        (["actor.layout.pp=2", "actor.layout.vpp=2"], 2),
+        (["actor.layout.tp=4"], 4),  # more than the two key-value heads, and a multiple of them
+        (["trainer.prompts_per_step=12", "trainer.minibatch_size=4"], None),
+        (["rollout.max_model_len=768"], None),
+        (["evaluate.max_new_tokens=512"], None),
+        (["rollout.engine=hf", "model.dtype=fp16"], None),
+    ],
+)
+def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: int | None) -> None:
+    assert check(*overrides, world_size=world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "words"),
+    [
+        (["actor.layout.tp=2", "actor.layout.pp=2"], 6, ["processes=6", "tp*pp*cp=2*2*1=4", "multiple of 4"]),
+        (["actor.layout.tp=2", "trainer.world_size=3"], None, ["trainer.world_size=3", "actor.layout"]),
+        (["rollout.layout.tp=2"], 3, ["processes=3", "rollout.layout.tp=2", "multiple of 2"]),
+        (["actor.layout.cp=2"], 2, ["actor.layout.cp=2", "not supported yet"]),
+        (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "not supported yet"]),
+        (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "not supported yet"]),
+        (["actor.layout.vpp=2"], 1, ["actor.layout.vpp=2", "actor.layout.pp", "null"]),
+        (["actor.layout.vpp=1", "actor.layout.pp=2"], 2, ["actor.layout.vpp=1", "at least 2"]),
+        (["actor.layout.vpp=4", "actor.layout.pp=2"], 2, ["pp*vpp=8", "num_hidden_layers=4"]),
+        (["actor.layout.pp=3"], 3, ["actor.layout.pp=3", "num_hidden_layers=4", "divisor"]),
+        (["actor.layout.sequence_parallel=true"], 1, ["sequence_parallel=True", "actor.layout.tp"]),
+        (["actor.layout.tp=0"], None, ["actor.layout.tp=0", "at least 1"]),
+        (["rollout.placement=disaggregated"], None, ["rollout.placement", "disaggregated", "not supported yet"]),
+        (["rollout.placement=elsewhere"], None, ["rollout.placement", "colocated"]),
+        (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),
+        (["rollout.sampling.n=1"], None, ["rollout.sampling.n=1", "algorithm.advantage=grpo", "2 or more"]),
+        (["trainer.minibatch_size=5"], None, ["prompts_per_step=32", "minibatch_size=5"]),
+        (["rollout.sampling.temperature=0"], None, ["rollout.sampling.temperature=0", "greater than 0"]),
+        (["rollout.sampling.temperature=.nan"], None, ["rollout.sampling.temperature=nan"]),
+        (["rollout.sampling.top_k=0"], None, ["rollout.sampling.top_k=0", "-1"]),
+        (["rollout.sampling.top_p=1.5"], None, ["rollout.sampling.top_p=1.5", "at most 1"]),
+        (["algorithm.kl.coef=-0.1"], None, ["algorithm.kl.coef=-0.1", "at least 0"]),
+        (["actor.optimizer.beta2=1"], None, ["actor.optimizer.beta2=1", "below 1"]),
+        (["actor.optimizer.lr=1e-7", "actor.optimizer.schedule.min_lr=1e-6"], None, ["min_lr=1e-06", "lr=1e-07"]),
+        (["trainer.max_tokens_per_microbatch=767"], None, ["max_tokens_per_microbatch=767", "768"]),
+        (["rollout.max_model_len=767"], None, ["rollout.max_model_len=767", "768"]),
+        (["rollout.max_model_len=2000"], None, ["rollout.max_model_len=2000", "max_position_embeddings=1024"]),
+        (["data.max_prompt_tokens=1000"], None, ["max_new_tokens=1256", "max_position_embeddings=1024"]),
+        (["evaluate.max_new_tokens=513"], None, ["evaluate.max_new_tokens=1025", "max_position_embeddings=1024"]),
+        (["model.path=nowhere"], None, ["model.path=nowhere", "does not exist"]),
+        (["model.path=train.jsonl"], None, ["model.path=train.jsonl", "not a directory"]),
+        (["model.tokenizer_path=nowhere"], None, ["model.tokenizer_path=nowhere"]),
+        (["output_dir=train.jsonl/x"], None, ["output_dir=train.jsonl/x", "is a file"]),
+        (["experiment=../x"], None, ["experiment='../x'", "slashes"]),
+        (["evaluate.every=5"], None, ["evaluate.every=5", "data.eval"]),
+        (["data.train=[]"], None, ["data.train=[]"]),
+        (["data.train=[absent.parquet]"], None, ["data.train", "absent.parquet", "does not exist"]),
+        (["data.train=[run.yaml]"], None, ["data.train", "run.yaml", ".jsonl"]),
+        (["data.prompt_key=question"], None, ["'question'", "prompt, answer", "data.prompt_key"]),
+        (["data.answer_key=solution"], None, ["'solution'", "prompt, answer", "data.answer_key"]),
+        (["reward.rules=[]"], None, ["reward.rules", "final_number"]),
+        (["reward.rules=[{name: boxd}]"], None, ["reward.rules[0].name='boxd'", "boxed"]),
+        (["reward.rules=[{name: boxed, weight: .inf}]"], None, ["reward.rules[0].weight=inf"]),
+    ],
+)
+def test_a_mistake_names_field_value_and_remedy(
+    workspace: Any, overrides: list[str], world_size: int | None, words: list[str]
+) -> None:
+    problem = only(check(*overrides, world_size=world_size))
+    assert [word for word in words if word not in problem] == []
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_every_choice_is_checked_and_listed(workspace: Any, key: str) -> None:
+    cfg = load_config("run.yaml")
+    *groups, name = key.split(".")
+    node: Any = cfg
+    for group in groups:
+        node = getattr(node, group)
+    assert getattr(node, name) in CHOICES[key]
+    setattr(node, name, "nonsense")
+    with pytest.raises(ConfigError) as caught:
+        validate(cfg)
+    assert caught.value.problems == [f"{key}='nonsense' is not a choice; choose one of: {', '.join(CHOICES[key])}"]
+
+
+def test_the_tables_cover_the_schema() -> None:
+    numbers = {key for key in leaf_keys() if KEYS[key] in (int, float, int | None, float | None)}
+    assert numbers - RANGES.keys() == {
+        "actor.layout.cp",
+        "actor.layout.ep",
+        "actor.layout.etp",
+        "rollout.sampling.top_k",
+    }
+    assert RANGES.keys() <= numbers
+    assert CHOICES.keys() <= KEYS.keys()
+    assert set(CHOICES["algorithm.preset"]) == set(PRESETS)
+
+
+def test_all_problems_come_at_once(workspace: Any) -> None:
+    found = check(
+        "trainer.num_steps=0", "model.path=nowhere", "data.prompt_key=q", "model.dtype=int8", "reward.rules=[]"
+    )
+    fields = ["model.dtype", "trainer.num_steps", "model.path", "reward.rules", "data.train"]
+    assert (
+        sorted(found, key=lambda text: next(i for i, f in enumerate(fields) if text.startswith(f))) and len(found) == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "groups", "accepted"),
+    [
+        (2, 8, 2, True),
+        (4, 8, 2, True),
+        (8, 8, 1, True),
+        (2, 6, 3, False),
+        (3, 6, 2, False),
+        (3, 8, 8, False),
+        (4, 4, 4, True),
+    ],
+)
+def test_heads_and_groups_against_tensor_parallel(
+    workspace: Any, tp: int, heads: int, groups: int, accepted: bool
+) -> None:
+    workspace.write_hf_config(num_attention_heads=heads, num_key_value_heads=groups)
+    for field in ("actor.layout.tp", "rollout.layout.tp"):
+        found = check(f"{field}={tp}")
+        assert (found == []) is accepted
+        assert all(problem.startswith(f"{field}={tp}") for problem in found)
+
+
+def test_intermediate_size_against_tensor_parallel(workspace: Any) -> None:
+    workspace.write_hf_config(intermediate_size=98)
+    assert "intermediate_size=98" in only(check("actor.layout.tp=4"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; supported are: LlamaForC",
+        ),
+        ({"architectures": None}, "architecture none"),
+        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"num_attention_heads": "8"}, "num_attention_heads='8'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, "sliding_window 512"),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window 4096"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 512,
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+            },
+            "sliding_window 512",
+        ),
+    ],
+)
+def test_models_that_are_refused(workspace: Any, changes: dict[str, Any], word: str) -> None:
+    workspace.write_hf_config(**changes)
+    problem = only(check())
+    assert problem.startswith("model.path=model") and word in problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"architectures": ["MistralForCausalLM"]},  # the default window, 4096, is longer than the 1024 positions
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 512, "max_position_embeddings": 512},
+        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": False},
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 512,
+            "use_sliding_window": True,
+            "max_window_layers": 4,
+        },
+        {"num_key_value_heads": None},
+    ],
+)
+def test_models_that_are_accepted(workspace: Any, changes: dict[str, Any]) -> None:
+    workspace.write_hf_config(**changes)
+    assert check("data.max_prompt_tokens=100") == []
+
+
+def test_yarn_stretches_the_positions(workspace: Any) -> None:
+    workspace.write_hf_config(
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    )
+    assert check("data.max_prompt_tokens=3840") == []  # 3840 + 256 = 4 * 1024
+    assert "max_position_embeddings=4096" in only(check("data.max_prompt_tokens=3841"))
+
+
+def test_a_directory_without_config_weights_and_tokenizer(workspace: Any) -> None:
+    workspace.write("hollow/pytorch_model.bin", "")
+    found = check("model.path=hollow")
+    assert len(found) == 3
+    assert "config.json" in found[0]
+    assert "pytorch_model.bin, which is pickle" in found[1]
+    assert "tokenizer.json" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "word"),
+    [
+        ({"a": "model.safetensors"}, None),
+        ({"a": "model-00002-of-00002.safetensors"}, "which is not there"),
+        ({"a": "../model/model.safetensors"}, "outside the directory"),
+        ({"a": "/etc/passwd"}, "outside the directory"),
+        ({}, "no weight_map"),
+    ],
+)
+def test_the_index_of_shards(workspace: Any, weight_map: dict[str, str], word: str | None) -> None:
+    workspace.write("model/model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
+    found = check()
+    assert found == [] if word is None else word in only(found)
+
+
+def test_a_reference_of_another_shape(workspace: Any) -> None:
+    workspace.write_hf_config("other", vocab_size=101, num_hidden_layers=3)
+    workspace.write("other/model.safetensors", "")
+    overrides = ["reference.path=other", "actor.layout.pp=2"]
+    assert check(*overrides) == []  # not built without a KL term
+    found = check(*overrides, "algorithm.kl.coef=0.1")
+    assert ["vocab_size=101" in found[0], "num_hidden_layers=3" in found[1], len(found)] == [True, True, 2]
+
+
+def test_parquet_columns_are_read_and_listed(workspace: Any) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"question": ["1+1"], "answer": ["2"]}), "q.parquet")
+    assert check("data.train=[q.parquet]", "data.prompt_key=question") == []
+    problem = only(check("data.train=[q.parquet]"))
+    assert "q.parquet has no prompt column 'prompt'; its columns are: question, answer" in problem
+    workspace.write("broken.parquet", "PAR1 not really")
+    assert "broken.parquet is not a readable parquet file" in only(check("data.train=[broken.parquet]"))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("", "is empty"), ("\n\n{oops\n", "line 3 is not valid JSON"), ("[1]\n", "line 1 is not a JSON object")],
+)
+def test_jsonl_that_is_broken(workspace: Any, text: str, word: str) -> None:
+    workspace.write("train.jsonl", text)
+    assert word in only(check())
+
+
+def test_rules_need_an_answer_column_and_functions_do_not(workspace: Any) -> None:
+    workspace.write("train.jsonl", '{"prompt": "say something"}\n')
+    workspace.write("grade.py", "def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    assert "no answer column" in only(check())
+    assert check("reward.rules=[{name: format}]") == []
+    assert check("reward.function=grade.py:score") == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("grade.py", "path/to/file.py:name"),
+        ("grade.py:not a name", "path/to/file.py:name"),
+        ("absent.py:score", "does not exist"),
+        ("broken.py:score", "broken.py, line 2"),
+        ("grade.py:scores", "does not define scores; it defines: json, score"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_had(workspace: Any, spec: str, word: str) -> None:
+    workspace.write(
+        "grade.py", "import json\nscore = lambda *args: 1.0\nraise SystemExit('this file must not be run')\n"
+    )
+    workspace.write("broken.py", "x = 1\ndef (\n")
+    assert word in only(check(f"reward.function={spec}"))
+
+
+def test_an_unwritable_output_dir(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != workspace.root)
+    assert "output_dir=outputs" in only(check())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 1),
+        (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
+        (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
+        (["actor.layout.tp=2", "trainer.world_size=8"], 8),
+    ],
+)
+def test_default_world_size(workspace: Any, overrides: list[str], expected: int) -> None:
+    assert default_world_size(load_config("run.yaml", overrides)) == expected
+
+
+def test_resolve_fills_what_is_derived(workspace: Any) -> None:
+    overrides = [
+        "trainer.num_steps=10",
+        "trainer.prompts_per_step=12",
+        "trainer.minibatch_size=4",
+        "trainer.ppo_epochs=2",
+    ]
+    cfg = load_config("run.yaml", [*overrides, "rollout.sampling.max_new_tokens=100", "data.max_prompt_tokens=50"])
+    done = resolve(cfg)
+    assert done.actor.optimizer.schedule.total_updates == 60  # 10 steps * 2 passes * 3 minibatches
+    assert (done.rollout.max_model_len, done.algorithm.constant_length, done.evaluate.max_new_tokens) == (150, 100, 100)
+    assert (done.trainer.minibatch_size, done.model.tokenizer_path, done.model.dtype) == (4, "model", "auto")
+    assert cfg.rollout.max_model_len is None  # the original is left alone
+    assert resolve(done) == done
+
+
+def test_resolve_keeps_what_is_set_and_makes_room_for_evaluation(workspace: Any) -> None:
+    done = resolve(load_config("run.yaml", ["evaluate.max_new_tokens=300", "algorithm.constant_length=7"]))
+    assert (done.trainer.minibatch_size, done.algorithm.constant_length) == (32, 7)
+    assert done.rollout.max_model_len == 512 + 300
+    assert dataclasses.asdict(done)["actor"]["optimizer"]["schedule"]["total_updates"] == 100

@@ -1,0 +1,55 @@
+"""A working directory in which a small configuration is valid, for the tests of config and cli."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HF_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "max_position_embeddings": 1024,
+}
+RUN_YAML = """\
+model:
+  path: model
+data:
+  train: [train.jsonl]
+"""
+
+
+class Workspace:
+    """Files under a temporary directory, which is the working directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def write_hf_config(self, folder: str = "model", **changes: Any) -> None:
+        """Write config.json; a change to None leaves the key out."""
+        content = {key: value for key, value in (HF_CONFIG | changes).items() if value is not None}
+        self.write(f"{folder}/config.json", json.dumps(content))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    monkeypatch.chdir(tmp_path)
+    made = Workspace(tmp_path)
+    made.write("run.yaml", RUN_YAML)
+    made.write("train.jsonl", '{"prompt": "1+1=", "answer": "2"}\n')
+    made.write("model/model.safetensors", "")
+    made.write("model/tokenizer.json", "{}")
+    made.write_hf_config()
+    return made
