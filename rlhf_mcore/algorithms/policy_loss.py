@@ -43,8 +43,8 @@ def ppo_clip(
     """
     trainable = weights > 0
     log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs)
+    # This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
     log_ratio = torch.where(trainable, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    advantages = torch.where(trainable, advantages, 0)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = weighted_sum(-torch.minimum(ratio * advantages, clipped * advantages), weights)

@@ -117,7 +117,7 @@ rows = st.lists(
 @settings(max_examples=50, deadline=None)
 @given(rows=rows, aggregation=st.sampled_from(AGGREGATIONS), data=st.data())
 def test_microbatches_packed_or_padded_add_up_to_the_whole(rows, aggregation: str, data: st.DataObject):
-    """Cut, pack and order rows at will: the summed loss and the gradient of every token stay, and equal the slow loop's."""
+    """However rows are cut, packed and ordered, loss and gradient stay the same, and the loss is the slow loop's."""
     num_tokens = sum(len(tokens) for tokens, _ in rows)
     expected = 0.0
     for tokens, advantage in rows:

@@ -51,6 +51,7 @@ def test_exact_match(response: str, truth: object, expected: float):
         ("#### 1\n#### 2", "1", 0.0),
         ("#### 42\n#### Notes", "42", 1.0),  # a heading is no answer
         ("##### 42", "42", 0.0),  # a heading of level five
+        ("######## 42", "42", 0.0),
         ("#### 42 because 7 * 6 is 42, not 43", "42", 1.0),
         ("#### The answer is 42", "42", 0.0),
         ("**#### 42**", "42", 1.0),
@@ -161,6 +162,8 @@ def test_answer_format(response: str, expected: float):
 def test_numbers_are_capped():
     assert parse_number("1" * 60) == int("1" * 60)
     assert parse_number("1" * 65) is None
+    assert parse_number("1" + "{,}" * 20) == 1
+    assert parse_number("1" + "{,}" * 22) is None  # the cap comes before any clean-up
     assert parse_number("1e1000") == 10**1000
     assert parse_number("1e1001") is None
     assert parse_number("1e-1001") is None
