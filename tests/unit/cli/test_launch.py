@@ -47,7 +47,11 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 print("ready", flush=True)
 time.sleep(60)
 """
-PARENT = f"import os, sys; from rlhf_mcore.cli.launch import run_child; sys.exit(run_child([sys.executable, '-c', {CHILD!r}], os.environ))"
+PARENT = f"""
+import os, sys
+from rlhf_mcore.cli.launch import run_child
+sys.exit(run_child([sys.executable, "-c", {CHILD!r}], os.environ))
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
