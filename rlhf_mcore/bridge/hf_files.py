@@ -62,7 +62,9 @@ class HFReader:
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._shard_of:
-            raise ConfigError(f"{self.directory}: tensor {name} is missing. Is the checkpoint complete and of this architecture?")
+            raise ConfigError(
+                f"{self.directory}: tensor {name} is missing. Is the checkpoint complete and of this architecture?"
+            )
         shard = self._shard_of[name]
         if shard not in self._open:
             try:
@@ -70,7 +72,9 @@ class HFReader:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{self.directory / shard}: not a readable safetensors file ({error}).") from error
         if name not in self._open[shard].keys():  # noqa: SIM118 (a handle, not a dict)
-            raise ConfigError(f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it.")
+            raise ConfigError(
+                f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it."
+            )
         return self._open[shard]
 
     def _locate(self) -> dict[str, str]:

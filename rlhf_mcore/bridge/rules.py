@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.types import ModelGeometry, Shard
@@ -33,12 +33,24 @@ _QKV_BIASES = tuple(_ATTENTION + f"{x}_proj.bias" for x in "qkv")
 _DENSE = (
     Rule("embedding.word_embeddings.weight", "vocab", ("model.embed_tokens.weight",)),
     Rule("decoder.layers.{i}.input_layernorm.weight", "replicated", (_LAYER + "input_layernorm.weight",)),
-    Rule("decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight", "replicated", (_LAYER + "input_layernorm.weight",)),
+    Rule(
+        "decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight",
+        "replicated",
+        (_LAYER + "input_layernorm.weight",),
+    ),
     Rule("decoder.layers.{i}.self_attention.linear_qkv.weight", "qkv", _QKV_WEIGHTS),
     Rule("decoder.layers.{i}.self_attention.linear_proj.weight", "columns", (_ATTENTION + "o_proj.weight",)),
     Rule("decoder.layers.{i}.pre_mlp_layernorm.weight", "replicated", (_LAYER + "post_attention_layernorm.weight",)),
-    Rule("decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight", "replicated", (_LAYER + "post_attention_layernorm.weight",)),
-    Rule("decoder.layers.{i}.mlp.linear_fc1.weight", "gate_up", (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight")),
+    Rule(
+        "decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
+        "replicated",
+        (_LAYER + "post_attention_layernorm.weight",),
+    ),
+    Rule(
+        "decoder.layers.{i}.mlp.linear_fc1.weight",
+        "gate_up",
+        (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+    ),
     Rule("decoder.layers.{i}.mlp.linear_fc2.weight", "columns", (_LAYER + "mlp.down_proj.weight",)),
     Rule("decoder.final_layernorm.weight", "replicated", ("model.norm.weight",)),
     Rule("output_layer.weight", "vocab", ("lm_head.weight",)),
@@ -95,7 +107,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     return list(_KINDS[rule.kind](targets, geometry, shard, width, name))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _match(family: str, name: str) -> tuple[Rule, int]:
     generic, layer = name, 0
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):

@@ -71,7 +71,11 @@ class Gatherer:
     """
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], geometry: ModelGeometry, tp_group: dist.ProcessGroup, pp_group: dist.ProcessGroup
+        self,
+        parameters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        tp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup,
     ):
         self._geometry = geometry
         self._tp, self._pp = tp_group, pp_group

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.sync import GatherBridge
 from rlhf_mcore.bridge.transfer import Gatherer, load, save
+from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
@@ -59,7 +60,7 @@ def run(cfg: Config) -> None:
     """
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
-    dist.init_process_group(platform.collective_backend, timeout=COLLECTIVE_TIMEOUT)
+    connect(platform.collective_backend, COLLECTIVE_TIMEOUT)
     try:
         with ExitStack() as stack:
             record = _on_every_rank(lambda: _open_record(cfg, platform, stack))
@@ -128,6 +129,11 @@ class _Data:
 def _load_data(cfg: Config) -> _Data:
     tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
     train = load_prompts(cfg.data.train, tokenizer, cfg.data)
+    if len(train) < cfg.trainer.prompts_per_step:
+        raise ConfigError(
+            f"data.train has {len(train)} prompts, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
+            "a step would hold a prompt twice. Lower it, or add data."
+        )
     evaluation = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval") if cfg.data.eval else []
     return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts])
 
@@ -180,7 +186,9 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
     pgs = models.groups.collection
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     greedy = Sampling(
-        temperature=cfg.evaluate.temperature, max_new_tokens=cfg.evaluate.max_new_tokens or sampling.max_new_tokens, seed=cfg.seed
+        temperature=cfg.evaluate.temperature,
+        max_new_tokens=cfg.evaluate.max_new_tokens or sampling.max_new_tokens,
+        seed=cfg.seed,
     )
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     exchange = Exchange(

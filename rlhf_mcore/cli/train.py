@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -75,6 +76,7 @@ def _quiet() -> None:
     """The libraries' import-time notes on absent kernels would drown the display of a run. RLHF_MCORE_DEBUG keeps them."""
     if "RLHF_MCORE_DEBUG" not in os.environ:
         warnings.filterwarnings("ignore")
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _print(cfg: Config) -> None:

@@ -14,18 +14,12 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import ARCHITECTURES, inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import ModelGeometry
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -51,27 +45,14 @@ def load_spec(path: str | Path) -> ModelSpec:
     """Read ``config.json`` of a Hugging Face directory.
 
     Raises:
-        ConfigError: an architecture, activation or rotary scaling that is not supported; the message names it.
+        ConfigError: something about the model is not supported; the message names it.
     """
-    hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    architecture = (hf.architectures or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(f"model.path: architecture {architecture} is not supported. Supported: {', '.join(ARCHITECTURES)}.")
-    _refuse_unsupported(hf)
+    _, problems = inspect_model(str(path), "model.path")
+    if problems:
+        raise ConfigError.many(problems)
+    hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     inv_freq, rope_scale = _rotary(hf)
-    return ModelSpec(_geometry(hf, ARCHITECTURES[architecture]), hf, inv_freq, rope_scale)
-
-
-def _refuse_unsupported(hf: PretrainedConfig) -> None:
-    if hf.hidden_act != "silu":
-        raise ConfigError(f"model.path: hidden_act {hf.hidden_act!r} is not supported, only 'silu'.")
-    if getattr(hf, "mlp_bias", False) or (hf.architectures[0] == "LlamaForCausalLM" and hf.attention_bias):
-        raise ConfigError("model.path: mlp_bias and attention_bias are not supported for Llama-shaped models.")
-    if hf.architectures[0] == "Qwen3ForCausalLM" and hf.attention_bias:
-        raise ConfigError("model.path: attention_bias is not supported for Qwen3ForCausalLM.")
-    windowed = getattr(hf, "use_sliding_window", True) and getattr(hf, "sliding_window", None)
-    if windowed and windowed < hf.max_position_embeddings:
-        raise ConfigError(f"model.path: sliding-window attention (sliding_window {windowed}) is not supported.")
+    return ModelSpec(_geometry(hf, ARCHITECTURES[hf.architectures[0]]), hf, inv_freq, rope_scale)
 
 
 def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
@@ -91,8 +72,6 @@ def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
 def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
     """Frequencies as transformers computes them, so that every scaling rule has one implementation."""
     kind = hf.rope_parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"model.path: rope_type {kind!r} is not supported. Supported: {', '.join(ROPE_TYPES)}.")
     if kind != "default":
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
         if scale < 1.0:
@@ -104,7 +83,14 @@ def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
 
 
 def transformer_config(
-    spec: ModelSpec, groups: ModelGroups, platform: Platform, *, dtype: str, recompute: RecomputeConfig, fused: bool, deterministic: bool
+    spec: ModelSpec,
+    groups: ModelGroups,
+    platform: Platform,
+    *,
+    dtype: str,
+    recompute: RecomputeConfig,
+    fused: bool,
+    deterministic: bool,
 ) -> TransformerConfig:
     """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
     config = TransformerConfig(

@@ -6,12 +6,17 @@ attention (Megatron's refuses packed input).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -19,7 +24,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import Tensor
 
 try:
@@ -76,7 +80,7 @@ class SDPACoreAttention(torch.nn.Module):
             return out.permute(2, 0, 1, 3).flatten(2)
         borders = packed_seq_params.cu_seqlens_q.tolist()
         parts = []
-        for begin, end in zip(borders[:-1], borders[1:], strict=True):
+        for begin, end in itertools.pairwise(borders):
             q, k, v = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             parts.append(_causal(q, k, v).squeeze(0).transpose(0, 1).flatten(1))
         return torch.cat(parts)
@@ -91,7 +95,9 @@ def use_te(kind: str) -> bool:
     return kind == "te" or (kind == "auto" and HAVE_TE)
 
 
-def decoder_spec(config: TransformerConfig, kind: str, *, pp_rank: int, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def decoder_spec(
+    config: TransformerConfig, kind: str, *, pp_rank: int, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
     """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
     if use_te(kind):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -113,7 +119,9 @@ def _local_spec(config: TransformerConfig) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec_for_backend(backend=backend),

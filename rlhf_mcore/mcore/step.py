@@ -26,7 +26,9 @@ Metrics = dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, Metrics]]
 
 
-def policy_head(model: MegatronModel, temperature: float, logits: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+def policy_head(
+    model: MegatronModel, temperature: float, logits: Tensor, microbatch: Microbatch
+) -> tuple[Tensor, Tensor]:
     """Logprobs of the next tokens and entropy, in the model layout: shapes of ``microbatch.token_ids``, fp32."""
     labels = microbatch.fields["labels"].to(logits.device)
     return vocab_parallel_logprobs(
@@ -38,7 +40,9 @@ def policy_head(model: MegatronModel, temperature: float, logits: Tensor, microb
     )
 
 
-def forward_logprobs(model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float) -> list[tuple[Tensor, Tensor]]:
+def forward_logprobs(
+    model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float
+) -> list[tuple[Tensor, Tensor]]:
     """Logprobs and entropy of each microbatch, on the host, without gradients. Empty except on the last pipeline stage."""
 
     def collect(microbatch: Microbatch, logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
@@ -52,24 +56,23 @@ def forward_logprobs(model: MegatronModel, microbatches: Sequence[Microbatch], t
 
 
 def forward_backward(
-    model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float, loss: LossFunction
+    model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float, loss_function: LossFunction
 ) -> list[Metrics]:
     """Accumulate gradients of the summed losses and reduce them over ranks.
 
-    ``loss(logprobs, entropy, microbatch)`` returns a scalar that is already weighted by the global count, and detached metrics.
-    Returns the metrics of each microbatch; empty except on the last pipeline stage.
+    ``loss_function(logprobs, entropy, microbatch)`` returns a scalar that is already weighted by the global count, and
+    detached metrics. Returns the metrics of each microbatch; empty except on the last pipeline stage.
     """
 
     def compute(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         logprobs, entropy = policy_head(model, temperature, logits, microbatch)
-        value, metrics = loss(logprobs, entropy, microbatch)
+        value, metrics = loss_function(logprobs, entropy, microbatch)
         # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
-        metrics = {"loss": value.detach().clone(), **metrics}
-        return value, torch.zeros([], dtype=torch.int), metrics
+        return value, torch.zeros([], dtype=torch.int), {"loss": value.detach().clone(), **metrics}
 
     for chunk in model.chunks:
         chunk.train()
-        chunk.zero_grad_buffer()
+        chunk.zero_grad_buffer()  # type: ignore[operator]
     return _run(model, microbatches, compute, forward_only=False)
 
 
@@ -78,7 +81,9 @@ def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, *
     finalize_model_grads(chunks, None, **kwargs)
 
 
-def _run(model: MegatronModel, microbatches: Sequence[Microbatch], on_logits: Callable[..., Any], forward_only: bool) -> list[Any]:
+def _run(
+    model: MegatronModel, microbatches: Sequence[Microbatch], on_logits: Callable[..., Any], forward_only: bool
+) -> list[Any]:
     layout, pgs = model.groups.layout, model.groups.collection
     model.config.finalize_model_grads_func = _finalize
     schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)

@@ -22,7 +22,9 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         model = self.tp * self.pp * self.cp
         if self.world_size % model:
-            raise ValueError(f"world size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}")
+            raise ValueError(
+                f"world size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}"
+            )
 
     @property
     def dp(self) -> int:

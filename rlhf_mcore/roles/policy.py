@@ -52,7 +52,11 @@ class Policy:
         shape = tuple(batch.token_ids.shape)
         results = []
         for which in (0, 1):
-            rows = restore_rows([out[which] for out in outputs], microbatches, *shape) if self.model.is_last_stage else None
+            rows = (
+                restore_rows([out[which] for out in outputs], microbatches, *shape)
+                if self.model.is_last_stage
+                else None
+            )
             results.append(broadcast_from_last_stage(self.model, rows, shape))
         return results[0], results[1]
 

@@ -36,7 +36,13 @@ class Evaluator:
         rollouts = generate(self.engine, self.prompts, self.sampling, step=step)
         scores = score(self.reward, rollouts)
         rows = [
-            (t.prompt.data_source, s.value, float(is_correct(s.value, s.parts)), len(t.response_ids), t.finish_reason == "length")
+            (
+                t.prompt.data_source,
+                s.value,
+                float(is_correct(s.value, s.parts)),
+                len(t.response_ids),
+                t.finish_reason == "length",
+            )
             for t, s in zip(rollouts.trajectories, scores, strict=True)
         ]
         return summarize([tuple(row) for part in all_gather_json(rows) for row in part])

@@ -40,7 +40,11 @@ class Exchange:
     pad_token_id: int
 
     def __call__(
-        self, prompts: Sequence[Prompt], positions: Sequence[int], trajectories: Sequence[Trajectory], scores: Sequence[Score]
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[int],
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[Score],
     ) -> Exchanged:
         """Collective over the world.
 
@@ -114,7 +118,9 @@ def _flatten(
     for trajectory, score in zip(trajectories, scores, strict=True):
         values += zip(map(float, trajectory.response_ids), trajectory.rollout_logprobs, strict=True)
         values.append((score.value, 0.0))
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, 3), torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
+    return torch.tensor(table, dtype=torch.int64).reshape(-1, 3), torch.tensor(values, dtype=torch.float64).reshape(
+        -1, 2
+    )
 
 
 def _split(values: Tensor, lengths: Tensor, order: Tensor) -> list[Tensor]:
@@ -124,7 +130,9 @@ def _split(values: Tensor, lengths: Tensor, order: Tensor) -> list[Tensor]:
 
 def _check_complete(rows: Tensor, expected: int) -> None:
     if not torch.equal(rows, torch.arange(expected)):
-        raise RuntimeError(f"the engines returned {rows.numel()} trajectories, {expected} different ones were asked for")
+        raise RuntimeError(
+            f"the engines returned {rows.numel()} trajectories, {expected} different ones were asked for"
+        )
 
 
 def _part_means(scores: Sequence[Score]) -> dict[str, float]:

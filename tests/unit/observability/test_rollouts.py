@@ -34,4 +34,3 @@ def test_one_line_per_trajectory(tmp_path: Path) -> None:
     assert json.loads(second)["response"] == "zwei �\u2028\n"
     assert json.loads(second)["score"] is None
     assert [file.name for file in tmp_path.iterdir()] == ["step-000013.jsonl"]
-
