@@ -99,7 +99,11 @@ def _quiet() -> Iterator[None]:
     if DEBUG_VARIABLE in os.environ:
         yield
         return
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # for what it logs before it has configured its logging
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what vLLM and torch say before vLLM has configured its logging
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

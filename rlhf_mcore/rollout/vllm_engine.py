@@ -103,6 +103,9 @@ class VLLMEngine(VersionedWeights):
             options["enable_sleep_mode"] = cfg.sleep
         else:
             options["kv_cache_memory_bytes"] = int(cfg.kv_cache_gib * 2**30)
+            options["block_size"] = (
+                32  # of the default 128 no short prompt would fill a block that its samples can share
+            )
         return options
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:

@@ -1,0 +1,97 @@
+"""The reference engine against transformers' own forward pass, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from tests.e2e.rollout.tiny import EOS, save_model
+
+PROMPTS = [Prompt(f"p{row}", 10 + row, [3 + (5 * row + i) % 90 for i in range(2 + 4 * row)], "") for row in range(3)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("qwen3")
+    save_model(directory, "qwen3", seed=0)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(model_dir: str, reference: Any) -> Any:
+    cfg = RolloutConfig(engine="hf", max_num_seqs=4)  # several batches per call
+    engine = build_engine(cfg, model_dir=model_dir, tokenizer_dir=model_dir, dtype="fp32", max_model_len=48, seed=0)
+    with pytest.raises(RuntimeError, match="no weights"):
+        engine.generate(PROMPTS, Sampling(), step=0)
+    engine.load_weights(reference.named_parameters(), version=0)
+    return engine
+
+
+def ids(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[int]]:
+    return {(t.prompt.prompt_id, t.sample): t.response_ids for t in trajectories}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_logprobs_are_those_of_a_whole_forward_pass(engine: Any, reference: Any, temperature: float) -> None:
+    drawn = engine.generate(PROMPTS, Sampling(n=3, temperature=temperature, max_new_tokens=12), step=1)
+    assert [(t.prompt.prompt_id, t.sample) for t in drawn] == [(p.prompt_id, k) for p in PROMPTS for k in range(3)]
+    for t in drawn:
+        logits = reference(torch.tensor([t.prompt.prompt_ids + t.response_ids])).logits[0]
+        logprobs = (logits[len(t.prompt.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
+        expected = logprobs[range(len(t.response_ids)), t.response_ids]
+        assert torch.allclose(torch.tensor(t.rollout_logprobs), expected, atol=1e-4)
+
+
+@torch.no_grad()
+def test_greedy_follows_the_argmax(engine: Any, reference: Any) -> None:
+    for t in engine.generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=12), step=0):
+        logits = reference(torch.tensor([t.prompt.prompt_ids + t.response_ids])).logits[0]
+        assert logits[len(t.prompt.prompt_ids) - 1 : -1].argmax(-1).tolist() == t.response_ids
+
+
+def test_a_response_ends_with_eos_exactly_if_it_stopped(engine: Any) -> None:
+    drawn = engine.generate(PROMPTS, Sampling(n=16, temperature=3.0, max_new_tokens=40), step=0)
+    assert {t.finish_reason for t in drawn} == {"stop", "length"}
+    for t in drawn:
+        room = min(40, 48 - len(t.prompt.prompt_ids))
+        if t.finish_reason == "stop":
+            assert t.response_ids.index(EOS) == len(t.response_ids) - 1
+        else:
+            assert EOS not in t.response_ids and len(t.response_ids) == room
+
+
+def test_a_response_does_not_depend_on_its_batch_but_on_the_step(engine: Any) -> None:
+    sampling = Sampling(n=3, max_new_tokens=12, seed=2)
+    together = ids(engine.generate(PROMPTS, sampling, step=4))
+    assert ids(engine.generate(PROMPTS[::-1], sampling, step=4)) == together
+    assert ids([t for prompt in PROMPTS for t in engine.generate([prompt], sampling, step=4)]) == together
+    assert all(other != together[key] for key, other in ids(engine.generate(PROMPTS, sampling, step=5)).items())
+
+
+def test_the_global_generator_is_not_touched(engine: Any) -> None:
+    before = torch.get_rng_state()
+    engine.generate(PROMPTS, Sampling(max_new_tokens=4), step=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_torn_load_leaves_the_engine_unusable_until_a_whole_one(engine: Any, reference: Any) -> None:
+    pairs = list(reference.named_parameters())
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        engine.load_weights([pair for pair in pairs if pair[0] != "model.norm.weight"], version=1)
+    with pytest.raises(RuntimeError, match="did not finish"):
+        engine.generate(PROMPTS, Sampling(), step=0)
+    engine.load_weights(pairs, version=2)
+    assert engine.generate(PROMPTS[:1], Sampling(max_new_tokens=1), step=0)[0].policy_version == 2

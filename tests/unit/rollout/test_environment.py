@@ -1,0 +1,88 @@
+"""The variables that vLLM needs, and a process left as it was found."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.rollout import build_engine, prepare_environment
+from rlhf_mcore.rollout.environment import engine_start, preserved_rng
+
+NAMES = (
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_LOGGING_LEVEL",
+    "RLHF_MCORE_DEBUG",
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what the code sets is taken away again
+        monkeypatch.delenv(name)
+
+
+def test_the_engine_stays_in_this_process_whatever_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    prepare_environment()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"  # the user's choice
+    assert (os.environ["VLLM_NO_USAGE_STATS"], os.environ["VLLM_LOGGING_LEVEL"]) == ("1", "ERROR")
+
+
+def test_debugging_leaves_the_log_level_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHF_MCORE_DEBUG", "1")
+    prepare_environment()
+    assert "VLLM_LOGGING_LEVEL" not in os.environ
+
+
+def test_generators_go_on_as_if_nothing_had_happened() -> None:
+    def draws() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    expected = draws()
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    with preserved_rng():
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        assert draws() != expected
+    assert draws() == expected
+
+
+def test_what_vllm_does_to_the_process_is_undone_even_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    set_num_threads = torch.set_num_threads
+    with pytest.raises(OSError), engine_start(3, 4, eager=True):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("3", "4")
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        torch.set_num_threads = print
+        raise OSError
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert "RANK" not in os.environ and "TORCHDYNAMO_DISABLE" not in os.environ
+    assert torch.set_num_threads is set_num_threads
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, rlhf_mcore.rollout; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine='sglang'"):
+        build_engine(RolloutConfig(engine="sglang"), model_dir="")
