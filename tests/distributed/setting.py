@@ -1,0 +1,155 @@
+"""What the worker scripts share: layouts, a batch, a model built under a layout, and a plain transformers oracle."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+warnings.filterwarnings("ignore")
+
+from rlhf_mcore.bridge.hf_files import HFReader  # noqa: E402
+from rlhf_mcore.bridge.transfer import Gatherer, load  # noqa: E402
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
+from rlhf_mcore.data.balance import balance  # noqa: E402
+from rlhf_mcore.data.collate import Row, make_train_batch  # noqa: E402
+from rlhf_mcore.mcore.families import load_spec  # noqa: E402
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups  # noqa: E402
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters  # noqa: E402
+from rlhf_mcore.mcore.optimizer import build_optimizer  # noqa: E402
+from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
+from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
+from rlhf_mcore.roles.policy import Actor  # noqa: E402
+from rlhf_mcore.types import TrainBatch  # noqa: E402
+
+# name -> (tp, pp, vpp, sequence parallel); the data-parallel size fills the world of four.
+LAYOUTS = {
+    "dp4": (1, 1, None, False),
+    "tp2_dp2": (2, 1, None, False),
+    "tp2_dp2_sp": (2, 1, None, True),
+    "pp2_dp2": (1, 2, None, False),
+    "pp2_vpp2_dp2": (1, 2, 2, False),
+    "tp2_pp2": (2, 2, None, False),
+    "tp2_pp2_vpp2_sp": (2, 2, 2, True),
+    "tp4": (4, 1, None, False),
+    "tp4_sp": (4, 1, None, True),
+    "pp4": (1, 4, None, False),
+}
+TEMPERATURE = 0.8
+VOCAB = 97
+
+
+def start() -> Platform:
+    platform = current_platform()
+    platform.setup_process(0, 1)
+    dist.init_process_group(platform.collective_backend)
+    return platform
+
+
+def finish(findings: Any, directory: Path) -> None:
+    if dist.get_rank() == 0:
+        (directory / "findings.json").write_text(json.dumps(findings))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
+    """Groups are made once per layout: every gloo group costs sockets and threads."""
+    if name not in cache:
+        tp, pp, vpp, sp = LAYOUTS[name]
+        cache[name] = build_groups(ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp))
+    return cache[name]
+
+
+def rows(seed: int = 0, count: int = 8) -> list[Row]:
+    """Prompts and responses of different lengths, one of them a single token, with pretended engine logprobs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(low: int, high: int, n: int) -> list[int]:
+        return torch.randint(low, high, (n,), generator=generator).tolist()
+
+    made = []
+    for number in range(count):
+        prompt, response = ints(1, 7, 1)[0] + 1, 1 if number == 3 else ints(2, 15, 1)[0]
+        logprobs = (-2 * torch.rand(response, generator=generator)).tolist()
+        made.append(Row(ints(0, VOCAB, prompt), ints(0, VOCAB, response), logprobs, float(number % 3)))
+    return made
+
+
+def batch_for(all_rows: list[Row], dp_rank: int, dp_size: int, width: int | None = None) -> TrainBatch:
+    """The rows of one data-parallel rank, balanced by tokens as the exchange does it; two samples a prompt, one minibatch."""
+    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in all_rows]
+    mine = sorted(balance(lengths, dp_size)[dp_rank])
+    return make_train_batch(
+        [all_rows[i] for i in mine],
+        row_ids=mine,
+        group_ids=[i // 2 for i in mine],
+        minibatch_ids=[0] * len(mine),
+        num_rows_global=len(all_rows),
+        num_minibatches=1,
+        pad_token_id=0,
+    )
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a check varies."""
+
+    max_tokens: int = 64
+    packing: bool = True
+    dtype: str = "fp32"
+    recompute: RecomputeConfig | None = None
+    algorithm: AlgorithmConfig | None = None
+    optimizer: OptimizerConfig | None = None
+
+
+def algorithm(aggregation: str = "token") -> AlgorithmConfig:
+    return AlgorithmConfig(
+        loss_aggregation=aggregation, constant_length=20, clip_low=0.1, clip_high=0.3, entropy_coef=0.02, kl=KLConfig(coef=0.05)
+    )
+
+
+def build(path: Path, groups: ModelGroups, platform: Platform, settings: Settings) -> tuple[MegatronModel, Actor]:
+    spec = load_spec(path)
+    options = BuildOptions(settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0)
+    model = build_model(spec, groups, platform, options)
+    load(local_parameters(model), spec.geometry, HFReader(path))
+    # A large eps keeps Adam's first step smooth in the gradient: without it rounding decides the sign of tiny ones.
+    cfg = settings.optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+    trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
+    optimizer = build_optimizer(model, cfg)
+    return model, Actor(model, trainer, TEMPERATURE, optimizer, cfg, settings.algorithm or algorithm())
+
+
+def gatherer(model: MegatronModel) -> Gatherer:
+    pgs = model.groups.collection
+    return Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp)
+
+
+def hf_logprobs(hf: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the response tokens and entropies, one row at a time: no padding, no packing, no shift by index tricks."""
+    ids = torch.tensor([row.prompt_ids + row.response_ids])
+    log_p = torch.log_softmax(hf(ids).logits[0].float() / TEMPERATURE, dim=-1)
+    start, count = len(row.prompt_ids), len(row.response_ids)
+    at = [start + t - 1 for t in range(count)]
+    logprobs = torch.stack([log_p[a, row.response_ids[t]] for t, a in enumerate(at)])
+    return logprobs, -(log_p[at].exp() * log_p[at]).sum(-1)
+
+
+def load_hf(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+
+
+def response_values(batch: TrainBatch, values: torch.Tensor) -> dict[int, list[float]]:
+    """Per global row the values at its response tokens."""
+    return {int(row): values[k][batch.loss_mask[k]].tolist() for k, row in enumerate(batch.row_ids)}
+
+
+def plain(settings: Settings) -> dict[str, Any]:
+    return asdict(settings)

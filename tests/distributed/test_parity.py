@@ -1,0 +1,60 @@
+"""Megatron on four ranks says what transformers says, for every family and layout; weights make the way there and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import models
+from tests.distributed.setting import LAYOUTS
+from tests.distributed.world import run_world
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def findings(directory: Path) -> Any:
+    return run_world("parity_worker.py", 4, directory)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", models.MODELS)
+def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layout: str, kind: str) -> None:
+    logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
+    assert logprobs < 1e-5
+    assert entropy < 1e-4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", models.MODELS)
+def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, layout: str) -> None:
+    assert findings["gather"][f"{model}/{layout}"] is True
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = load_file(directory / model / "model.safetensors")
+    saved = load_file(directory / f"{model}_saved" / "model.safetensors")
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], original[name]) for name in original)
+    loaded = AutoModelForCausalLM.from_pretrained(directory / f"{model}_saved").state_dict()
+    assert all(torch.equal(loaded[name], original[name]) for name in original)
+
+
+def test_collectives_with_unequal_ranks(findings: Any) -> None:
+    found = findings["collectives"]
+    assert found["gather_rows"] == [[1, 1], [2, 2], [2, 2], [3, 3], [3, 3], [3, 3]]
+    assert found["gather_json"] == [{"rank": r, "text": "ü" * r} for r in range(4)]
+    assert found["all_gather_json"] == [[], [1], [2, 2], [3, 3, 3]]
+    assert found["broadcast_json"] == {"from": 2}
+    assert found["reduce_sums"] == {"a": 6.0, "b_max": 0.0}

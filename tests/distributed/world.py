@@ -1,0 +1,24 @@
+"""Starting a torchrun world once for many tests: a worker script runs every check and leaves a JSON file of findings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
+    """Run ``tests/distributed/<script>`` on ``num_ranks`` processes and return what its first rank wrote to findings.json."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += [str(ROOT / "tests" / "distributed" / script), str(directory), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads((directory / "findings.json").read_text())
