@@ -1,0 +1,56 @@
+"""A world of one. Ranks that hold different amounts are in tests/distributed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhf_mcore.parallel.collectives import (
+    all_gather_json,
+    all_gather_rows,
+    broadcast_json,
+    gather_json,
+    reduce_sums,
+)
+
+pytestmark = pytest.mark.usefixtures("world")
+
+VALUES = [
+    None,
+    [],
+    {},
+    "",
+    "Grüße, 東京 \U0001f600",
+    {"a": [1, 2.5, None, True], "b": {"c": "d"}},
+    [1e-300, 0.1, 2**53],
+    "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:20])
+def test_json_arrives_as_it_was_sent(value: object) -> None:
+    assert all_gather_json(value) == [value]
+    assert gather_json(value) == [value]
+    assert broadcast_json(value, 0) == value
+
+
+def test_numbers_without_a_json_name_arrive_too() -> None:
+    (received,) = all_gather_json([float("nan"), float("inf"), -float("inf")])
+    assert math.isnan(received[0]) and received[1:] == [float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_rows_of_any_number_come_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = torch.arange(math.prod(shape), dtype=dtype).reshape(shape)
+    received = all_gather_rows(rows)
+    assert received.dtype == dtype and received.shape == shape
+    assert torch.equal(received, rows)
+
+
+def test_sums_keep_double_precision_and_their_names() -> None:
+    values = {"b": 1 / 3, "a_max": -2.0, "tokens": float(2**40 + 1)}
+    assert reduce_sums(values) == {"a_max": -2.0, "b": 1 / 3, "tokens": 1099511627777.0}
+    assert reduce_sums({}) == {}
