@@ -38,6 +38,9 @@ def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptim
         optimizer = get_megatron_optimizer(
             config, list(model.chunks), use_gloo_process_groups=False, pg_collection=model.groups.collection
         )
+    for group in optimizer.param_groups:
+        # Megatron leaves this product to its own scheduler; without it norms and biases would be decayed too.
+        group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -45,7 +48,7 @@ def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptim
 def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float]:
     """One update. Returns whether it was made (fp16 skips on overflow) and the norm of the gradient before clipping."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["lr"] = lr
     with ambient(model.groups, model.platform):
         updated, grad_norm, _ = optimizer.step()
     return bool(updated), float(grad_norm) if grad_norm is not None else float("nan")

@@ -1,0 +1,148 @@
+"""One update under every layout, cut and packing: loss, gradient norm and the weights after it, against plain transformers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.algorithms.advantages import group_relative
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.trainer.advantages import estimate_advantages
+from rlhf_mcore.types import TrainBatch
+from tests.distributed import models
+from tests.distributed.setting import (
+    LAYOUTS,
+    Settings,
+    algorithm,
+    batch_for,
+    build,
+    finish,
+    gatherer,
+    groups_of,
+    hf_logprobs,
+    load_hf,
+    rows,
+    start,
+)
+
+MODELS = ("qwen3_tied", "qwen2", "llama")
+CUTS = {"one": 10_000, "many": 24}
+RECOMPUTE = {
+    "selective": RecomputeConfig("selective"),
+    "full_uniform": RecomputeConfig("full", "uniform", 1),
+    "full_block": RecomputeConfig("full", "block", 1),
+}
+
+
+def main(directory: Path) -> None:
+    platform = start()
+    groups: dict[str, ModelGroups] = {}
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "precision": {}}
+    for name in MODELS:
+        path = directory / name
+        if dist.get_rank() == 0:
+            models.make(name, path)
+            reference = models.make("llama" if name == "llama" else name, directory / f"{name}_reference", seed=7)
+            findings["oracle"][name], after = oracle(path, reference)
+            torch.save(after, directory / f"{name}_after.pt")  # noqa: TID251 (the test's own scratch file)
+        dist.barrier()
+        after = torch.load(directory / f"{name}_after.pt")  # noqa: TID251
+        reference = load_hf(directory / f"{name}_reference")
+        for layout in LAYOUTS:
+            for cut, max_tokens in CUTS.items():
+                for packing in (True, False):
+                    key = f"{name}/{layout}/{cut}/{'packed' if packing else 'padded'}"
+                    settings = Settings(max_tokens=max_tokens, packing=packing)
+                    findings["updates"][key] = update(path, groups_of(layout, groups), platform, settings, reference, after)
+    path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
+    for kind, recompute in RECOMPUTE.items():
+        settings = Settings(max_tokens=24, recompute=recompute)
+        findings["recompute"][kind] = update(path, groups_of("tp2_pp2", groups), platform, settings, reference, {})
+    findings["recompute"]["off"] = update(
+        path, groups_of("tp2_pp2", groups), platform, Settings(max_tokens=24), reference, {}
+    )
+    for dtype in ("bf16", "fp16"):
+        findings["precision"][dtype] = small_steps(path, groups_of("tp2_dp2", groups), platform, dtype, reference)
+    finish(findings, directory)
+
+
+def fill(batch: TrainBatch, actor: Actor, reference: torch.nn.Module, aggregation: str = "token") -> None:
+    """The inputs of an update that other parts make: old logprobs off the policy, so that clipping happens, and a reference."""
+    all_rows = rows()
+    for which, model in (("ref_logprobs", reference), ("old_logprobs", None)):
+        values = torch.zeros(batch.token_ids.shape)
+        for k, row in enumerate(batch.row_ids.tolist()):
+            with torch.no_grad():
+                found = hf_logprobs(model, all_rows[row])[0] if model else torch.tensor(all_rows[row].rollout_logprobs)
+            values[k][batch.loss_mask[k]] = found
+        setattr(batch, which, values)
+    # Far from the mask anything may stand: it must not matter.
+    batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
+    estimate_advantages(batch, algorithm(), actor.model.groups.collection.dp)
+
+
+def update(
+    path: Path, groups: ModelGroups, platform: Any, settings: Settings, reference: torch.nn.Module, after: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """One update; returns its metrics and the largest difference of a weight from the oracle's."""
+    model, actor = build(path, groups, platform, settings)
+    batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
+    fill(batch, actor, reference)
+    metrics = actor.update(batch)
+    worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if name in after), default=0.0)
+    return {**metrics, "weights_diff": max(all_gather_json(worst)), "num_ranks_agree": float(len(set(all_gather_json(metrics["loss/total"]))))}
+
+
+def small_steps(path: Path, groups: ModelGroups, platform: Any, dtype: str, reference: torch.nn.Module) -> dict[str, Any]:
+    """Steps far below the resolution of the 16-bit weights: they must add up in the fp32 masters."""
+    settings = Settings(dtype=dtype, max_tokens=64, optimizer=OptimizerConfig(lr=2e-5, eps=1e-8, clip_grad=1.0))
+    model, actor = build(path, groups, platform, settings)
+    before = {name: tensor.clone() for name, tensor in gatherer(model)}
+    history = []
+    for _ in range(30):
+        batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
+        fill(batch, actor, reference)
+        history.append(actor.update(batch))
+    moved = {name: float((tensor.float() - before[name].float()).abs().max()) for name, tensor in gatherer(model)}
+    return {
+        "losses": [metrics["loss/total"] for metrics in history],
+        "skipped": sum(metrics["actor/skipped_updates"] for metrics in history),
+        "grad_norm": history[-1]["actor/grad_norm"],
+        "norm_weight_moved": moved["model.norm.weight"],
+    }
+
+
+def oracle(path: Path, reference: torch.nn.Module) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The same update written down naively: autograd through transformers, row by row, and torch's AdamW."""
+    hf, all_rows, cfg = load_hf(path), rows(), algorithm()
+    scores = torch.tensor([row.score for row in all_rows])
+    advantages = group_relative(scores, torch.arange(len(all_rows)) // 2, normalize_std=True)
+    num_tokens = sum(len(row.response_ids) for row in all_rows)
+    total = torch.zeros(())
+    for row, advantage in zip(all_rows, advantages, strict=True):
+        logprobs, entropy = hf_logprobs(hf, row)
+        with torch.no_grad():
+            ref, _ = hf_logprobs(reference, row)
+        ratio = torch.exp(logprobs - torch.tensor(row.rollout_logprobs))
+        clipped = torch.clamp(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
+        policy = -torch.minimum(ratio * advantage, clipped * advantage)
+        k3 = torch.exp(ref - logprobs) - (ref - logprobs) - 1
+        total = total + (policy - cfg.entropy_coef * entropy + cfg.kl.coef * k3).sum() / num_tokens
+    total.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5))
+    decayed = [p for p in hf.parameters() if p.dim() > 1]
+    plain = [p for p in hf.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, betas=(0.9, 0.999)).step()
+    return {"loss": float(total), "grad_norm": norm}, dict(hf.state_dict())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
