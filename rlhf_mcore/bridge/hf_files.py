@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -66,36 +67,66 @@ class HFReader:
                 f"{self.directory}: tensor {name} is missing. Is the checkpoint complete and of this architecture?"
             )
         shard = self._shard_of[name]
+        handle = self._opened(shard)
+        if name not in handle.keys():  # noqa: SIM118 (a handle, not a dict)
+            raise ConfigError(
+                f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it."
+            )
+        return handle
+
+    def _opened(self, shard: str) -> safe_open:
         if shard not in self._open:
             try:
                 self._open[shard] = safe_open(self.directory / shard, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{self.directory / shard}: not a readable safetensors file ({error}).") from error
-        if name not in self._open[shard].keys():  # noqa: SIM118 (a handle, not a dict)
-            raise ConfigError(
-                f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it."
-            )
+                raise ConfigError(
+                    f"{self.directory / shard}: not a readable safetensors file ({error}). Download or export it again."
+                ) from error
         return self._open[shard]
 
     def _locate(self) -> dict[str, str]:
         index = self.directory / INDEX
-        if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            for shard in sorted(set(weight_map.values())):
-                self._check_shard(shard)
-            return weight_map
-        self._check_shard(SINGLE)
-        with safe_open(self.directory / SINGLE, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), SINGLE)
+        if not index.is_file():
+            self._check_shard(SINGLE)
+            return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        weight_map = _read_weight_map(index)
+        for shard in sorted(set(weight_map.values())):
+            self._check_shard(shard)
+        return weight_map
 
     def _check_shard(self, shard: str) -> None:
-        path = (self.directory / shard).resolve()
-        if path.parent != self.directory and not (self.directory / shard).is_file():
-            raise ConfigError(f"{self.directory / INDEX}: shard {shard!r} is outside of the directory.")
         if Path(shard).name != shard:
             raise ConfigError(f"{self.directory / INDEX}: shard {shard!r} is not a plain file name.")
+        path = self.directory / shard
         if not path.is_file():
             raise ConfigError(f"{self.directory}: weight file {shard} is missing.")
+        allowed = [self.directory]
+        if self.directory.parent.name == "snapshots":  # a Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*
+            allowed.append(self.directory.parent.parent / "blobs")
+        if path.resolve().parent not in allowed:
+            raise ConfigError(
+                f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead."
+            )
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Shard of each tensor."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        known = dict(pairs)
+        if len(known) < len(pairs):
+            twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
+            raise ValueError(f"{twice} is named twice")
+        return known
+
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{index}: not a readable index ({error}). Download or export the model again.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ConfigError(f"{index}: no weight_map from tensors to files. Download or export the model again.")
+    return weight_map
 
 
 class HFWriter:
