@@ -62,9 +62,11 @@ class Exchange:
         _check_complete(table[order, 0], len(prompts) * self.samples_per_prompt)
         lengths = table[order, 1]
         gathered = _Gathered(table[order], _split(values, table[:, 1], order))
+        row_scores = torch.stack([part[-1, 0] for part in gathered.values])
+        if without := (~row_scores.isfinite()).nonzero().flatten().tolist():
+            raise RuntimeError(f"rows {without} of the step have no finite score")
         total = lengths + torch.tensor([len(p.prompt_ids) for p in prompts]).repeat_interleave(self.samples_per_prompt)
         batch = self._local_batch(prompts, gathered, self._share(len(prompts), total))
-        row_scores = torch.tensor([float(part[-1, 0]) for part in gathered.values], dtype=torch.float64)
         return Exchanged(batch, row_scores, lengths, gathered.table[:, 2].bool(), _part_means(scores))
 
     def _share(self, num_prompts: int, total_lengths: Tensor) -> list[tuple[int, int]]:
