@@ -3,7 +3,7 @@
 Megatron-core 0.16 names CUDA in many places. Instead of changing torch for the whole process (vLLM lives in it and must see an
 honest torch), every loaded ``megatron.core`` module gets its own view of torch in which the few CUDA names it uses mean the CPU.
 Two names are methods of Tensor and cannot be changed per module: they are changed while a Megatron region is entered and put back
-on leaving it. The whole list is in this file, with a reason per entry; ``tests/distributed`` fails when an entry is not needed.
+on leaving it. The whole list is in this file, with a reason per entry; ``tests/unit/platform`` fails when an entry is not needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def _cuda_names() -> dict[str, Any]:
         "manual_seed": torch.manual_seed,  # tensor_parallel.random seeds per-rank generators
         "get_rng_state": lambda device=None: torch.get_rng_state(),  # the same, and activation recomputation
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "is_current_stream_capturing": lambda: False,  # asked before lazy initialisations
         "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),  # profiler ranges
     }
 
