@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SINGLE, HFReader, HFWriter
+from rlhf_mcore.config.errors import ConfigError
+from tests.distributed.models import make
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A model as transformers writes it, in several shards, and its tensors."""
+    directory = tmp_path_factory.mktemp("saved")
+    model = make("qwen2", directory)
+    assert isinstance(model, PreTrainedModel)
+    (directory / SINGLE).unlink()
+    model.save_pretrained(directory, max_shard_size="200KB")
+    assert (directory / INDEX).is_file()
+    return directory, {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two tensors in two shards."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_file({"a": torch.arange(6.0).view(2, 3)}, directory / FIRST)
+    save_file({"b": torch.arange(4.0)}, directory / SECOND)
+    write_index(directory, {"a": FIRST, "b": SECOND})
+    return directory
+
+
+def write_index(directory: Path, weight_map: object) -> None:
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def raw(header: object, data: bytes = b"", size: int | None = None) -> bytes:
+    """A safetensors file by hand."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+def test_every_rectangle_is_that_of_the_model(saved: tuple[Path, dict[str, Tensor]]) -> None:
+    directory, tensors = saved
+    reader = HFReader(directory)
+    assert reader.names == set(tensors)
+    for name, tensor in tensors.items():
+        assert reader.shape(name) == tuple(tensor.shape)
+        inner = tuple(slice(size // 3, size // 3 + size // 2) for size in tensor.shape)
+        for where in (inner, tuple(slice(0, size) for size in tensor.shape)):
+            part = reader.read(name, where)
+            assert part.dtype == tensor.dtype and torch.equal(part, tensor[where])
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    save_file({"x": torch.arange(12.0).view(3, 4).bfloat16()}, tmp_path / SINGLE)
+    reader = HFReader(str(tmp_path))
+    assert reader.names == {"x"} and reader.shape("x") == (3, 4)
+    part = reader.read("x", (slice(1, 3), slice(2, 4)))
+    assert part.dtype == torch.bfloat16 and part.tolist() == [[6, 7], [10, 11]]
+
+
+def test_a_missing_tensor_is_named(sharded: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{sharded}: tensor model.norm.weight is missing"):
+        HFReader(sharded).shape("model.norm.weight")
+
+
+def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded: Path) -> None:
+    write_index(sharded, {"a": SECOND, "b": SECOND})
+    with pytest.raises(ConfigError, match=rf"{sharded / SECOND}: the index places tensor a here"):
+        HFReader(sharded).read("a", (slice(0, 1), slice(0, 1)))
+
+
+def test_missing_files_are_named(sharded: Path, tmp_path: Path) -> None:
+    (sharded / SECOND).unlink()
+    with pytest.raises(ConfigError, match=rf"{sharded}: weight file {SECOND} is missing"):
+        HFReader(sharded)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=f"weight file {SINGLE} is missing"):
+        HFReader(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "sub/x.safetensors", "..", ".", ""])
+def test_an_index_cannot_lead_out_of_its_directory(sharded: Path, shard: str) -> None:
+    save_file({"b": torch.zeros(4)}, sharded.parent / "outside.safetensors")
+    (sharded / "sub").mkdir()
+    save_file({"b": torch.zeros(4)}, sharded / "sub" / "x.safetensors")
+    write_index(sharded, {"a": FIRST, "b": shard})
+    with pytest.raises(ConfigError, match="is not a plain file name|is missing"):
+        HFReader(sharded)
+
+
+def test_an_index_cannot_name_an_absolute_path(sharded: Path) -> None:
+    write_index(sharded, {"a": FIRST, "b": str(sharded / SECOND)})
+    with pytest.raises(ConfigError, match=rf"{INDEX}: shard '{sharded / SECOND}' is not a plain file name"):
+        HFReader(sharded)
+
+
+@pytest.mark.parametrize("target", [SECOND, SINGLE])
+def test_a_link_cannot_lead_out_of_its_directory(sharded: Path, target: str) -> None:
+    outside = sharded.parent / "outside.safetensors"
+    os.rename(sharded / SECOND, outside)
+    (sharded / target).symlink_to(outside)
+    if target == SINGLE:
+        (sharded / INDEX).unlink()
+    with pytest.raises(ConfigError, match=rf"{sharded / target}: a link to {outside}, outside of the directory"):
+        HFReader(sharded)
+
+
+def test_the_links_of_a_hugging_face_cache_are_followed(sharded: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--x--y"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for name in (FIRST, SECOND):
+        os.rename(sharded / name, repository / "blobs" / f"hash-of-{name}")
+        (snapshot / name).symlink_to(f"../../blobs/hash-of-{name}")
+    os.rename(sharded / INDEX, snapshot / INDEX)
+    assert HFReader(snapshot).read("b", (slice(1, 3),)).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a readable index"),
+        ("[" * 100_000, "not a readable index"),
+        ("[]", "no weight_map"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": ["a"]}', "no weight_map"),
+        ('{"weight_map": {"a": 1}}', "no weight_map"),
+        (f'{{"weight_map": {{"a": "{FIRST}", "a": "{SECOND}"}}}}', "a is named twice"),
+    ],
+)
+def test_a_malformed_index_is_named(sharded: Path, text: str, message: str) -> None:
+    (sharded / INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=rf"{sharded / INDEX}: .*{message}"):
+        HFReader(sharded)
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BROKEN: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "half a header": lambda whole: whole[:20],
+    "truncated": lambda whole: whole[:-4],
+    "oversized header": lambda whole: raw({"x": ENTRY}, bytes(8), size=2**62),
+    "header of the whole address space": lambda whole: raw({"x": ENTRY}, bytes(8), size=2**64 - 1),
+    "overlapping offsets": lambda whole: raw({"x": ENTRY, "y": {**ENTRY, "data_offsets": [4, 12]}}, bytes(12)),
+    "two tensors in one place": lambda whole: raw({"x": ENTRY, "y": ENTRY}, bytes(8)),
+    "offsets beyond the end": lambda whole: raw({"x": {**ENTRY, "data_offsets": [0, 800]}}, bytes(8)),
+    "a shape that is not the data's": lambda whole: raw({"x": {**ENTRY, "shape": [3]}}, bytes(8)),
+    "not json": lambda whole: raw(b"{]", bytes(8)),
+    "pickle": lambda whole: b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01x\x94]\x94(K\x01K\x02es.",
+    "a zip archive, as torch.save writes": lambda whole: b"PK\x03\x04" + bytes(200),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_file_is_named_and_nothing_else_is_raised(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / SINGLE
+    save_file({"x": torch.arange(2.0)}, path)
+    path.write_bytes(BROKEN[kind](path.read_bytes()))
+    with pytest.raises(ConfigError, match=rf"{path}: not a readable safetensors file"):
+        HFReader(tmp_path)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_shard_is_named(sharded: Path, kind: str) -> None:
+    path = sharded / SECOND
+    path.write_bytes(BROKEN[kind](path.read_bytes()))
+    reader = HFReader(sharded)
+    assert reader.shape("a") == (2, 3)
+    with pytest.raises(ConfigError, match=rf"{path}: not a readable safetensors file"):
+        reader.shape("b")
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+def test_shards_are_cut_by_size_and_the_index_is_right(tmp_path: Path) -> None:
+    writer = HFWriter(tmp_path / "out", shard_bytes=100)
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
+    tensors["large"] = torch.arange(50.0)  # larger than a shard
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close(tmp_path)
+    names = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*names, INDEX])
+    held = [{"t0", "t1"}, {"t2", "t3"}, {"t4"}, {"large"}]
+    assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
+        "metadata": {"total_size": 5 * 40 + 200},
+        "weight_map": {name: file for file, group in zip(names, held, strict=True) for name in group},
+    }
+    for file, group in zip(names, held, strict=True):
+        written = load_file(tmp_path / "out" / file)
+        assert set(written) == group
+        assert all(torch.equal(written[name], tensors[name]) for name in group)
+        with safe_open(tmp_path / "out" / file, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+
+
+def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
+    writer = HFWriter(tmp_path / "out")
+    storage = torch.arange(12.0).view(3, 4)
+    writer.add("turned", storage.t().requires_grad_())
+    writer.add("part", storage[1:])
+    storage.zero_()  # the trainer goes on while the writer holds its copy
+    writer.close(tmp_path)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [SINGLE]
+    written = load_file(tmp_path / "out" / SINGLE)
+    assert written["turned"].tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert written["part"].tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("shard_bytes", [4 * 2**30, 150_000])
+def test_transformers_loads_what_is_written(
+    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, shard_bytes: int
+) -> None:
+    source, tensors = saved
+    writer = HFWriter(tmp_path / "out", shard_bytes)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close(source)
+    assert (tmp_path / "out" / INDEX).is_file() == (shard_bytes < 2**20)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).state_dict()
+    assert torch.equal(loaded.pop("lm_head.weight"), tensors["model.embed_tokens.weight"])
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_config_and_tokenizer_travel_along_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    assert expected < set(COMPANIONS)
+    for name in (*expected, "pytorch_model.bin", "README.md", "modeling_custom.py", INDEX):
+        (source / name).write_text(f"this is {name}")
+    writer = HFWriter(tmp_path / "out")
+    writer.add("x", torch.zeros(1))
+    writer.close(source)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == expected | {SINGLE}
+    assert all((tmp_path / "out" / name).read_text() == f"this is {name}" for name in expected)

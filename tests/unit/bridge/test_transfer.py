@@ -1,0 +1,137 @@
+"""Loading for simulated ranks, and the way back in a world of one. Gathering over real ranks is in tests/distributed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.sync import GatherBridge
+from rlhf_mcore.bridge.transfer import Gatherer, load, save
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
+from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
+
+
+def write(directory: Path, tensors: dict[str, Tensor]) -> HFReader:
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    return HFReader(directory)
+
+
+def garbage(tensors: dict[str, Tensor], shard: Shard) -> list[LocalParameter]:
+    """Parameters as they are before loading: allocated, undefined."""
+    return [LocalParameter(name, torch.full_like(t, float("nan")), shard) for name, t in tensors.items()]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_rank_reads_its_part_and_padding_is_zero(tmp_path: Path, family: str, tp: int, tied: bool) -> None:
+    geometry = replace(GEOMETRY, family=family, tied_embeddings=tied)
+    hf = hf_tensors(geometry)
+    reader = write(tmp_path, hf)
+    for rank in range(tp):
+        expected = mcore_tensors(geometry, hf, rank, tp)
+        parameters = garbage(expected, Shard(rank, tp))
+        load(parameters, geometry, reader)
+        for parameter in parameters:
+            assert torch.equal(parameter.tensor, expected[parameter.name]), parameter.name
+
+
+def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
+    reader = write(tmp_path, {"model.norm.weight": torch.tensor([1.0, 2.5, -3.0, 0.1] * 2).bfloat16()})
+    parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
+    load([parameter], GEOMETRY, reader)
+    assert parameter.tensor.dtype == torch.float32
+    assert parameter.tensor[:4].tolist() == [1.0, 2.5, -3.0, 0.10009765625]
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    reader = write(tmp_path, {"model.norm.weight": torch.ones(9)})
+    parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
+    with pytest.raises(ConfigError, match=r"model.norm.weight has shape \(9,\), but config.json asks for \(8,\)"):
+        load([parameter], GEOMETRY, reader)
+
+
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
+    reader = write(tmp_path, {"model.norm.weight": torch.ones(8)})
+    parameter = LocalParameter("output_layer.weight", torch.zeros(13, 8), Shard(0, 1))
+    with pytest.raises(ConfigError, match="tensor lm_head.weight is missing"):
+        load([parameter], GEOMETRY, reader)
+
+
+def gatherer(geometry: ModelGeometry, hf: dict[str, Tensor]) -> Gatherer:
+    shard = Shard(0, 1)
+    parameters = [LocalParameter(name, t, shard) for name, t in mcore_tensors(geometry, hf, 0, 1).items()]
+    group = dist.group.WORLD
+    assert group is not None
+    return Gatherer(parameters, geometry, group, group)
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_tensors_come_back_once_each(family: str, tied: bool) -> None:
+    geometry = replace(GEOMETRY, family=family, tied_embeddings=tied)
+    hf = hf_tensors(geometry)
+    source = gatherer(geometry, hf)
+    for _ in range(2):  # a gatherer is asked again after every step
+        received = list(source)
+        assert len(received) == len(hf)
+        assert all(torch.equal(tensor, hf[name]) for name, tensor in received)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_sync_hands_every_tensor_and_the_version_to_the_engine() -> None:
+    hf = hf_tensors(GEOMETRY)
+
+    class Engine:
+        def load_weights(self, weights: object, *, version: int) -> None:
+            self.received, self.version = dict(weights), version  # type: ignore[call-overload]
+
+    engine = Engine()
+    GatherBridge(gatherer(GEOMETRY, hf), engine).sync(7)  # type: ignore[arg-type]
+    assert engine.version == 7 and engine.received.keys() == hf.keys()
+    assert all(torch.equal(engine.received[name], hf[name]) for name in hf)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_saved_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    hf = hf_tensors(GEOMETRY)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    target = tmp_path / "run" / "actor"
+    (tmp_path / "run" / ".actor.partial").mkdir(parents=True)  # what a killed save leaves behind
+    (tmp_path / "run" / ".actor.partial" / "junk").write_text("")
+    target.mkdir()
+    (target / "model-00001-of-00009.safetensors").write_text("an older save")
+    save(gatherer(GEOMETRY, hf), target, str(source))
+    assert {p.name for p in target.iterdir()} == {"config.json", "model.safetensors"}
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["actor"]
+    written = load_file(target / "model.safetensors")
+    assert written.keys() == hf.keys() and all(torch.equal(written[name], hf[name]) for name in hf)
+
+
+@pytest.mark.usefixtures("world")
+def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path) -> None:
+    hf = hf_tensors(GEOMETRY)
+    target = tmp_path / "actor"
+    target.mkdir()
+    (target / "kept").write_text("")
+
+    class Broken:
+        def __iter__(self) -> object:
+            yield "model.norm.weight", hf["model.norm.weight"]
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        save(Broken(), target, str(tmp_path))  # type: ignore[arg-type]
+    assert [p.name for p in target.iterdir()] == ["kept"]
