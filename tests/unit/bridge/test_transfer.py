@@ -63,7 +63,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.ones(8)})
     parameter = LocalParameter("output_layer.weight", torch.zeros(13, 8), Shard(0, 1))
-    with pytest.raises(ConfigError, match="tensor lm_head.weight is missing"):
+    with pytest.raises(ConfigError, match=r"tensor lm_head.weight is missing"):
         load([parameter], GEOMETRY, reader)
 
 

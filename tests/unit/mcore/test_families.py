@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+from megatron.core.transformer import TransformerConfig
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.mcore.families import load_spec, transformer_config
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.types import ModelGeometry
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    rms_norm_eps=3e-6,
+)
+FAMILIES: dict[str, tuple[str, type[PretrainedConfig], type[torch.nn.Module]]] = {
+    "llama": ("LlamaForCausalLM", LlamaConfig, LlamaRotaryEmbedding),
+    "mistral": ("MistralForCausalLM", MistralConfig, MistralRotaryEmbedding),
+    "qwen2": ("Qwen2ForCausalLM", Qwen2Config, Qwen2RotaryEmbedding),
+    "qwen3": ("Qwen3ForCausalLM", Qwen3Config, Qwen3RotaryEmbedding),
+}
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
+ROPES: dict[str, dict[str, Any]] = {
+    "default": dict(rope_type="default", rope_theta=10000.0),
+    "large theta": dict(rope_type="default", rope_theta=500000.0),
+    "linear": dict(rope_type="linear", rope_theta=1e4, factor=4.0),
+    "llama3": dict(
+        rope_type="llama3",
+        rope_theta=5e5,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    ),
+    "yarn": YARN,
+    "yarn with a factor of its own": dict(**YARN, attention_factor=1.3),
+    "yarn without attention scaling": dict(**YARN, attention_factor=1.0),
+    "yarn with mscales": dict(**YARN, mscale=1.0, mscale_all_dim=0.5),
+    "yarn with narrow ramps": dict(**YARN, beta_fast=16.0, beta_slow=2.0, truncate=False),
+}
+
+
+def write(directory: Path, family: str, **settings: Any) -> PretrainedConfig:
+    """A model directory as far as its config is concerned."""
+    architecture, config_class, _ = FAMILIES[family]
+    window = dict(sliding_window=None) if family == "mistral" else {}
+    config = config_class(**{**SIZES, **window, **settings}, architectures=[architecture])
+    config.save_pretrained(directory)
+    (directory / "model.safetensors").write_bytes(b"")
+    return config
+
+
+def config_for(directory: Path, layout: ParallelLayout, **changes: Any) -> TransformerConfig:
+    settings: dict[str, Any] = dict(dtype="fp32", recompute=RecomputeConfig(), fused=False, deterministic=False)
+    groups: Any = SimpleNamespace(layout=layout)
+    return transformer_config(load_spec(directory), groups, CpuPlatform(), **{**settings, **changes})
+
+
+# ------------------------------------------------------------------------------------------------------------ geometry
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_geometry_by_hand(tmp_path: Path, family: str, tied: bool) -> None:
+    head_dim = {} if family == "qwen2" else dict(head_dim=32)
+    write(tmp_path, family, tie_word_embeddings=tied, **head_dim)
+    assert load_spec(tmp_path).geometry == ModelGeometry(
+        family=family,
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16 if family == "qwen2" else 32,
+        ffn_size=96,
+        vocab_size=97,
+        tied_embeddings=tied,
+    )
+
+
+def test_a_config_without_a_head_dim_has_hidden_over_heads(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    content = json.loads((tmp_path / "config.json").read_text())
+    content.pop("head_dim", None)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    spec = load_spec(tmp_path)
+    assert spec.geometry.head_dim == 16 and len(spec.inv_freq) == 8
+
+
+# -------------------------------------------------------------------------------------------------------------- rotary
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_frequencies_and_scaling_are_those_of_transformers(tmp_path: Path, family: str, rope: str) -> None:
+    config = write(tmp_path, family, rope_parameters=dict(ROPES[rope]))
+    expected = FAMILIES[family][2](config)
+    spec = load_spec(tmp_path)
+    assert torch.equal(spec.inv_freq, expected.inv_freq)
+    assert spec.rope_scale == expected.attention_scaling
+    # What Megatron's attention multiplies sines and cosines by.
+    found = _yarn_get_concentration_factor_from_config(config_for(tmp_path, ParallelLayout(1)))
+    assert found == pytest.approx(float(expected.attention_scaling), rel=1e-12)
+
+
+def test_default_frequencies_by_hand(tmp_path: Path) -> None:
+    write(tmp_path, "llama", head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
+    assert load_spec(tmp_path).inv_freq.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
+    write(tmp_path, "llama", head_dim=8, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0))
+    assert load_spec(tmp_path).inv_freq.tolist() == pytest.approx([0.5, 0.05, 0.005, 0.0005])
+
+
+def test_the_older_way_to_write_a_scaling_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    content = json.loads((tmp_path / "config.json").read_text())
+    content.pop("rope_parameters")
+    content |= dict(rope_theta=10000.0, head_dim=8, rope_scaling=dict(type="linear", factor=4.0))
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert load_spec(tmp_path).inv_freq.tolist() == pytest.approx([0.25, 0.025, 0.0025, 0.00025])
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+def test_a_rotary_factor_that_megatron_cannot_express_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "llama", rope_parameters=dict(**YARN, attention_factor=0.5))
+    with pytest.raises(ConfigError, match=r"rotary attention factor below 1 \(0\.5\)"):
+        load_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel is not supported"),
+        (dict(architectures=None), "architecture none is not supported"),
+        (dict(auto_map={"AutoConfig": "x.Y"}), "auto_map"),
+        (dict(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (dict(attention_bias=True), "attention_bias is not supported"),
+        (dict(mlp_bias=True), "mlp_bias is not supported"),
+        (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "rope type 'dynamic' is not supported"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write(tmp_path, "llama")
+    content = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        load_spec(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- TransformerConfig
+def test_sizes_arrive_in_megatrons_config(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3", head_dim=32)
+    config = config_for(tmp_path, ParallelLayout(4, tp=2, pp=2, sequence_parallel=True), dtype="bf16")
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (3, 64, 96)
+    assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 32)
+    assert config.layernorm_epsilon == 3e-6 and config.normalization == "RMSNorm"
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 2)
+    assert config.sequence_parallel and config.bf16 and not config.fp16
+    assert config.params_dtype == config.pipeline_dtype == torch.bfloat16
+    assert config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    assert config.hidden_dropout == config.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "bias", "norm"),
+    [("llama", False, False), ("mistral", False, False), ("qwen2", True, False), ("qwen3", False, True)],
+)
+def test_what_the_families_differ_in(tmp_path: Path, family: str, bias: bool, norm: bool) -> None:
+    write(tmp_path, family)
+    config = config_for(tmp_path, ParallelLayout(1))
+    assert (config.add_qkv_bias, config.qk_layernorm, config.add_bias_linear) == (bias, norm, False)
+
+
+def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages(tmp_path: Path) -> None:
+    write(tmp_path, "llama", num_hidden_layers=4)
+    plain = config_for(tmp_path, ParallelLayout(2, pp=2))
+    interleaved = config_for(tmp_path, ParallelLayout(2, pp=2, vpp=2))
+    assert plain.calculate_per_token_loss and interleaved.calculate_per_token_loss
+    assert (plain.batch_p2p_comm, plain.overlap_p2p_comm, plain.variable_seq_lengths) == (True, False, True)
+    assert (interleaved.batch_p2p_comm, interleaved.overlap_p2p_comm) == (False, True)
+    assert not config_for(tmp_path, ParallelLayout(1)).variable_seq_lengths
+
+
+def test_recomputation(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+
+    def of(granularity: str) -> tuple[Any, ...]:
+        cfg = RecomputeConfig(granularity=granularity, method="block", num_layers=2)
+        config = config_for(tmp_path, ParallelLayout(1), recompute=cfg)
+        return config.recompute_granularity, config.recompute_method, config.recompute_num_layers
+
+    assert of("off") == (None, None, None)
+    assert of("selective") == ("selective", None, None)
+    assert of("full") == ("full", "block", 2)

@@ -1,0 +1,131 @@
+"""One real model in a world of one: names, logprobs and gradients. Layouts are in tests/distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch, restore_rows
+from rlhf_mcore.mcore.ambient import ambient
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters
+from rlhf_mcore.mcore.optimizer import build_optimizer, optimizer_step
+from rlhf_mcore.mcore.step import forward_backward, forward_logprobs
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.types import Microbatch, TrainBatch
+from tests.distributed.models import make
+
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a gloo world: the CPU platform only"),
+]
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def groups(world: None) -> ModelGroups:
+    return build_groups(ParallelLayout(1))
+
+
+def build(directory: Path, groups: ModelGroups, *, trainable: bool) -> MegatronModel:
+    spec = load_spec(directory)
+    options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
+    model = build_model(spec, groups, current_platform(), options)
+    load(local_parameters(model), spec.geometry, HFReader(directory))
+    return model
+
+
+def batch() -> TrainBatch:
+    rows = [
+        Row([1, 2, 3], [4, 5, 6, 7], [0.0] * 4, 0.0),
+        Row([8], [9], [0.0], 0.0),
+        Row([10, 11], [12] * 3, [0.0] * 3, 0.0),
+    ]
+    return make_train_batch(rows, [0, 1, 2], [0, 1, 2], [0, 0, 0], 3, 1, 0)
+
+
+def microbatches(made: TrainBatch, packing: bool) -> list[Microbatch]:
+    return make_microbatches(made, [0, 1, 2], fields={}, max_tokens=9, packing=packing)
+
+
+def expected_logprobs(hf: torch.nn.Module, made: TrainBatch) -> torch.Tensor:
+    """Token by token, one row after the other; zero where nothing is predicted."""
+    out = torch.zeros(made.token_ids.shape)
+    for row, length in enumerate(made.lengths.tolist()):
+        ids = made.token_ids[row, :length]
+        log_p = torch.log_softmax(hf(ids[None]).logits[0] / TEMPERATURE, dim=-1)
+        for t in range(1, length):
+            out[row, t] = log_p[t - 1, ids[t]]
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied"])
+def test_logprobs_gradients_and_update_are_those_of_transformers(
+    name: str, tmp_path: Path, groups: ModelGroups
+) -> None:
+    hf = make(name, tmp_path)
+    model = build(tmp_path, groups, trainable=True)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    made = batch()
+    expected = expected_logprobs(hf, made)
+    for packing in (True, False):
+        cut = microbatches(made, packing)
+        assert len(cut) > 1
+        found = restore_rows([out[0] for out in forward_logprobs(model, cut, TEMPERATURE)], cut, 3, 7)
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
+
+    def loss(
+        logprobs: torch.Tensor, entropy: torch.Tensor, part: Microbatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = (logprobs * part.fields["mask"]).sum() / 8
+        return value, {"count": part.fields["mask"].sum()}
+
+    metrics = forward_backward(model, microbatches(made, True), TEMPERATURE, loss)
+    reference = (expected * made.loss_mask).sum() / 8
+    assert sum(int(m["count"]) for m in metrics) == 8
+    assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
+    reference.backward()
+    norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
+    updated, grad_norm = optimizer_step(model, optimizer, lr=0.0)
+    assert updated and grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_every_parameter_has_a_rule_and_every_tensor_an_owner(tmp_path: Path, groups: ModelGroups) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=False)
+    found = local_parameters(model)
+    geometry = model.spec.geometry
+    held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
+    assert held == set(hf_shapes(geometry))
+    for parameter in found:
+        covered = sum(piece.numel for piece in pieces(parameter.name, geometry, parameter.shard))
+        assert covered == parameter.tensor.numel()
+    assert not any(p.requires_grad for chunk in model.chunks for p in chunk.parameters())
+
+
+def test_layers_carry_the_number_that_the_layer_knows() -> None:
+    # The second stage of an uneven pipeline: its first layer is the fifth of the model.
+    numbers = [4, 5, 6]
+    assert _global_name("decoder.layers.0.mlp.linear_fc1.weight", numbers) == "decoder.layers.4.mlp.linear_fc1.weight"
+    assert _global_name("decoder.layers.2.input_layernorm.weight", numbers) == "decoder.layers.6.input_layernorm.weight"
+    assert _global_name("output_layer.weight", numbers) == "output_layer.weight"
+
+
+def test_globals_of_megatron_are_put_back_also_after_an_exception(groups: ModelGroups) -> None:
+    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+    cuda = torch.Tensor.cuda
+    with pytest.raises(KeyError), ambient(groups, current_platform()):
+        assert parallel_state.get_tensor_model_parallel_group() is groups.collection.tp
+        assert parallel_state.get_data_parallel_group() is groups.collection.dp
+        raise KeyError
+    assert parallel_state._TENSOR_MODEL_PARALLEL_GROUP is before
+    assert torch.Tensor.cuda is cuda

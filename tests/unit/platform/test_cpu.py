@@ -1,0 +1,161 @@
+"""The redirection layer: narrow, undone after use, and no longer than it must be."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+
+import megatron.core
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+# What the package loads of Megatron is what gets redirected.
+import rlhf_mcore.mcore.model
+import rlhf_mcore.mcore.optimizer
+import rlhf_mcore.mcore.step
+from rlhf_mcore.platform import cpu, current_platform
+from rlhf_mcore.platform.cpu import CpuPlatform
+
+ON_CPU = not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not ON_CPU, reason="the CPU platform is for machines without a GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared() -> None:
+    CpuPlatform().prepare_megatron()
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[ModuleType]:
+    """The loaded modules of Megatron-core that name torch."""
+    found = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
+    return [module for module in found if hasattr(module, "torch") and getattr(module, "__file__", None)]
+
+
+@pytest.fixture(scope="module")
+def sources(modules: list[ModuleType]) -> str:
+    texts = []
+    for module in modules:
+        assert module.__file__ is not None
+        with open(module.__file__, encoding="utf-8") as file:
+            texts.append(file.read())
+    return "\n".join(texts)
+
+
+def calls(name: str, sources: str) -> list[str]:
+    """Every call of ``torch.<name>``, from its name to the closing bracket."""
+    found = []
+    for match in re.finditer(rf"\btorch\.{name}\(", sources):
+        depth, end = 1, match.end()
+        while depth and end < len(sources):
+            depth += {"(": 1, ")": -1}.get(sources[end], 0)
+            end += 1
+        found.append(sources[match.start() : end])
+    return found
+
+
+def test_this_machine_is_the_cpu_platform() -> None:
+    platform = current_platform()
+    assert isinstance(platform, CpuPlatform)
+    assert (platform.name, platform.collective_backend, platform.default_dtype) == ("cpu", "gloo", "fp32")
+    assert platform.device() == torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------------------ nothing but what is needed
+@pytest.mark.parametrize("name", sorted(cpu._cuda_names()))
+def test_a_redirected_cuda_name_is_used_by_megatron(name: str, sources: str) -> None:
+    assert re.search(rf"\btorch\.cuda\.{name}\b", sources), f"Megatron no longer uses torch.cuda.{name}: take it out"
+
+
+@pytest.mark.parametrize("name", cpu._FACTORIES)
+def test_a_redirected_factory_is_used_by_megatron_on_cuda(name: str, sources: str) -> None:
+    on_cuda = re.compile(r"device=(torch\.cuda\.current_device\(\)|['\"]cuda)")
+    assert any(on_cuda.search(call) for call in calls(name, sources)), (
+        f"Megatron makes no torch.{name} on CUDA: take it out"
+    )
+
+
+def test_the_redirected_methods_and_functions_are_used_by_megatron(sources: str) -> None:
+    assert (
+        re.search(r"\w\.cuda\(", sources) and re.search(r"\.type\(\) ", sources) and "torch.cuda.FloatTensor" in sources
+    )
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        assert len(re.findall(rf"\b{name}\(", sources)) > 1  # defined, and called
+
+
+# --------------------------------------------------------------------------------------------------------- narrow
+def test_every_loaded_module_of_megatron_sees_the_cpu(modules: list[ModuleType]) -> None:
+    assert len(modules) > 50
+    for module in modules:
+        seen = module.torch
+        assert seen is not torch, module.__name__
+        assert seen.cuda.current_device() == torch.device("cpu")
+        for tensor in (
+            seen.zeros(2, device="cuda"),
+            seen.ones(2, device=torch.device("cuda", 0)),
+            seen.full((2,), 1.0, device=seen.cuda.current_device()),
+            seen.tensor([1.0], device="cuda:0"),
+            seen.empty(1, device="cuda"),
+            seen.arange(3, device="cuda"),
+        ):
+            assert tensor.device.type == "cpu"
+        assert seen.nn is torch.nn and seen.float32 is torch.float32  # the rest is torch itself
+        assert seen.cuda.is_available() is False
+
+
+def test_torch_itself_stays_honest() -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.cuda.current_device()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1).cuda()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    for module in (rlhf_mcore.mcore.model, rlhf_mcore.mcore.step):
+        assert module.torch is torch
+
+
+def test_preparing_twice_changes_nothing(modules: list[ModuleType]) -> None:
+    before = [module.torch for module in modules]
+    CpuPlatform().prepare_megatron()
+    assert all(module.torch is view for module, view in zip(modules, before, strict=True))
+
+
+def test_random_states_of_megatron_are_those_of_the_cpu() -> None:
+    state = torch.get_rng_state()
+    assert torch.equal(megatron_random._get_cuda_rng_state(), state)
+    first = torch.rand(3)
+    megatron_random._set_cuda_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+# --------------------------------------------------------------------------------------------------------- undone
+def test_a_region_redirects_two_methods_of_tensors_and_puts_them_back() -> None:
+    cuda, type_of = torch.Tensor.cuda, torch.Tensor.type
+    x = torch.zeros(2)
+    with CpuPlatform().megatron_region():
+        assert x.cuda() is x
+        assert x.type() == "torch.cuda.FloatTensor"
+        assert x.bfloat16().type() == "torch.cuda.BFloat16Tensor" and x.half().type() == "torch.cuda.HalfTensor"
+        assert x.long().type() == "torch.LongTensor"
+        assert x.type(torch.float64).dtype == torch.float64
+        with CpuPlatform().megatron_region():  # as in a model that is asked while another is
+            pass
+        assert x.cuda() is x
+    assert torch.Tensor.cuda is cuda and torch.Tensor.type is type_of
+
+
+def test_a_region_is_left_by_an_exception_too() -> None:
+    cuda, type_of = torch.Tensor.cuda, torch.Tensor.type
+    with pytest.raises(KeyError), CpuPlatform().megatron_region():
+        raise KeyError("in Megatron")
+    assert torch.Tensor.cuda is cuda and torch.Tensor.type is type_of
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.16.0"])
+def test_another_version_of_megatron_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    with pytest.raises(RuntimeError, match=rf"megatron-core {version} is installed.*Install megatron-core 0\.16\.1"):
+        CpuPlatform().prepare_megatron()
