@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
+from rlhf_mcore.data.collate import Row, make_train_batch
+from rlhf_mcore.trainer.advantages import estimate_advantages
+from rlhf_mcore.types import TrainBatch
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def batch(scores: list[float], responses: list[int], groups: list[int], row_ids: list[int] | None = None) -> TrainBatch:
+    """Prompts of one token."""
+    rows = [Row([1], [2] * n, [0.0] * n, score) for n, score in zip(responses, scores, strict=True)]
+    ids = row_ids or list(range(len(rows)))
+    made = make_train_batch(rows, ids, groups, [0] * len(rows), len(rows), 1, 0)
+    made.old_logprobs = torch.zeros(made.token_ids.shape)
+    made.ref_logprobs = torch.zeros(made.token_ids.shape)
+    return made
+
+
+def estimate(made: TrainBatch, **settings: object) -> dict[str, float]:
+    group = dist.group.WORLD
+    assert group is not None
+    return estimate_advantages(made, AlgorithmConfig(**settings), group)  # type: ignore[arg-type]
+
+
+def test_scores_become_advantages_of_every_response_token() -> None:
+    made = batch([1.0, 0.0, 0.0, 3.0], [2, 1, 3, 1], [0, 0, 1, 1])
+    assert estimate(made) == {}
+    assert made.rewards is not None and made.advantages is not None
+    assert made.rewards.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
+    # Group 0: mean 1/2, sample deviation sqrt(1/2); group 1: mean 3/2, deviation 3 sqrt(1/2).
+    unit = math.sqrt(0.5)
+    expected = [[0, unit, unit, 0], [0, -unit, 0, 0], [0, -unit, -unit, -unit], [0, unit, 0, 0]]
+    torch.testing.assert_close(made.advantages, torch.tensor(expected), rtol=0, atol=3e-6)
+
+
+def test_without_the_standard_deviation() -> None:
+    made = batch([1.0, 0.0, 0.0, 3.0], [2, 1, 3, 1], [0, 0, 1, 1])
+    estimate(made, normalize_std=False)
+    assert made.advantages is not None
+    assert made.advantages.tolist() == [[0, 0.5, 0.5, 0], [0, -0.5, 0, 0], [0, -1.5, -1.5, -1.5], [0, 1.5, 0, 0]]
+
+
+def test_rows_in_any_order_find_their_group() -> None:
+    made = batch([3.0, 1.0, 0.0, 0.0], [1, 1, 1, 1], [1, 0, 1, 0], row_ids=[3, 0, 2, 1])
+    estimate(made, normalize_std=False)
+    assert made.advantages is not None
+    assert made.advantages[:, 1].tolist() == [1.5, 0.5, -1.5, -0.5]
+
+
+def with_kl(placement: str, coef: float) -> tuple[TrainBatch, dict[str, float]]:
+    made = batch([1.0, 1.0], [2, 1], [0, 0])
+    made.old_logprobs = torch.tensor([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]])
+    made.ref_logprobs = torch.tensor([[5.0, -1.5, -2.0], [5.0, -1.0, 5.0]])
+    kl = KLConfig(coef=coef, estimator="k1", placement=placement)
+    return made, estimate(made, normalize_std=False, kl=kl)
+
+
+def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
+    made, metrics = with_kl("reward", 0.1)
+    # k1 = old - ref: 1/2 and 0 in the first row, -2 in the second. What stands outside of the responses does not count.
+    assert made.rewards is not None and made.advantages is not None
+    torch.testing.assert_close(made.rewards, torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
+    # Outcomes 0.95 and 1.2, mean 1.075.
+    torch.testing.assert_close(made.advantages, torch.tensor([[0, -0.125, -0.125], [0, 0.125, 0]]))
+    assert metrics == {"reward/kl": pytest.approx((0.5 + 0.0 - 2.0) / 3)}
+
+
+@pytest.mark.parametrize(("placement", "coef"), [("loss", 0.1), ("reward", 0.0)])
+def test_kl_elsewhere_leaves_rewards_alone(placement: str, coef: float) -> None:
+    made, metrics = with_kl(placement, coef)
+    assert made.rewards is not None and made.advantages is not None
+    assert made.rewards.tolist() == [[0, 0, 1], [0, 1, 0]] and metrics == {}
+    assert made.advantages.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_no_reference_is_needed_without_kl() -> None:
+    made = batch([1.0, 0.0], [1, 1], [0, 0])
+    made.ref_logprobs = made.old_logprobs = None
+    estimate(made, normalize_std=False)
+    assert made.advantages is not None and made.advantages.tolist() == [[0, 0.5], [0, -0.5]]

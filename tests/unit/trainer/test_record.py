@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.types import Score
+from tests.unit.trainer.records import prompt, trajectory
+
+
+class Log:
+    """A tracker and a console in one."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[Any, ...]] = []
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.lines.append(("log", step, dict(metrics)))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.lines.append(("show", step, dict(metrics)))
+
+    def phase(self, name: str) -> None:
+        self.lines.append(("phase", name))
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    with closing(RunDirectory.create(str(tmp_path), "project", "experiment")) as made:
+        yield made
+
+
+def clock() -> Timers:
+    """Every look at the clock takes a second."""
+    seconds = iter(range(1000))
+    return Timers(clock=lambda: float(next(seconds)))
+
+
+def test_a_step_is_written_and_shown_with_the_time_of_its_phases() -> None:
+    log = Log()
+    record = RunRecord(clock(), 1, tracker=log, console=log)  # type: ignore[arg-type]
+    for name in ("generate", "update", "generate"):
+        with record.phase(name):
+            pass
+    record.step(4, {"reward/mean": 0.5})
+    everything = {"reward/mean": 0.5, "timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/step_s": 3.0}
+    phases = [("phase", "generate"), ("phase", "update"), ("phase", "generate")]
+    assert log.lines == [*phases, ("log", 4, everything), ("show", 4, everything)]
+    record.step(5, {})
+    assert log.lines[-1] == ("show", 5, {"timing/step_s": 0})
+
+
+def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
+    record = RunRecord(clock(), 1)
+    record.step(0, {"evaluate/accuracy": 0.25})
+    record.step(1, {"reward/mean": 0.5, "loss/total": 1.0})
+    record.step(2, {"reward/mean": 0.75, "evaluate/accuracy": 0.5})
+    assert record.evaluations == {0: {"evaluate/accuracy": 0.25}, 2: {"evaluate/accuracy": 0.5}}
+    assert record.rewards == [0.5, 0.75]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
+def test_rollouts_are_written_when_due(directory: RunDirectory, every: int, due: list[int]) -> None:
+    record = RunRecord(clock(), every, directory=directory)
+    for step in range(1, 5):
+        record.rollouts(step, [trajectory(prompt(0), 0)], [Score(1.0)])
+    assert sorted(p.name for p in directory.path.glob("rollouts/*")) == [f"step-{step:06d}.jsonl" for step in due]
+
+
+@pytest.mark.usefixtures("world")
+def test_rollouts_come_in_order_with_their_scores(directory: RunDirectory) -> None:
+    record = RunRecord(clock(), 1, directory=directory)
+    made = [trajectory(prompt(1), 1), trajectory(prompt(0), 0, finish="length"), trajectory(prompt(1), 0)]
+    record.rollouts(3, made, [Score(0.1), Score(0.2, {"answer": 1.0}), Score(0.3)])
+    lines = [json.loads(line) for line in directory.rollouts_path(3).read_text().splitlines()]
+    assert [(x["prompt_id"], x["sample"], x["score"]) for x in lines] == [
+        ("p0", 0, 0.2),
+        ("p1", 0, 0.3),
+        ("p1", 1, 0.1),
+    ]
+    assert lines[0]["parts"] == {"answer": 1.0} and lines[0]["finish_reason"] == "length" and lines[0]["step"] == 3
+
+
+@pytest.mark.usefixtures("world")
+def test_a_rank_without_a_directory_writes_nothing(tmp_path: Path) -> None:
+    RunRecord(clock(), 1).rollouts(1, [trajectory(prompt(0), 0)], [Score(1.0)])
+    assert list(tmp_path.iterdir()) == []
