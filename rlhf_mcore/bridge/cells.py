@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 Index = tuple[int, ...]
@@ -44,11 +44,15 @@ def cut(sources: Sequence[Rectangle], destinations: Sequence[Rectangle]) -> list
 
 def clip(rectangle: Rectangle, window: Rectangle) -> Rectangle | None:
     """The part of a rectangle inside a window, relative to the window's start; None where they do not meet."""
-    low = tuple(max(a - b, 0) for a, b in zip(rectangle[0], window[0], strict=True))
-    high = tuple(min(a + n - b, m) for a, n, b, m in zip(rectangle[0], rectangle[1], window[0], window[1], strict=True))
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    return low, tuple(b - a for a, b in zip(low, high, strict=True))
+    low, extent = [], []
+    for begin, size, first, length in zip(*rectangle, *window, strict=True):
+        inside = max(begin - first, 0)
+        rest = min(begin + size - first, length) - inside
+        if rest <= 0:
+            return None
+        low.append(inside)
+        extent.append(rest)
+    return tuple(low), tuple(extent)
 
 
 def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
@@ -59,13 +63,18 @@ def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
     return low, tuple(b - a for a, b in zip(low, high, strict=True))
 
 
-def halves(window: Rectangle, axis: int) -> tuple[Rectangle, Rectangle]:
-    """A window cut in two across an axis of at least two elements."""
+def slabs(window: Rectangle, axis: int, count: int) -> list[Rectangle]:
+    """A window cut across an axis into ``count`` nearly equal parts, or as many as the axis has elements."""
     start, shape = window
-    middle = shape[axis] // 2
-    first = (*shape[:axis], middle, *shape[axis + 1 :])
-    second = (*shape[:axis], shape[axis] - middle, *shape[axis + 1 :])
-    return (start, first), ((*start[:axis], start[axis] + middle, *start[axis + 1 :]), second)
+    count = min(count, shape[axis])
+    borders = [shape[axis] * part // count for part in range(count + 1)]
+    return [
+        (
+            (*start[:axis], start[axis] + low, *start[axis + 1 :]),
+            (*shape[:axis], high - low, *shape[axis + 1 :]),
+        )
+        for low, high in pairwise(borders)
+    ]
 
 
 def _breaks(rectangles: Sequence[Rectangle]) -> list[list[int]]:

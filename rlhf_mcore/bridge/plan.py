@@ -6,7 +6,9 @@ comes to the same plan (compare :attr:`Plan.digest`) and works out its own part 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from hashlib import blake2b
 
@@ -48,7 +50,8 @@ class Plan:
 
     def rank_view(self, rank: int) -> RankPlan:
         """What ``rank`` copies, sends and receives."""
-        return build_rank_plan(self._schedule, rank)
+        with _collector_paused():
+            return build_rank_plan(self._schedule, rank)
 
     def bytes(self) -> PlanBytes:
         """Bytes of every rank, without building any rank's view."""
@@ -94,19 +97,44 @@ def build_plan(
         ValueError: a needed tensor is missing in ``order``, an element has no source, or ``bucket_bytes`` is too small.
     """
     needed = {piece.hf_name for place in destinations for piece in place.pieces}
+    wanted = needed if only is None else set(only)
+    _check_arguments(needed, wanted, element_sizes, bucket_bytes, order, ranks_per_node)
+    chosen = [name for name in dict.fromkeys(order) if name in wanted]
+    with _collector_paused():
+        tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
+        schedule = Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1)
+    return Plan(schedule, sources, destinations)
+
+
+def _check_arguments(
+    needed: set[str],
+    wanted: set[str],
+    element_sizes: Mapping[str, int],
+    bucket_bytes: int,
+    order: Sequence[str],
+    ranks_per_node: int | None,
+) -> None:
     if missing := needed.difference(order):
         raise ValueError(f"order lacks {len(missing)} tensors that destinations need, among them {min(missing)}")
-    if only is not None and (unknown := set(only).difference(needed)):
+    if unknown := wanted.difference(needed):
         raise ValueError(f"only names {len(unknown)} tensors that no destination needs, among them {min(unknown)}")
     if bad := sorted({element_sizes[name] for name in needed} - {1, 2, 4, 8}):
         raise ValueError(f"element_sizes must be 1, 2, 4 or 8 bytes, got {bad}")
     for field, value in (("bucket_bytes", bucket_bytes), ("ranks_per_node", ranks_per_node or 1)):
         if value < 1:
             raise ValueError(f"{field} must be positive, got {value}")
-    wanted = needed if only is None else set(only)
-    chosen = [name for name in dict.fromkeys(order) if name in wanted]
-    tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
-    return Plan(Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1), sources, destinations)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes hundreds of thousands of small objects and no cycles: looking for garbage would take a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _hash_places(state: blake2b, places: Sequence[Place]) -> None:

@@ -6,15 +6,14 @@ from source tensors; phase 1 (only where nodes are told apart) hands on from des
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from rlhf_mcore.bridge.cells import Cell
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.routes import Actor
-from rlhf_mcore.bridge.schedule import Deal, Entry, Pattern, Schedule, Unit
+from rlhf_mcore.bridge.schedule import Deal, Entries, Pattern, Schedule, Unit
 
 
 @dataclass(slots=True)
@@ -112,56 +111,55 @@ class _Part:
 
     cell: Cell
     deal: Deal
+    item_bytes: int
     number: int
     actor: Actor
     source: int | None
     destinations: list[int]
 
 
-_Segment = tuple[Unit, Cell, list[Entry]]
+_Local = tuple[str, Piece]  # a buffer of this rank and a piece in it
 
 
 class _BucketBuilder:
-    """Collects one bucket's segments and lays them out."""
+    """Collects one bucket's copies. Messages by peer, for both phases."""
 
     def __init__(self, index: int):
         self._bucket = Bucket(index)
-        self._sends: tuple[dict[int, list[_Segment]], ...] = (defaultdict(list), defaultdict(list))
-        self._receives: tuple[dict[int, list[_Segment]], ...] = (defaultdict(list), defaultdict(list))
+        self._sends: tuple[dict[int, Message], ...] = ({}, {})
+        self._receives: tuple[dict[int, Message], ...] = ({}, {})
 
     def add(self, unit: Unit, part: _Part) -> None:
         """What this rank does with one cell of a unit."""
-        cell, actor = part.cell, part.actor
         position = part.deal.base + unit.number * len(part.deal.cells) + part.number
-        needed = [unit.destinations[number] for number in part.destinations]
+        needed = [_entry(unit.destinations, number) for number in part.destinations]
         if part.source is not None:
-            held = [unit.sources[part.source]]
-            for target in actor.targets(position):
-                self._sends[0][target].append((unit, cell, held))
+            held = _entry(unit.sources, part.source)
+            _append(self._sends[0], part.actor.targets(position), unit, part, held)
             for entry in needed:
-                self._add_local(unit, cell, held[0], entry)
+                self._add_local(unit, part, held, entry)
         elif needed:
-            source, phase = actor.source(position)
-            self._receives[phase][source].append((unit, cell, needed))
-            for target in actor.forwards(position):
-                self._sends[1][target].append((unit, cell, needed[:1]))
+            source, phase = part.actor.source(position)
+            _append(self._receives[phase], (source,), unit, part, needed[0])
+            for entry in needed[1:]:
+                _again(self._receives[phase][source], unit, part, entry)
+            _append(self._sends[1], part.actor.forwards(position), unit, part, needed[0])
 
     def finish(self) -> Bucket:
-        """The bucket, laid out."""
-        for number, phase in enumerate(self._bucket.phases):
-            phase.sends = [_message(peer, self._sends[number][peer]) for peer in sorted(self._sends[number])]
-            phase.receives = [_message(peer, self._receives[number][peer]) for peer in sorted(self._receives[number])]
+        """The bucket, messages by ascending peer."""
+        for phase, sends, receives in zip(self._bucket.phases, self._sends, self._receives, strict=True):
+            phase.sends = [sends[peer] for peer in sorted(sends)]
+            phase.receives = [receives[peer] for peer in sorted(receives)]
         return self._bucket
 
-    def _add_local(self, unit: Unit, cell: Cell, source: Entry, destination: Entry) -> None:
-        new = LocalCopy(_copy(unit, cell, source, 0), _copy(unit, cell, destination, 0))
-        if self._bucket.local:
-            last = self._bucket.local[-1]
-            if _continues(last.source, new.source) and _continues(last.destination, new.destination):
-                _extend(last.source, new.source)
-                _extend(last.destination, new.destination)
-                return
-        self._bucket.local.append(new)
+    def _add_local(self, unit: Unit, part: _Part, held: _Local, needed: _Local) -> None:
+        source, destination = _copy(unit, part, held, 0), _copy(unit, part, needed, 0)
+        local = self._bucket.local
+        if local and _adjoins(local[-1].source, source) and _adjoins(local[-1].destination, destination):
+            last = local[-1]
+            local[-1] = LocalCopy(_joined(last.source, source), _joined(last.destination, destination))
+        else:
+            local.append(LocalCopy(source, destination))
 
 
 def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
@@ -192,35 +190,48 @@ def _parts(unit: Unit, own_sets: frozenset[int], rank: int, actors: dict[int, Ac
         if id(deal.route) not in actors:
             actors[id(deal.route)] = Actor(deal.route, rank)
         for number, cell in enumerate(deal.cells):
-            source = next((n for n in cell.holders if unit.sources[n][0] in own_sets), None)
-            destinations = [n for n in cell.needers if unit.destinations[n][0] in own_sets]
-            yield _Part(cell, deal, number, actors[id(deal.route)], source, destinations)
+            source = next((n for n in cell.holders if unit.sources[3 * n] in own_sets), None)
+            destinations = [n for n in cell.needers if unit.destinations[3 * n] in own_sets]
+            yield _Part(cell, deal, pattern.item_bytes, number, actors[id(deal.route)], source, destinations)
 
 
-def _message(peer: int, segments: list[_Segment]) -> Message:
-    """Lays segments end to end, larger elements first: sizes are powers of two, so every offset is naturally aligned."""
-    segments.sort(key=lambda segment: -segment[0].pattern.item_bytes)
-    copies: list[Copy] = []
-    end = 0
-    for unit, cell, entries in segments:
-        for entry in entries:
-            _append(copies, _copy(unit, cell, entry, end))
-        end += unit.pattern.item_bytes * cell.numel
-    return Message(peer, end, copies)
+def _entry(entries: Entries, number: int) -> _Local:
+    """Buffer and piece of one entry."""
+    return entries[3 * number + 1], entries[3 * number + 2]
 
 
-def _append(copies: list[Copy], new: Copy) -> None:
-    """Adds a copy, or lengthens the last one where the new one goes on."""
-    if copies:
-        last = copies[-1]
-        if last.message_offset + last.nbytes == new.message_offset and _continues(last, new):
-            _extend(last, new)
-            return
-    copies.append(new)
+def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part: _Part, entry: _Local) -> None:
+    """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle goes on.
+
+    Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
+    rectangle at the same offset share the copy.
+    """
+    new: Copy | None = None
+    for peer in peers:
+        message = messages.get(peer)
+        if message is None:
+            message = messages[peer] = Message(peer, 0, [])
+        if new is None or new.message_offset != message.nbytes:
+            new = _copy(unit, part, entry, message.nbytes)
+        message.nbytes += part.deal.nbytes
+        if message.copies and _continues(message.copies[-1], new):
+            message.copies[-1] = _joined(message.copies[-1], new)
+        else:
+            message.copies.append(new)
+
+
+def _again(message: Message, unit: Unit, part: _Part, entry: _Local) -> None:
+    """A second place for the rectangle that was added last."""
+    message.copies.append(_copy(unit, part, entry, message.nbytes - part.deal.nbytes))
 
 
 def _continues(last: Copy, new: Copy) -> bool:
-    """Whether two copies are one: neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
+    """Whether two copies of a message are one."""
+    return _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset
+
+
+def _adjoins(last: Copy, new: Copy) -> bool:
+    """Whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
     return (
         last.hf_name == new.hf_name
         and len(new.shape) > 0
@@ -233,16 +244,26 @@ def _continues(last: Copy, new: Copy) -> bool:
     )
 
 
-def _extend(last: Copy, new: Copy) -> None:
-    last.shape = (last.shape[0] + new.shape[0], *last.shape[1:])
+def _joined(last: Copy, new: Copy) -> Copy:
+    return replace(last, shape=(last.shape[0] + new.shape[0], *last.shape[1:]))
 
 
-def _copy(unit: Unit, cell: Cell, entry: Entry, message_offset: int) -> Copy:
+def _copy(unit: Unit, part: _Part, entry: _Local, message_offset: int) -> Copy:
     """A cell's view within the piece that contains it."""
-    _, buffer, piece = entry
-    start = tuple([a + b for a, b in zip(unit.start, cell.start, strict=True)])
-    offset = _offset(piece, start)
-    return Copy(unit.hf_name, start, cell.shape, buffer, offset, piece.strides, unit.pattern.item_bytes, message_offset)
+    buffer, piece = entry
+    start = part.cell.start
+    if unit.start is not None:
+        start = tuple([a + b for a, b in zip(unit.start, start, strict=True)])
+    return Copy(
+        unit.hf_name,
+        start,
+        part.cell.shape,
+        buffer,
+        _offset(piece, start),
+        piece.strides,
+        part.item_bytes,
+        message_offset,
+    )
 
 
 def _offset(piece: Piece, start: tuple[int, ...]) -> int:

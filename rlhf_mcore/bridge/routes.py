@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.places import Ranks
 
@@ -22,9 +23,9 @@ class Route:
     def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int):
         self.holders = holders
         self.ranks_per_node = ranks_per_node
-        self.receivers = needers[~np.isin(needers, holders, assume_unique=True)]
+        self.receivers = needers[~_found(needers, holders)]
         node = self.receivers // ranks_per_node
-        is_near = np.isin(node, holders // ranks_per_node)
+        is_near = _found(node, holders // ranks_per_node)
         self.near, self.far = self.receivers[is_near], self.receivers[~is_near]
 
     @cached_property
@@ -40,7 +41,7 @@ class Route:
     @cached_property
     def near_holders(self) -> Groups:
         """The holders on the nodes of ``near_receivers``; same number of groups, same order."""
-        wanted = np.isin(self.holders // self.ranks_per_node, self.near_receivers.nodes)
+        wanted = _found(self.holders // self.ranks_per_node, self.near_receivers.nodes)
         return Groups.by_node(self.holders[wanted], self.ranks_per_node)
 
     def most_sent(self, count: int) -> int:
@@ -69,8 +70,10 @@ class Groups:
     @classmethod
     def by_node(cls, ranks: Ranks, ranks_per_node: int) -> Groups:
         """Groups of the ranks that share a node."""
-        nodes, starts, sizes = np.unique(ranks // ranks_per_node, return_index=True, return_counts=True)
-        return cls(ranks, nodes, starts, sizes, np.unique(sizes).tolist())
+        node = ranks // ranks_per_node
+        starts = np.flatnonzero(np.diff(node, prepend=-1))
+        sizes = np.diff(starts, append=len(ranks))
+        return cls(ranks, node[starts], starts, sizes, sorted(set(sizes.tolist())))
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -154,3 +157,12 @@ class Actor:
         if len(members) < 2 or members[k % len(members)] != self._rank:
             return []
         return [member for member in members if member != self._rank]
+
+
+def _found(values: Ranks, among: Ranks) -> NDArray[np.bool_]:
+    """Which values occur in an ascending array."""
+    if not len(among):
+        return np.zeros(len(values), dtype=bool)
+    at = np.minimum(np.searchsorted(among, values), len(among) - 1)
+    found: NDArray[np.bool_] = among[at] == values
+    return found

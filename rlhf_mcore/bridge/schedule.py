@@ -7,24 +7,24 @@ upper bounds that hold wherever in the deal a bucket begins.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.cells import Cell, Rectangle, bounding_box, clip, cut, halves
+from rlhf_mcore.bridge.cells import Cell, Rectangle, bounding_box, clip, cut, slabs
 from rlhf_mcore.bridge.places import Place, RankSets
-from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.routes import Route
 
-Entry = tuple[int, str, Piece]  # number of the rank set, buffer, piece
-_Key = tuple[
-    int,
-    tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
-    tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...],
-]
+Entries = list[
+    Any
+]  # flat, three items each: number of the rank set, buffer, piece. Tuples would keep the garbage collector busy
+Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, by ranks of each profile
+_Key = tuple[int, Any, Any, Any, Any, Any, Any]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,19 +47,21 @@ class Pattern:
     deals: list[Deal]
     sets: frozenset[int]
     count: int = 0  # units of this pattern
-    loads: list[NDArray[np.int64]] = field(default_factory=list)  # cumulative bounds for 0, 1, 2, ... consecutive units
+    loads: list[Load] = field(default_factory=list)  # what the n-th of consecutive units adds to the bounds
+    total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the sum of ``loads``
+    windows: list[Rectangle] | None = None  # how a tensor that lies like this is cut to fit a bucket
 
 
 @dataclass(slots=True)
 class Unit:
-    """A tensor, or a window of one. ``number`` counts the units of the same pattern."""
+    """A tensor, or a window of one from ``start``. ``number`` counts the units of the same pattern."""
 
     hf_name: str
-    start: tuple[int, ...]
+    start: tuple[int, ...] | None  # None: the whole tensor
     pattern: Pattern
     number: int
-    sources: list[Entry]
-    destinations: list[Entry]
+    sources: Entries
+    destinations: Entries
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class Tensor:
     """All pieces of one Hugging Face tensor."""
 
     item_bytes: int
-    sources: list[Entry] = field(default_factory=list)
-    destinations: list[Entry] = field(default_factory=list)
+    sources: Entries = field(default_factory=list)
+    destinations: Entries = field(default_factory=list)
 
 
 class Schedule:
@@ -87,113 +89,123 @@ class Schedule:
         self._geometries: dict[object, list[Cell]] = {}
         self._patterns: dict[_Key, Pattern] = {}
         self.buckets = list(self._fill(tensors))
+        for units in self.buckets:  # larger elements first, so that messages need no padding to be aligned
+            units.sort(key=lambda unit: -unit.pattern.item_bytes)
         self._set_bases()
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> Iterator[list[Unit]]:
         bucket: list[Unit] = []
         load = self._no_load()
-        numbers: dict[int, int] = {}  # units of a pattern in this bucket
+        numbers: dict[int, int] = defaultdict(int)  # units of a pattern in this bucket
         for name, tensor in tensors.items():
             for unit in self._units(name, tensor):
-                more = self._increment(unit.pattern, numbers.get(id(unit.pattern), 0))
-                if bucket and (load + more).max(initial=0) > self.bucket_bytes:
+                key = id(unit.pattern)
+                more = load + self._added(unit.pattern, numbers[key])
+                if bucket and np.maximum.reduce(more) > self.bucket_bytes:
                     yield bucket
-                    bucket, load, numbers = [], self._no_load(), {}
-                    more = self._increment(unit.pattern, 0)
-                load = load + more
-                numbers[id(unit.pattern)] = numbers.get(id(unit.pattern), 0) + 1
+                    bucket = []
+                    numbers.clear()
+                    more = self._added(unit.pattern, 0)
+                load = more
+                numbers[key] += 1
                 bucket.append(unit)
         if bucket:
             yield bucket
 
     def _units(self, name: str, tensor: Tensor) -> Iterator[Unit]:
-        whole = self._pattern(tensor.item_bytes, tensor.sources, tensor.destinations, None, name)
-        if self._increment(whole, 0).max(initial=0) <= self.bucket_bytes:
-            start = (0,) * len(tensor.destinations[0][2].start)
-            yield _unit(name, start, whole, tensor.sources, tensor.destinations)
-            return
-        box = bounding_box([(piece.start, piece.shape) for _, _, piece in tensor.destinations])
-        for window in self._windows(name, tensor, box):
-            sources, destinations = _inside(tensor.sources, window), _inside(tensor.destinations, window)
-            pattern = self._pattern(tensor.item_bytes, sources, destinations, window, name)
-            yield _unit(name, window[0], pattern, sources, destinations)
+        whole = self._pattern(name, tensor)
+        if whole.windows is None:
+            whole.windows = [] if self._fits(whole) else list(self._cut(name, tensor))
+        if not whole.windows:
+            yield _unit(name, None, whole, tensor)
+        for window in whole.windows:
+            part = _inside(tensor, window)
+            yield _unit(name, window[0], self._pattern(name, part, window), part)
 
-    def _windows(self, name: str, tensor: Tensor, window: Rectangle) -> Iterator[Rectangle]:
-        """Cuts a window until each part fits a bucket, each time across the axis that spreads the load best."""
-        if self._worst(name, tensor, window) <= self.bucket_bytes:
-            if _inside(tensor.destinations, window):
+    def _cut(self, name: str, tensor: Tensor) -> Iterator[Rectangle]:
+        """Windows of a tensor that fit a bucket each."""
+        box = bounding_box([(piece.start, piece.shape) for piece in tensor.destinations[2::3]])
+        work = [box]
+        while work:
+            window = work.pop()
+            part = _inside(tensor, window)
+            if not part.destinations:
+                continue
+            worst = self._worst(name, tensor, window)
+            if worst <= self.bucket_bytes:
                 yield window
-            return
+            else:
+                axis = self._best_axis(name, tensor, window, worst)
+                work.extend(reversed(slabs(window, axis, -(-worst // self.bucket_bytes))))
+
+    def _best_axis(self, name: str, tensor: Tensor, window: Rectangle, worst: int) -> int:
+        """The axis across which a cut spreads the load over most ranks."""
         axes = [axis for axis, size in enumerate(window[1]) if size > 1]
         if not axes:
             raise ValueError(
                 f"bucket_bytes is {self.bucket_bytes}, but the copies of a single element of {name} take "
-                f"{self._worst(name, tensor, window)} bytes on one rank: make bucket_bytes larger"
+                f"{worst} bytes on one rank: make bucket_bytes larger"
             )
-        parts = [halves(window, axis) for axis in axes]
-        best = min(parts, key=lambda pair: max(self._worst(name, tensor, half) for half in pair))
-        for half in best:
-            yield from self._windows(name, tensor, half)
+        return min(axes, key=lambda axis: max(self._worst(name, tensor, half) for half in slabs(window, axis, 2)))
 
     def _worst(self, name: str, tensor: Tensor, window: Rectangle) -> int:
-        sources, destinations = _inside(tensor.sources, window), _inside(tensor.destinations, window)
-        if not destinations:
-            return 0
-        pattern = self._pattern(tensor.item_bytes, sources, destinations, window, name)
-        return int(self._increment(pattern, 0).max(initial=0))
+        part = _inside(tensor, window)
+        return int(self._added(self._pattern(name, part, window), 0).max()) if part.destinations else 0
 
-    def _pattern(
-        self, item_bytes: int, sources: list[Entry], destinations: list[Entry], window: Rectangle | None, name: str
-    ) -> Pattern:
-        held, needed = _lying(sources, window), _lying(destinations, window)
-        key = (item_bytes, held, needed)
+    def _fits(self, pattern: Pattern) -> bool:
+        return bool(self._added(pattern, 0).max() <= self.bucket_bytes)
+
+    def _pattern(self, name: str, tensor: Tensor, window: Rectangle | None = None) -> Pattern:
+        key = (tensor.item_bytes, *_lying(tensor.sources, window), *_lying(tensor.destinations, window))
         pattern = self._patterns.get(key)
         if pattern is None:
             pattern = self._patterns[key] = self._new_pattern(key, name)
         return pattern
 
     def _new_pattern(self, key: _Key, name: str) -> Pattern:
-        item_bytes, held, needed = key
-        geometry = (tuple(entry[1:] for entry in held), tuple(entry[1:] for entry in needed))
+        item_bytes, held, needed = key[0], key[1], key[4]
+        geometry = key[2:4] + key[5:7]
         cells = self._geometries.get(geometry)
         if cells is None:
-            cells = self._geometries[geometry] = cut(*geometry)
+            rectangles = [list(zip(*pair, strict=True)) for pair in (key[2:4], key[5:7])]
+            cells = self._geometries[geometry] = cut(*rectangles)
         deals: dict[tuple[frozenset[int], frozenset[int], int], Deal] = {}
         for cell in cells:
             if not cell.holders:
                 raise ValueError(f"{name}: no source holds the elements from {cell.start} of shape {cell.shape}")
-            have = frozenset(held[number][0] for number in cell.holders)
-            want = frozenset(needed[number][0] for number in cell.needers)
+            have = frozenset(held[number] for number in cell.holders)
+            want = frozenset(needed[number] for number in cell.needers)
             nbytes = item_bytes * prod(cell.shape)
             if (have, want, nbytes) not in deals:
                 deals[have, want, nbytes] = Deal(self._route(have, want), nbytes, have, want)
             deals[have, want, nbytes].cells.append(cell)
-        sets = frozenset(entry[0] for entry in (*held, *needed))
-        return Pattern(item_bytes, list(deals.values()), sets, loads=[self._no_load()])
+        return Pattern(item_bytes, list(deals.values()), frozenset(held) | frozenset(needed))
 
     def _route(self, have: frozenset[int], want: frozenset[int]) -> Route:
         if (have, want) not in self._routes:
             self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.ranks_per_node)
         return self._routes[have, want]
 
-    def _no_load(self) -> NDArray[np.int64]:
-        return np.zeros((2, len(self._profiles)), dtype=np.int64)
+    def _no_load(self) -> Load:
+        return np.zeros(2 * len(self._profiles), dtype=np.int64)
 
-    def _increment(self, pattern: Pattern, number: int) -> NDArray[np.int64]:
+    def _added(self, pattern: Pattern, number: int) -> Load:
         """What one unit more adds to the bounds [sent, received] of every profile, after ``number`` units in the bucket."""
-        while len(pattern.loads) < number + 2:
-            pattern.loads.append(self._load(pattern, len(pattern.loads)))
-        more: NDArray[np.int64] = pattern.loads[number + 1] - pattern.loads[number]
-        return more
+        while len(pattern.loads) <= number:
+            total = self._load(pattern, len(pattern.loads) + 1)
+            pattern.loads.append(total - pattern.total if pattern.loads else total)
+            pattern.total = total
+        return pattern.loads[number]
 
-    def _load(self, pattern: Pattern, count: int) -> NDArray[np.int64]:
+    def _load(self, pattern: Pattern, count: int) -> Load:
         load = self._no_load()
+        sent, received = np.split(load, 2)
         for deal in pattern.deals:
             total = count * len(deal.cells)
             holds = self._profiles[:, list(deal.holder_sets)].any(axis=1)
             receives = self._profiles[:, list(deal.needer_sets)].any(axis=1) & ~holds
-            load[0] += deal.nbytes * (holds * deal.route.most_sent(total) + receives * deal.route.most_forwarded(total))
-            load[1] += deal.nbytes * total * receives
+            sent += deal.nbytes * (holds * deal.route.most_sent(total) + receives * deal.route.most_forwarded(total))
+            received += deal.nbytes * total * receives
         return load
 
     def _set_bases(self) -> None:
@@ -210,32 +222,45 @@ def gather_tensors(
 ) -> tuple[dict[str, Tensor], RankSets]:
     """All pieces by tensor, for the tensors of ``order`` that a destination needs, and the rank sets that hold them."""
     sets = RankSets()
-    tensors = {name: Tensor(element_sizes[name]) for name in order}
-    for place in sources:
-        number = sets.number(place.ranks)
-        for piece in place.pieces:
-            if piece.hf_name in tensors:
-                tensors[piece.hf_name].sources.append((number, place.buffer, piece))
-    for place in destinations:
-        number = sets.number(place.ranks)
-        for piece in place.pieces:
-            if piece.hf_name in tensors:
-                tensors[piece.hf_name].destinations.append((number, place.buffer, piece))
-    return {name: tensor for name, tensor in tensors.items() if tensor.destinations}, sets
+    held, needed = _by_tensor(sources, order, sets), _by_tensor(destinations, order, sets)
+    tensors = {name: Tensor(element_sizes[name], held[name], needed[name]) for name in order if needed[name]}
+    return tensors, sets
 
 
-def _unit(name: str, start: tuple[int, ...], pattern: Pattern, sources: list[Entry], destinations: list[Entry]) -> Unit:
+def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, Entries]:
+    """Entries of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
+    found: dict[str, Entries] = {name: [] for name in order}
+    find = found.get
+    for place in places:
+        number, buffer = sets.number(place.ranks), place.buffer
+        for piece in place.pieces:
+            entries = find(piece.hf_name)
+            if entries is not None:
+                entries += (number, buffer, piece)
+    return found
+
+
+def _unit(name: str, start: tuple[int, ...] | None, pattern: Pattern, tensor: Tensor) -> Unit:
     pattern.count += 1
-    return Unit(name, start, pattern, pattern.count - 1, sources, destinations)
+    return Unit(name, start, pattern, pattern.count - 1, tensor.sources, tensor.destinations)
 
 
-def _inside(entries: list[Entry], window: Rectangle) -> list[Entry]:
-    return [entry for entry in entries if clip((entry[2].start, entry[2].shape), window) is not None]
+def _inside(tensor: Tensor, window: Rectangle) -> Tensor:
+    """The entries that meet a window."""
+    part = Tensor(tensor.item_bytes)
+    for entries, kept in ((tensor.sources, part.sources), (tensor.destinations, part.destinations)):
+        for at in range(0, len(entries), 3):
+            if clip((entries[at + 2].start, entries[at + 2].shape), window) is not None:
+                kept += entries[at : at + 3]
+    return part
 
 
-def _lying(entries: list[Entry], window: Rectangle | None) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
-    """Rank set, start and shape of entries, relative to a window that meets all of them."""
+def _lying(entries: Entries, window: Rectangle | None) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """Rank sets, starts and shapes of entries, relative to a window that meets all of them."""
+    pieces = entries[2::3]
     if window is None:
-        return tuple([(number, piece.start, piece.shape) for number, _, piece in entries])
-    clipped = ((number, clip((piece.start, piece.shape), window)) for number, _, piece in entries)
-    return tuple((number, *part) for number, part in clipped if part is not None)
+        return tuple(entries[::3]), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
+    parts = [clip((piece.start, piece.shape), window) for piece in pieces]
+    inside = [part for part in parts if part is not None]
+    assert len(inside) == len(parts)
+    return tuple(entries[::3]), tuple([start for start, _ in inside]), tuple([shape for _, shape in inside])

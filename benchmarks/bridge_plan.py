@@ -1,0 +1,90 @@
+"""Planning time per rank for worlds of 1k, 4k and 16k simulated ranks.
+
+Timed is what a rank does alone once places are described: `build_plan` and its own `rank_view`. Describing the places (by rules and
+tracing; independent of the world's size) and the digest are timed beside it. The figure is CPU seconds of the slowest sampled rank
+at the largest world, median of the repetitions; the exponent is that of its growth with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+from typing import Any
+
+from benchmarks.common import Timing, report, timed
+from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources
+from rlhf_mcore.bridge.places import Place
+from rlhf_mcore.bridge.plan import Plan, build_plan
+from rlhf_mcore.bridge.sources import spread_order
+from rlhf_mcore.parallel.layout import ParallelLayout
+
+GOAL_S, GOAL_EXPONENT = 1.0, 1.05
+BUCKET_BYTES = 256 * 2**20
+TP, PP, EP, ENGINE_TP = 8, 8, 8, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="256 and 1,024 ranks, once")
+    quick = parser.parse_args().quick
+    worlds = (256, 1024) if quick else (1024, 4096, 16384)
+    rows = [measure(model, world, 1 if quick else 3) for model in (LLAMA_70B, QWEN_235B) for world in worlds]
+    exponents = {
+        model.name: exponent([row for row in rows if row["model"] == model.name]) for model in (LLAMA_70B, QWEN_235B)
+    }
+    slowest = max(row["plan_cpu_s"] for row in rows if row["ranks"] == worlds[-1])
+    measured = {"bucket_bytes": BUCKET_BYTES, "rows": rows, "exponents": exponents, "goal_exponent": GOAL_EXPONENT}
+    print(f"bridge_plan_exponent {max(exponents.values()):.3f} goal {GOAL_EXPONENT}")
+    report("bridge_plan", measured, ratio=slowest, goal=GOAL_S, quick=quick)
+
+
+def measure(model: Model, world: int, repeats: int) -> dict[str, Any]:
+    """Times of one model on one world, for its first, a middle and its last rank."""
+    layout = ParallelLayout(world, tp=TP, pp=PP)
+    (held, needed), describing = timed(
+        lambda: (sources(model, layout, EP if model.experts else 1), destinations(model, ENGINE_TP, world // ENGINE_TP))
+    )
+    order = spread_order(list(shapes(model)), held)
+    by_rank = {}
+    for rank in (0, world // 2 + 3, world - 1):
+        times = [time_rank(held, needed, order, rank) for _ in range(repeats)]
+        by_rank[rank] = (statistics.median(t.wall_s for t in times), statistics.median(t.cpu_s for t in times))
+    _, hashing = timed(lambda: plan_rank(held, needed, order, 0).digest)
+    row = {
+        "model": model.name,
+        "ranks": world,
+        "tensors": len(order),
+        "plan_wall_s": round(max(wall for wall, _ in by_rank.values()), 4),
+        "plan_cpu_s": round(max(cpu for _, cpu in by_rank.values()), 4),
+        "describe_cpu_s": round(describing.cpu_s, 4),
+        "plan_and_digest_cpu_s": round(hashing.cpu_s, 4),
+    }
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def time_rank(held: list[Place], needed: list[Place], order: list[str], rank: int) -> Timing:
+    """One measurement, with no garbage of the one before it."""
+    gc.collect()
+    return timed(lambda: plan_rank(held, needed, order, rank))[1]
+
+
+def plan_rank(held: list[Place], needed: list[Place], order: list[str], rank: int) -> Plan:
+    """What one rank does before its first sync."""
+    plan = build_plan(
+        held, needed, element_sizes=dict.fromkeys(order, 2), bucket_bytes=BUCKET_BYTES, order=order, ranks_per_node=8
+    )
+    plan.rank_view(rank)
+    return plan
+
+
+def exponent(rows: list[dict[str, Any]]) -> float:
+    """Slope of log time over log ranks, from the smallest to the largest world."""
+    first, last = rows[0], rows[-1]
+    return round(math.log(last["plan_cpu_s"] / first["plan_cpu_s"]) / math.log(last["ranks"] / first["ranks"]), 4)
+
+
+if __name__ == "__main__":
+    main()
