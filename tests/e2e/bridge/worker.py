@@ -1,0 +1,256 @@
+"""Run by torchrun on two ranks: traces vLLM modules of all cases and one engine, and writes what it saw as JSON.
+
+    torchrun ... worker.py DIRECTORY
+
+DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here; test_trace.py does that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.regions import view
+from rlhf_mcore.bridge.trace import EngineMap, EngineParameter, keep_loading_layout, reloading, trace
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.types import Prompt, Sampling
+from tests.e2e.bridge.models import CASES, Case, build, checkpoint_shapes, random_weights, vllm_config
+
+Weights = dict[str, torch.Tensor]
+NAN = float("nan")
+
+
+def fill(flat: torch.Tensor, parameter: EngineParameter, weights: Weights) -> None:
+    """What an executor does, with full tensors at hand: every rectangle to its place, zeros into the padding."""
+    flat.fill_(NAN)
+    for piece in parameter.pieces:
+        view(flat, piece).copy_(weights[piece.hf_name][piece.slices])
+    for begin, end in parameter.padding:
+        flat[begin:end] = 0
+
+
+def synchronise(model: Any, engine_map: EngineMap, weights: Weights) -> None:
+    """All parameters, direct ones in place and repacked ones through the reload."""
+    views = engine_map.views(model)
+    for parameter in engine_map.direct:
+        fill(views[parameter.name], parameter, weights)
+    for group in engine_map.repacked:
+        with reloading(model, group) as staged:
+            for parameter in group:
+                fill(staged[parameter.name], parameter, weights)
+
+
+def check_replay(model: Any, engine_map: EngineMap, weights: Weights) -> dict[str, Any]:
+    """Replayed rectangles against vLLM's own load_weights, on tensors full of NaN before either."""
+    live = dict(model.named_parameters())
+    synchronise(model, engine_map, weights)
+    replayed = {name: tensor.detach().clone() for name, tensor in live.items()}
+    for tensor in live.values():
+        tensor.data.fill_(NAN)
+    model.load_weights(iter(weights.items()))
+    unequal = [name for name, tensor in live.items() if not torch.equal(tensor, replayed[name])]
+    return {"unequal": unequal, "names": sorted(live), "traced": sorted(p.name for p in engine_map.parameters)}
+
+
+def kernel_gaps(model: Any, plain: Any) -> dict[str, float]:
+    """Layer by layer, the relative difference of what the kernels compute to plain algebra on the loading layout."""
+    found = {}
+    for name, module in model.named_modules():
+        expected = plain.get_submodule(name)
+        if hasattr(module, "w13_weight"):
+            found[name] = expert_gap(module, expected)
+        if hasattr(module, "cpu_linear"):
+            inputs = torch.randn(5, expected.weight.shape[1]).to(expected.weight.dtype)
+            found[name] = gap(module.quant_method.apply(module, inputs, None), inputs @ expected.weight.t())
+        elif getattr(module, "weight", None) is not None:
+            found[name] = gap(module.weight, expected.weight)
+        if hasattr(module, "num_embeddings_padded"):
+            found[name + " looked up"] = gap(module.weight, expected.weight)
+        if getattr(module, "bias", None) is not None:
+            found[name + ".bias"] = gap(module.bias, expected.bias)
+    return found
+
+
+def expert_gap(module: Any, plain: Any) -> float:
+    worst = 0.0
+    for expert in range(plain.w13_weight.shape[0]):
+        inputs = torch.randn(5, plain.w13_weight.shape[2]).to(plain.w13_weight.dtype)
+        gate, up = (inputs @ plain.w13_weight[expert].t()).float().chunk(2, dim=-1)
+        expected = (torch.nn.functional.silu(gate) * up).to(inputs.dtype) @ plain.w2_weight[expert].t()
+        chosen = torch.full((5, 1), expert, dtype=torch.int32)
+        result = module.quant_method.apply(module, inputs, torch.ones(5, 1), chosen, None, None)
+        worst = max(worst, gap(result, expected))
+    return worst
+
+
+@torch.no_grad()
+def gap(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).float().norm() / expected.float().norm()).item()
+
+
+def described(engine_map: EngineMap) -> dict[str, Any]:
+    return {
+        "parameters": {
+            p.name: {
+                "shape": p.shape,
+                "pieces": [[q.hf_name, q.start, q.shape, q.offset, q.strides] for q in p.pieces],
+                "padding": p.padding,
+                "aliases": p.aliases,
+                "repacked": p.repacked,
+            }
+            for p in engine_map.parameters
+        },
+        "unused": engine_map.unused,
+    }
+
+
+def snapshot(model: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: (tensor.data_ptr(), tensor.detach().clone()) for name, tensor in state.items()}
+
+
+def same(one: dict[str, tuple[int, torch.Tensor]], two: dict[str, tuple[int, torch.Tensor]]) -> bool:
+    return list(one) == list(two) and all(one[k][0] == two[k][0] and torch.equal(one[k][1], two[k][1]) for k in one)
+
+
+@torch.no_grad()
+def check_case(case: Case, directory: Path, tp: int) -> dict[str, Any]:
+    shapes, weights = checkpoint_shapes(case), random_weights(case, seed=3)
+    seen: dict[str, Any] = {}
+    with vllm_config(case, directory, tp) as config:
+        plain = build(config, is_processed=False)
+        plain_map = trace(plain, shapes, probe=False)
+        seen["map"] = described(plain_map)
+        seen["replay"] = check_replay(plain, plain_map, weights)  # leaves ``plain`` as load_weights makes it
+
+        packed = build(config, is_processed=True)
+        before = snapshot(packed)
+        start = time.perf_counter()
+        packed_map = trace(packed, shapes)
+        seen["trace_s"] = time.perf_counter() - start
+        seen["untouched"] = same(before, snapshot(packed))
+        seen["deterministic"] = trace(packed, shapes) == packed_map
+        seen["packed"] = described(packed_map)
+        synchronise(packed, packed_map, weights)
+        seen["packed gaps"] = kernel_gaps(packed, plain)
+        seen["packed again"] = trace(packed, shapes) == packed_map
+        seen["live"] = check_live(packed, plain, shapes, case)
+        seen["with both names"] = check_both_names(plain, shapes)
+        seen["incomplete"] = error_of_incomplete(plain, shapes)
+    return seen
+
+
+def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case: Case) -> dict[str, Any]:
+    """Plain kernels on live parameters, with other weights; then vLLM's reload must leave them live."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    changed = keep_loading_layout(model)
+    engine_map = trace(model, shapes)
+    weights = random_weights(case, seed=4)
+    synchronise(model, engine_map, weights)
+    plain.load_weights(iter(weights.items()))
+    seen = {"changed": changed, "map": described(engine_map), "gaps": kernel_gaps(model, plain)}
+    if case.family not in ("qwen3_moe", "mixtral"):  # vLLM 0.32 reloads experts on the CPU without packing them
+        from vllm.config import get_current_vllm_config
+
+        pointers = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        weights = random_weights(case, seed=5)
+        plain.load_weights(iter(weights.items()))
+        reload_weights(get_current_vllm_config(), model, iter(weights.items()), None, True)
+        seen["reloaded gaps"] = kernel_gaps(model, plain)
+        seen["moved"] = [name for name, tensor in model.named_parameters() if tensor.data_ptr() != pointers[name]]
+        seen["reloaded map is equal"] = trace(model, shapes) == engine_map
+    return seen
+
+
+def check_both_names(plain: Any, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """A tied checkpoint that names the output layer as well."""
+    both = {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
+    return described(trace(plain, both, probe=False))
+
+
+def error_of_incomplete(plain: Any, shapes: dict[str, tuple[int, ...]]) -> str:
+    kept = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj.weight" not in name}
+    try:
+        trace(plain, kept, probe=False)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def check_engine(directory: Path) -> dict[str, Any]:
+    """Weights b in a whole engine: by its own load, through the traced map, and in place."""
+    from transformers import AutoModelForCausalLM
+
+    model_dir = str(directory / "a")
+    engine: Any = build_engine(
+        RolloutConfig(engine="vllm"),
+        model_dir=model_dir,
+        tokenizer_dir=model_dir,
+        dtype="fp32",
+        max_model_len=64,
+        seed=0,
+    )
+    hf = {letter: AutoModelForCausalLM.from_pretrained(directory / letter, dtype=torch.float32) for letter in "ab"}
+    weights = {letter: {n: t.detach() for n, t in model.named_parameters()} for letter, model in hf.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights["a"].items()}
+    seen: dict[str, Any] = {}
+
+    def responses(letter: str, version: int) -> Any:
+        engine.load_weights(iter(weights[letter].items()), version=version)
+        return greedy()
+
+    def greedy() -> Any:
+        prompts = [Prompt(f"p{i}", i, [3 + (7 * i + 5 * j) % 90 for j in range(6)], "") for i in range(3)]
+        drawn = engine.generate(prompts, Sampling(temperature=0.0, max_new_tokens=16), step=0)
+        return [t.response_ids for t in drawn]
+
+    def update(worker: Any, letter: str, live: bool) -> EngineMap:
+        from vllm.config import set_current_vllm_config
+
+        model = worker.get_model()
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
+            if live:
+                keep_loading_layout(model)
+            engine_map = trace(model, shapes)
+            synchronise(model, engine_map, weights[letter])
+        return engine_map
+
+    seen["b loaded"], seen["a loaded"] = responses("b", 0), responses("a", 1)
+    engine._llm.collective_rpc(update, args=("b", False))
+    engine._llm.reset_prefix_cache()
+    seen["b through the map"] = greedy()
+    responses("a", 2)
+    [engine_map] = engine._llm.collective_rpc(update, args=("b", True))
+    engine._llm.reset_prefix_cache()
+    seen["repacked when live"] = [p.name for group in engine_map.repacked for p in group]
+    seen["b in place"] = greedy()
+    seen["a loaded again"] = responses("a", 3)
+    engine.close()
+    return seen
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    directory, rank = Path(sys.argv[1]), dist.get_rank()
+    seen: dict[str, Any] = {"engine": check_engine(directory)}
+    from vllm.distributed.parallel_state import destroy_model_parallel
+
+    for tp in (1, 2):
+        for case in CASES:
+            seen[f"{case.key}-tp{tp}"] = check_case(case, directory, tp)
+        destroy_model_parallel()
+    (directory / f"rank{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
