@@ -1,0 +1,172 @@
+"""Bytes that the planned bridge moves: against the lower bound R_g, against gathering full tensors, and its buffers.
+
+R_g, what rank g needs and does not hold, is counted here from the descriptions with boolean masks, apart from the planner. Planned
+bytes are those of the messages in the ranks' own views. Gathering brings every full tensor to every rank, less what it holds: the
+plain bridge. Where the engine is one rank wide (rollout TP1) every rank needs everything, and there is nothing to win over it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import report
+from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources
+from rlhf_mcore.bridge.coverage import check_coverage
+from rlhf_mcore.bridge.places import Place
+from rlhf_mcore.bridge.plan import Plan, build_plan
+from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.bridge.sources import spread_order
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import ModelGeometry
+
+BUCKET_BYTES = 256 * 2**20
+ITEM_BYTES, DEPTH, RANKS_PER_NODE = 2, 2, 8
+SMALL = Model("0.6B", ModelGeometry("qwen3", 28, 1024, 16, 8, 128, 3072, 151936, True))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trainer layout and the width of the engines on the same ranks."""
+
+    model: Model
+    ranks: int
+    tp: int
+    pp: int
+    ep: int
+    engine_tp: int
+
+
+QUICK = (
+    Case(SMALL, 4, 2, 2, 1, 2),
+    Case(SMALL, 4, 2, 2, 1, 1),
+    Case(SMALL, 4, 2, 1, 1, 2),
+    Case(LLAMA_70B, 64, 8, 2, 1, 4),
+    Case(LLAMA_70B, 1024, 8, 8, 1, 8),
+)
+FULL = (
+    *QUICK,
+    Case(LLAMA_70B, 64, 4, 4, 1, 8),
+    Case(LLAMA_70B, 16384, 8, 8, 1, 8),
+    Case(QWEN_235B, 512, 8, 8, 8, 8),
+    Case(QWEN_235B, 16384, 8, 8, 8, 8),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the smaller layouts")
+    quick = parser.parse_args().quick
+    rows = [measure(case) for case in (QUICK if quick else FULL)]
+    peak = max(row["peak_over_formula"] for row in rows)
+    print(f"bridge_bytes_peak {peak:.3f} goal 1.0")
+    ratio = max(row["planned_over_bound"] for row in rows)
+    measured = {"bucket_bytes": BUCKET_BYTES, "depth": DEPTH, "ranks_per_node": RANKS_PER_NODE, "rows": rows}
+    report("bridge_bytes", measured, ratio=ratio, goal=1.0, quick=quick)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes of one layout: for all ranks by counting, for four ranks from their views and by masks."""
+    layout = ParallelLayout(case.ranks, tp=case.tp, pp=case.pp)
+    held, needed = (
+        sources(case.model, layout, case.ep),
+        destinations(case.model, case.engine_tp, case.ranks // case.engine_tp),
+    )
+    known = shapes(case.model)
+    if case.model.geometry.tied_embeddings:
+        needed = [place for place in needed if place.buffer != "lm_head.weight"]
+    check_coverage(held, needed, known)
+    plan = build_plan(
+        held,
+        needed,
+        element_sizes=dict.fromkeys(known, ITEM_BYTES),
+        bucket_bytes=BUCKET_BYTES,
+        order=spread_order(list(known), held),
+        ranks_per_node=RANKS_PER_NODE,
+    )
+    samples = sorted({0, 1, case.ranks // 2 + 1, case.ranks - 1})
+    row = {**described(case), **sampled(plan, held, needed, samples, model_bytes(case.model)), **whole(plan)}
+    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    return row
+
+
+def described(case: Case) -> dict[str, Any]:
+    return {
+        "model": case.model.name,
+        "ranks": case.ranks,
+        "trainer": f"TP{case.tp} PP{case.pp} EP{case.ep}",
+        "rollout": f"TP{case.engine_tp}",
+    }
+
+
+def sampled(plan: Plan, held: list[Place], needed: list[Place], ranks: list[int], full: int) -> dict[str, Any]:
+    """Planned bytes of some ranks from their own views, over the bound and over full gathering."""
+    views = [plan.rank_view(rank) for rank in ranks]
+    bounds = [lower_bound(held, needed, rank) for rank in ranks]
+    planned = [view.received_bytes for view in views]
+    gathered = [full - count(pieces_of(held, rank)) for rank in ranks]
+    peak = max(view.peak_bytes(DEPTH) for view in views)
+    pairs = zip(planned, bounds, strict=True)
+    return {
+        "planned_over_bound": max((a / b if b else float(a == b) or float("inf")) for a, b in pairs),
+        "planned_over_gather": round(sum(planned) / max(sum(gathered), 1), 4),
+        "peak_over_formula": round(peak / (2 * DEPTH * BUCKET_BYTES), 4),
+    }
+
+
+def whole(plan: Plan) -> dict[str, Any]:
+    """Sums and balance over all ranks."""
+    counted = plan.bytes()
+    sent = counted.sent[counted.sent > 0]
+    return {
+        "buckets": plan.num_buckets,
+        "all_ranks_over_bound": 1.0 if (counted.received == counted.lower_bound).all() else float("inf"),
+        "sent_max_over_mean": round(float(sent.max() / sent.mean()), 4) if len(sent) else 1.0,
+        "imported_share": round(float(counted.imported.sum() / max(counted.received.sum(), 1)), 4),
+        "peak_over_formula_all": round(counted.peak(DEPTH) / (2 * DEPTH * BUCKET_BYTES), 4),
+    }
+
+
+def lower_bound(held: list[Place], needed: list[Place], rank: int) -> int:
+    """R_g in bytes."""
+    have, want = pieces_of(held, rank), pieces_of(needed, rank)
+    return sum(ITEM_BYTES * area(pieces, have.get(name, [])) for name, pieces in want.items())
+
+
+def pieces_of(places: list[Place], rank: int) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for place in places:
+        if rank in place.ranks:
+            for piece in place.pieces:
+                found[piece.hf_name].append(piece)
+    return found
+
+
+def count(pieces: dict[str, list[Piece]]) -> int:
+    """Bytes of distinct elements."""
+    return sum(ITEM_BYTES * area(found, []) for found in pieces.values())
+
+
+def area(inside: list[Piece], outside: list[Piece]) -> int:
+    """Elements that lie in a piece of ``inside`` and in none of ``outside``, by a mask over the grid of all borders."""
+    every = [*inside, *outside]
+    axes = range(len(inside[0].start))
+    grid = [sorted({x for p in every for x in (p.start[axis], p.start[axis] + p.shape[axis])}) for axis in axes]
+    mask = np.zeros([len(borders) - 1 for borders in grid], dtype=np.int64)
+    for pieces, value in ((inside, 1), (outside, 0)):
+        for piece in pieces:
+            low = [np.searchsorted(grid[axis], piece.start[axis]) for axis in axes]
+            high = [np.searchsorted(grid[axis], piece.start[axis] + piece.shape[axis]) for axis in axes]
+            mask[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] = value
+    for axis in axes:
+        lengths = np.diff(grid[axis]).reshape([-1 if a == axis else 1 for a in axes])
+        mask = mask * lengths
+    return int(mask.sum())
+
+
+if __name__ == "__main__":
+    main()

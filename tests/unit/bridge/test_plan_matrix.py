@@ -1,0 +1,157 @@
+"""Plans for real geometries and layouts up to 16,384 ranks, by simulation: coverage, lower bound, balance, agreement of peers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.bridge_bytes import lower_bound
+from benchmarks.models import LLAMA_70B, QWEN_235B, Experts, Model, destinations, shapes, sources
+from rlhf_mcore.bridge.coverage import CoverageError, check_coverage
+from rlhf_mcore.bridge.places import Place
+from rlhf_mcore.bridge.plan import Plan, build_plan
+from rlhf_mcore.bridge.rank_plan import Copy, RankPlan
+from rlhf_mcore.bridge.sources import spread_order
+from rlhf_mcore.parallel.layout import ParallelLayout
+
+BUCKET = 256 * 2**20
+
+
+def shallow(model: Model, layers: int, experts: int = 0) -> Model:
+    """The same widths with fewer layers and experts: what repeats need not be repeated in a test."""
+    routed = Experts(experts, model.experts.ffn_size) if model.experts else None
+    return replace(model, geometry=replace(model.geometry, num_layers=layers), experts=routed)
+
+
+DENSE = shallow(LLAMA_70B, 8)
+MOE = shallow(QWEN_235B, 8, experts=8)
+# model, ranks, trainer tp, pp, ep, engine tp
+LAYOUTS = [
+    (DENSE, 4, 2, 2, 1, 2),
+    (DENSE, 4, 2, 2, 1, 1),
+    (DENSE, 4, 1, 4, 1, 4),
+    (DENSE, 24, 4, 2, 1, 8),
+    (DENSE, 1024, 8, 8, 1, 16),
+    (DENSE, 16384, 8, 8, 1, 8),
+    (MOE, 64, 4, 2, 8, 8),
+    (MOE, 1024, 8, 4, 4, 2),
+    (MOE, 16384, 8, 8, 8, 8),
+    (shallow(QWEN_235B, 2, experts=512), 16384, 8, 2, 64, 8),
+]
+
+
+def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int) -> tuple[list[Place], list[Place]]:
+    held = sources(model, ParallelLayout(ranks, tp=tp, pp=pp), ep)
+    return held, destinations(model, engine_tp, ranks // engine_tp)
+
+
+def plan_of(model: Model, held: list[Place], needed: list[Place], ranks_per_node: int | None = 8) -> Plan:
+    names = list(shapes(model))
+    return build_plan(
+        held,
+        needed,
+        element_sizes=dict.fromkeys(names, 2),
+        bucket_bytes=BUCKET,
+        order=spread_order(names, held),
+        ranks_per_node=ranks_per_node,
+    )
+
+
+@pytest.mark.parametrize(("model", "ranks", "tp", "pp", "ep", "engine_tp"), LAYOUTS)
+def test_every_layout_is_covered_at_the_lower_bound(
+    model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int
+) -> None:
+    held, needed = described(model, ranks, tp, pp, ep, engine_tp)
+    check_coverage(held, needed, shapes(model))
+    plan = plan_of(model, held, needed)
+    counted = plan.bytes()
+    np.testing.assert_array_equal(counted.received, counted.lower_bound)
+    assert counted.sent.sum() == counted.received.sum()
+    assert max(counted.peak_sent.max(), counted.peak_received.max()) <= BUCKET
+    for rank in (ranks // 2 + 1, ranks - 1):
+        view = plan.rank_view(rank)
+        assert view.received_bytes == counted.received[rank] == lower_bound(held, needed, rank)
+        assert view.sent_bytes == counted.sent[rank]
+        assert view.local_bytes == counted.local[rank]
+        assert view.peak_bytes(depth=2) <= 4 * BUCKET
+    check_agreement(plan, ranks // 2 + 1)
+
+
+def cells(copies: list[Copy]) -> list[tuple[str, int, tuple[int, ...]]]:
+    """First element and byte offset of each row of a message, however the rows are joined to copies."""
+    return sorted(
+        (copy.hf_name, copy.message_offset + row * copy.nbytes // copy.shape[0], (copy.start[0] + row, *copy.start[1:]))
+        for copy in copies
+        for row in range(copy.shape[0])
+    )
+
+
+def check_agreement(plan: Plan, rank: int) -> None:
+    """What a rank expects in its first busy buckets is what its peers send there, byte for byte."""
+    mine = plan.rank_view(rank)
+    busy = [bucket.index for bucket in mine.buckets if bucket.receive_bytes][:2]
+    views: dict[int, RankPlan] = {}
+    for index in busy:
+        for number, phase in enumerate(mine.buckets[index].phases):
+            for message in phase.receives[:3]:
+                if message.peer not in views:
+                    views[message.peer] = plan.rank_view(message.peer)
+                sends = views[message.peer].buckets[index].phases[number].sends
+                (sent,) = [other for other in sends if other.peer == rank]
+                assert sent.nbytes == message.nbytes
+                assert cells(sent.copies) == cells(message.copies)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 8])
+@pytest.mark.parametrize(
+    ("model", "ranks", "tp", "pp", "ep", "engine_tp"),
+    [(DENSE, 64, 8, 2, 1, 4), (DENSE, 48, 4, 2, 1, 8), (DENSE, 1024, 8, 8, 1, 8), (MOE, 512, 8, 2, 8, 8)],
+)
+def test_replicas_share_the_sending(
+    model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int, ranks_per_node: int | None
+) -> None:
+    """The busiest of the ranks that hold the same sends at most a tenth more than their mean."""
+    held, needed = described(model, ranks, tp, pp, ep, engine_tp)
+    counted = plan_of(model, held, needed, ranks_per_node).bytes()
+    sent = counted.sent.reshape(pp, -1, max(tp, ep))  # stage, replica, shard
+    assert (sent.max(axis=1) <= 1.1 * sent.mean(axis=1)).all()
+
+
+def test_regular_layouts_send_evenly_over_all_ranks() -> None:
+    """Stages are even but for the embedding and the output layer, which are a sixteenth of the first and last of eight here."""
+    for model, layout in ((LLAMA_70B, (1024, 8, 8, 1, 8)), (LLAMA_70B, (64, 4, 4, 1, 8)), (MOE, (512, 8, 1, 8, 4))):
+        counted = plan_of(model, *described(model, *layout)).bytes()
+        assert counted.sent.max() <= 1.1 * counted.sent.mean()
+
+
+def test_digest_is_the_same_wherever_it_is_computed() -> None:
+    first, second = (plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)) for _ in range(2))
+    assert first.digest == second.digest
+    assert len(first.digest) == 32
+    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 4)).digest
+    assert first.digest != plan_of(MOE, *described(MOE, 128, 4, 2, 8, 8)).digest
+    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8), ranks_per_node=4).digest
+
+
+def test_a_moved_view_changes_the_digest_though_no_message_changes() -> None:
+    held, needed = described(DENSE, 4, 2, 2, 1, 2)
+    piece = needed[0].pieces[0]
+    moved = replace(needed[0], pieces=(replace(piece, offset=piece.offset + 1), *needed[0].pieces[1:]))
+    assert plan_of(DENSE, held, needed).digest != plan_of(DENSE, held, [moved, *needed[1:]]).digest
+
+
+def test_buckets_go_through_the_network_layer_by_layer() -> None:
+    names = plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)).bucket_names
+    layers = [int(name.split(".")[2]) for bucket in names for name in dict.fromkeys(bucket) if ".layers." in name]
+    assert layers == sorted(layers)
+    assert names[0][0] == "model.embed_tokens.weight"
+    assert names[-1][-1] == "lm_head.weight"
+
+
+def test_a_missing_expert_is_noticed() -> None:
+    held, needed = described(MOE, 64, 4, 2, 8, 8)
+    lost = [place for place in held if place.pieces[0].hf_name != "model.layers.5.mlp.experts.3.down_proj.weight"]
+    with pytest.raises(CoverageError, match=r"layers\.5\.mlp\.experts\.3\.down_proj"):
+        check_coverage(lost, needed, shapes(MOE))
