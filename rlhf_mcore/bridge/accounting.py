@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.places import Ranks
-from rlhf_mcore.bridge.routes import Route
 from rlhf_mcore.bridge.schedule import Deal, Schedule, Unit
 
 Bytes = NDArray[np.int64]
@@ -43,10 +42,12 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
     for units in schedule.buckets:
         sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         for deal, first, count in _runs(units):
-            _add_sent(sent, deal, first, count)
             received[deal.route.receivers] += deal.nbytes * count
-            imports = deal.route.imports
-            total.imported[imports.ranks] += deal.nbytes * _import_counts(deal.route, first, count)
+            if len(deal.route.far):
+                imported = _add_far(sent, deal, first, count)
+                total.imported[deal.route.far] += imported
+            if len(deal.route.near):
+                _add_near(sent, deal, first, count)
         total.sent += sent
         total.received += received
         np.maximum(total.peak_sent, sent, out=total.peak_sent)
@@ -74,23 +75,21 @@ def _dealt(candidates: Ranks, seats: Ranks | int, first: Ranks | int, cards: Ran
     return counts
 
 
-def _import_counts(route: Route, first: int, count: int) -> Ranks:
-    groups = route.imports
-    return _dealt(groups.ordinals(), groups.spread(groups.sizes), first, count)
+def _add_far(sent: Bytes, deal: Deal, first: int, count: int) -> Bytes:
+    """Adds what holders send to importing nodes and what importers forward; returns what each of ``route.far`` imports."""
+    route, groups = deal.route, deal.route.imports
+    holders = np.arange(len(route.holders))
+    sent[route.holders] += deal.nbytes * _dealt(holders, len(holders), first * len(groups), count * len(groups))
+    imported = deal.nbytes * _dealt(groups.ordinals, groups.company, first, count)
+    sent[route.far] += imported * (groups.company - 1)
+    return imported
 
 
-def _add_sent(sent: Bytes, deal: Deal, first: int, count: int) -> None:
-    route = deal.route
-    imports = route.imports
-    if len(imports):
-        holders = np.arange(len(route.holders))
-        sent[route.holders] += deal.nbytes * _dealt(holders, len(holders), first * len(imports), count * len(imports))
-        fan_out = imports.spread(imports.sizes) - 1
-        sent[imports.ranks] += deal.nbytes * _import_counts(route, first, count) * fan_out
-    if len(route.near):
-        near, needing = route.near_holders, route.near_receivers.sizes
-        each = near.spread(needing)
-        sent[near.ranks] += deal.nbytes * _dealt(near.ordinals(), near.spread(near.sizes), first * each, count * each)
+def _add_near(sent: Bytes, deal: Deal, first: int, count: int) -> None:
+    """Adds what holders send to ranks of their own node."""
+    near = deal.route.near_holders
+    each = near.spread(deal.route.near_receivers.sizes)
+    sent[near.ranks] += deal.nbytes * _dealt(near.ordinals, near.company, first * each, count * each)
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:

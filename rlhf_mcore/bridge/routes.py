@@ -8,7 +8,7 @@ Without nodes every rank is a node of its own: nothing is forwarded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -57,7 +57,7 @@ class Route:
         return max((-(-count // size) * (size - 1) for size in sizes), default=0)
 
 
-@dataclass(slots=True)
+@dataclass
 class Groups:
     """Ascending ranks, cut into runs of the same node."""
 
@@ -65,7 +65,7 @@ class Groups:
     nodes: Ranks
     starts: Ranks
     sizes: Ranks
-    distinct_sizes: list[int] = field(default_factory=list)
+    distinct_sizes: list[int]
 
     @classmethod
     def by_node(cls, ranks: Ranks, ranks_per_node: int) -> Groups:
@@ -89,9 +89,15 @@ class Groups:
         members: list[int] = self.ranks[start : start + int(self.sizes[number])].tolist()
         return members
 
+    @cached_property
     def ordinals(self) -> Ranks:
         """For each rank, its place within its group."""
-        return np.arange(len(self.ranks)) - np.repeat(self.starts, self.sizes)
+        return np.arange(len(self.ranks)) - self.spread(self.starts)
+
+    @cached_property
+    def company(self) -> Ranks:
+        """For each rank, the size of its group."""
+        return self.spread(self.sizes)
 
     def spread(self, values: Ranks) -> Ranks:
         """For each rank, the value of its group."""
