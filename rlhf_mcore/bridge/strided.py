@@ -5,8 +5,9 @@ Pure Python. Strides and offsets count elements; full tensors are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -26,7 +27,8 @@ class View:
     strides: tuple[int, ...]
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
@@ -38,12 +40,13 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
     destination offset; the shapes of both views must be the same.
     """
     assert source.shape == destination.shape, (source, destination)
-    dims = _joined(
-        (size, a, b) for size, a, b in zip(source.shape, source.strides, destination.strides, strict=True) if size != 1
-    )
     if 0 in source.shape:
         return []
-    work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, dims)]
+    dims = [dim for dim in zip(source.shape, source.strides, destination.strides, strict=True) if dim[0] != 1]
+    start = _unravel(source.offset, hf_shape)
+    if isinstance(placed := _place(start, dims, hf_shape), dict):  # nearly always
+        return [_piece(hf_name, start, placed, destination.offset)]
+    work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, _joined(dims))]
     found = []
     while work:
         offset, target, todo = work.pop()

@@ -146,6 +146,14 @@ def test_what_kernels_do_not_read_in_place_is_detected(both: tuple[Case, int, Se
             assert not any("experts." in name and "gate" not in name for name in direct)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.key)
+def test_on_a_cpu_without_packed_kernels_all_but_experts_is_direct(ranks: Seen, case: Case) -> None:
+    for rank in ranks:
+        parameters = rank["without packing"][case.key]["parameters"]
+        repacked = {name for name, parameter in parameters.items() if parameter["repacked"]}
+        assert repacked == {name for name in parameters if "routed_experts" in name}
+
+
 def test_with_plain_kernels_parameters_are_live(both: tuple[Case, int, Seen]) -> None:
     case, _, ranks = both
     for seen in ranks:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -237,6 +238,18 @@ def check_engine(directory: Path) -> dict[str, Any]:
     return seen
 
 
+def check_without_packing(case: Case, directory: Path) -> dict[str, Any]:
+    """As on a CPU for which vLLM has no packed kernel: layers hand their weight to torch."""
+    import vllm.model_executor.layers.utils as kernels
+
+    with (
+        vllm_config(case, directory, 1) as config,
+        mock.patch.object(kernels, "check_cpu_sgl_kernel", lambda *sizes: False),
+        mock.patch.object(kernels.ops, "_supports_onednn", False),
+    ):
+        return described(trace(build(config, is_processed=True), checkpoint_shapes(case)))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -247,6 +260,8 @@ def main() -> None:
     for tp in (1, 2):
         for case in CASES:
             seen[f"{case.key}-tp{tp}"] = check_case(case, directory, tp)
+        if tp == 1:
+            seen["without packing"] = {case.key: check_without_packing(case, directory) for case in CASES}
         destroy_model_parallel()
     (directory / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
