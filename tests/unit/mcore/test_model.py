@@ -120,12 +120,17 @@ def test_layers_carry_the_number_that_the_layer_knows() -> None:
     assert _global_name("output_layer.weight", numbers) == "output_layer.weight"
 
 
-def test_globals_of_megatron_are_put_back_also_after_an_exception(groups: ModelGroups) -> None:
-    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+def test_globals_of_megatron_are_put_back_also_after_an_exception(
+    groups: ModelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {name: object() for name in vars(parallel_state) if name.endswith(("_PARALLEL_GROUP", "_WITH_CP"))}
+    others["_EMBEDDING_GROUP"] = object()
+    for name, value in others.items():
+        monkeypatch.setattr(parallel_state, name, value)
     cuda = torch.Tensor.cuda
     with pytest.raises(KeyError), ambient(groups, current_platform()):
         assert parallel_state.get_tensor_model_parallel_group() is groups.collection.tp
         assert parallel_state.get_data_parallel_group() is groups.collection.dp
         raise KeyError
-    assert parallel_state._TENSOR_MODEL_PARALLEL_GROUP is before
+    assert all(getattr(parallel_state, name) is value for name, value in others.items())
     assert torch.Tensor.cuda is cuda
