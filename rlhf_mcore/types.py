@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ModelGeometry:
     """The sizes of a decoder that decide where every weight lies. Read from a Hugging Face config, needs no weights."""
 
-    family: str  # llama | mistral | qwen2 | qwen3
+    family: str  # llama | mistral | qwen2 | qwen3 | qwen3_moe | mixtral
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -25,6 +25,12 @@ class ModelGeometry:
     ffn_size: int
     vocab_size: int  # true size, without padding
     tied_embeddings: bool
+    num_experts: int = 0  # of every mixture-of-experts layer; 0: a dense model
+    expert_ffn_size: int = 0
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture-of-experts model that have a dense MLP
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding as tensor-parallel ranks hold it: the next multiple of ``tp``."""
@@ -33,10 +39,16 @@ class ModelGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a tensor-parallel tensor a rank holds."""
+    """Which part of a tensor a rank holds, and of an expert's tensor: which of the experts.
+
+    ``rank`` of ``size`` is the cut of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are dealt to
+    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` says which run this rank has.
+    """
 
     rank: int
     size: int
+    expert_rank: int = 0
+    expert_size: int = 1
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """Where Megatron's tensors lie in Hugging Face coordinates: tables, one per model family, and the geometry of each kind of cut.
 
 Pure Python: neither torch, megatron nor vllm. A rule names a Megatron parameter (``{i}`` is the layer's number over the whole
-model), how it is cut over tensor-parallel ranks, and the Hugging Face tensors that it holds. A parameter that no rule names is an
-error, so nothing can be left behind silently.
+model, ``{k}`` that of an expert on its rank), how it is cut over tensor-parallel ranks, and the Hugging Face tensors that it holds
+(``{e}`` is the expert's number over the whole layer). A parameter that no rule names is an error, so nothing can be left behind
+silently.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 
 
@@ -23,6 +25,7 @@ class Rule:
     mcore: str
     kind: str
     hf: tuple[str, ...]
+    layers: str = "all"  # of a repeated rule: all | dense | moe
 
 
 _LAYER = "model.layers.{i}."
@@ -50,8 +53,9 @@ _DENSE = (
         "decoder.layers.{i}.mlp.linear_fc1.weight",
         "gate_up",
         (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+        "dense",
     ),
-    Rule("decoder.layers.{i}.mlp.linear_fc2.weight", "columns", (_LAYER + "mlp.down_proj.weight",)),
+    Rule("decoder.layers.{i}.mlp.linear_fc2.weight", "columns", (_LAYER + "mlp.down_proj.weight",), "dense"),
     Rule("decoder.final_layernorm.weight", "replicated", ("model.norm.weight",)),
     Rule("output_layer.weight", "vocab", ("lm_head.weight",)),
 )
@@ -61,31 +65,53 @@ _QK_NORM = (
     Rule("decoder.layers.{i}.self_attention.k_layernorm.weight", "replicated", (_ATTENTION + "k_norm.weight",)),
 )
 
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A mixture of experts: its router, and its experts as modules one after the other or as one grouped matrix product."""
+    megatron, expert = "decoder.layers.{i}.mlp.", _LAYER + block + ".experts.{e}."
+    gate_up, downs = (expert + gate + ".weight", expert + up + ".weight"), (expert + down + ".weight",)
+    return (
+        Rule(megatron + "router.weight", "router", (_LAYER + block + ".gate.weight",), "moe"),
+        Rule(megatron + "experts.local_experts.{k}.linear_fc1.weight", "gate_up", gate_up, "moe"),
+        Rule(megatron + "experts.local_experts.{k}.linear_fc2.weight", "columns", downs, "moe"),
+        Rule(megatron + "experts.linear_fc1.weight{k}", "gate_up", gate_up, "moe"),
+        Rule(megatron + "experts.linear_fc2.weight{k}", "columns", downs, "moe"),
+    )
+
+
 FAMILIES: dict[str, tuple[Rule, ...]] = {
     "llama": _DENSE,
     "mistral": _DENSE,
     "qwen2": _DENSE + _QKV_BIAS,
     "qwen3": _DENSE + _QK_NORM,
+    "qwen3_moe": _DENSE + _QK_NORM + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    "mixtral": _DENSE + _experts("block_sparse_moe", "w1", "w3", "w2"),
 }
 
 
 def hf_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
     shapes: dict[str, tuple[int, ...]] = {}
-    rules = FAMILIES[geometry.family]
+    # Some tensors have two names in Megatron, depending on the layer spec; the first rule speaks for them.
+    rules = list({rule.hf: rule for rule in reversed(FAMILIES[geometry.family])}.values())[::-1]
     once = [rule for rule in rules if "{i}" not in rule.mcore]
     repeated = [rule for rule in rules if "{i}" in rule.mcore]
     _add_shapes(shapes, geometry, once[:1], 0)
     for layer in range(geometry.num_layers):
-        _add_shapes(shapes, geometry, repeated, layer)
+        kinds = ("all", "moe") if geometry.is_moe_layer(layer) else ("all", "dense")
+        _add_shapes(shapes, geometry, [rule for rule in repeated if rule.layers in kinds], layer)
     _add_shapes(shapes, geometry, once[1:], 0)
     return shapes
 
 
 def _add_shapes(shapes: dict[str, tuple[int, ...]], geometry: ModelGeometry, rules: list[Rule], layer: int) -> None:
     whole = Shard(0, 1)
-    for rule in rules:
-        name = rule.mcore.format(i=layer)
+    names = [
+        rule.mcore.format(i=layer, k=expert)
+        for rule in rules
+        for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1)
+    ]
+    for name in names:
         for piece in pieces(name, geometry, whole):
             end = tuple(a + b for a, b in zip(piece.start, piece.shape, strict=True))
             known = shapes.get(piece.hf_name, (0,) * len(end))
@@ -98,8 +124,9 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     Raises:
         KeyError: the family's table has no rule for this parameter.
     """
-    rule, layer = _match(geometry.family, name)
-    targets = tuple(target.format(i=layer) for target in rule.hf)
+    rule, layer, local_expert = _match(geometry.family, name)
+    expert = shard.expert_rank * (geometry.num_experts // shard.expert_size) + local_expert
+    targets = tuple(target.format(i=layer, e=expert) for target in rule.hf)
     if geometry.tied_embeddings and targets == ("lm_head.weight",):
         targets = ("model.embed_tokens.weight",)
     is_vector = name.endswith(".bias")
@@ -108,14 +135,18 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 @cache
-def _match(family: str, name: str) -> tuple[Rule, int]:
-    generic, layer = name, 0
+def _match(family: str, name: str) -> tuple[Rule, int, int]:
+    """The rule of a parameter, its layer, and its expert's number on its rank (0 where there is none)."""
+    generic, layer, expert = name, 0, 0
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = int(found.group(1))
         generic = "decoder.layers.{i}." + name[found.end() :]
+    if is_expert(name) and (found := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$", generic)):
+        expert = int(found.group())
+        generic = generic[: found.start()] + "{k}" + generic[found.end() :]
     for rule in FAMILIES[family]:
         if rule.mcore == generic:
-            return rule, layer
+            return rule, layer, expert
     raise KeyError(f"no rule of family {family!r} places Megatron parameter {name!r}")
 
 
@@ -123,9 +154,13 @@ def _input_width(rule: Rule, geometry: ModelGeometry) -> int:
     """Columns of the full matrix."""
     if rule.mcore.endswith("linear_proj.weight"):
         return geometry.num_heads * geometry.head_dim
-    if rule.mcore.endswith("linear_fc2.weight"):
-        return geometry.ffn_size
+    if ".linear_fc2." in rule.mcore:
+        return _ffn_size(rule.mcore, geometry)
     return geometry.hidden_size
+
+
+def _ffn_size(name: str, geometry: ModelGeometry) -> int:
+    return geometry.expert_ffn_size if is_expert(name) else geometry.ffn_size
 
 
 def _rows(hf_name: str, hf_row: int, local_row: int, count: int, width: int) -> Piece:
@@ -138,6 +173,11 @@ def _rows(hf_name: str, hf_row: int, local_row: int, count: int, width: int) -> 
 def _replicated(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
     length = g.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else g.hidden_size
     yield _rows(targets[0], 0, 0, length, 0)
+
+
+def _router(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
+    """A row per expert, all of them on every rank."""
+    yield _rows(targets[0], 0, 0, g.num_experts, width)
 
 
 def _vocab(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
@@ -157,7 +197,7 @@ def _columns(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: in
 
 def _gate_up(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
     """A gated MLP's first linear: this rank's gate rows, then its up rows."""
-    per_rank = g.ffn_size // shard.size
+    per_rank = _ffn_size(name, g) // shard.size
     for half, target in enumerate(targets):
         yield _rows(target, shard.rank * per_rank, half * per_rank, per_rank, width)
 
@@ -181,6 +221,7 @@ def _qkv(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, n
 
 _KINDS: dict[str, Callable[[tuple[str, ...], ModelGeometry, Shard, int, str], Iterator[Piece]]] = {
     "replicated": _replicated,
+    "router": _router,
     "vocab": _vocab,
     "columns": _columns,
     "gate_up": _gate_up,

@@ -1,11 +1,14 @@
 """Where a rank stands in a layout: pure arithmetic, no torch.
 
-Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``).
+Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``). The experts of a mixture-of-experts
+model are cut by a grid of their own over the same ranks of a pipeline stage: expert tensor, expert, data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from rlhf_mcore.types import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class ParallelLayout:
     vpp: int | None = None
     cp: int = 1
     sequence_parallel: bool = False
+    ep: int = 1
+    etp: int | None = None  # tensor-parallel size of an expert; None: as the rest of the model
 
     def __post_init__(self) -> None:
         model = self.tp * self.pp * self.cp
@@ -25,11 +30,27 @@ class ParallelLayout:
             raise ValueError(
                 f"world size {self.world_size} is not a multiple of tp {self.tp} x pp {self.pp} x cp {self.cp} = {model}"
             )
+        if self.ep == 1 and self.expert_tp != self.tp:
+            # Megatron then reduces the experts' gradients over the wrong ranks.
+            raise ValueError(f"etp {self.etp} is not tp {self.tp}, which it must be while ep is 1")
+        per_stage = self.world_size // self.pp
+        if per_stage % (self.expert_tp * self.ep):
+            raise ValueError(f"{per_stage} ranks of a stage are not a multiple of etp {self.expert_tp} x ep {self.ep}")
 
     @property
     def dp(self) -> int:
         """Data-parallel size."""
         return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel size of an expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Number of ranks that hold the same part of the same expert."""
+        return self.world_size // (self.pp * self.expert_tp * self.ep)
 
     def rank_of(self, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """The rank at the given coordinates."""
@@ -41,3 +62,22 @@ class ParallelLayout:
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
+
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates of a rank in the grid of the experts: keys etp, ep, edp, pp."""
+        rank, etp = divmod(rank, self.expert_tp)
+        rank, ep = divmod(rank, self.ep)
+        pp, edp = divmod(rank, self.expert_dp)
+        return {"etp": etp, "ep": ep, "edp": edp, "pp": pp}
+
+    def shard_of(self, name: str, rank: int) -> Shard:
+        """Which part of the Megatron parameter ``name`` a rank holds."""
+        if is_expert(name):
+            place = self.expert_coordinates(rank)
+            return Shard(place["etp"], self.expert_tp, place["ep"], self.ep)
+        return Shard(self.coordinates(rank)["tp"], self.tp)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a Megatron parameter belongs to one expert (a router does not)."""
+    return ".mlp.experts." in name
