@@ -265,7 +265,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2, help="compute threads; part of what makes a run repeatable")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads; part of what makes a run repeatable")
     parser.add_argument("--fit-steps", type=int, default=400, help="updates of the supervised fit")
     parser.add_argument("--batch-size", type=int, default=64, help="problems per update")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the fit")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -76,3 +77,19 @@ def gather_json(value: Any) -> list[Any]:
     out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(padded, out, dst=0)
     return [_decode(part[:size]) for part, size in zip(out or [], sizes if out else [], strict=True)]
+
+
+def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -> list[tuple[Any, list[int]]]:
+    """The different JSON-able values among the ranks, each with the global ranks that have it, in order of their first rank.
+
+    A value travels once however many ranks share it, so a world of thousands of ranks with few kinds of them stays cheap.
+    """
+    data = _encode(value)
+    digest = torch.frombuffer(bytearray(blake2b(bytes(data.tolist()), digest_size=16).digest()), dtype=torch.uint8)
+    digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, digest, group=group)
+    members = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    holders: dict[bytes, list[int]] = {}
+    for rank, seen in zip(members, digests, strict=True):
+        holders.setdefault(bytes(seen.tolist()), []).append(rank)
+    return [(broadcast_json(value, ranks[0], group), ranks) for ranks in holders.values()]

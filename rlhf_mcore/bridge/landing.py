@@ -1,0 +1,103 @@
+"""Where a sync writes: the live tensors of an engine, and, for layers that the engine repacks, tensors that live for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.rank_plan import RankPlan
+from rlhf_mcore.bridge.trace import EngineMap, EngineParameter, reloading
+
+Written = Callable[[EngineParameter, Tensor], None]
+
+
+@dataclass(slots=True)
+class _Group:
+    """The repacked parameters of one layer, between their first and their last bucket."""
+
+    parameters: Sequence[EngineParameter]
+    first: int
+    last: int
+    stack: ExitStack = field(default_factory=ExitStack)
+    flats: dict[str, Tensor] = field(default_factory=dict)
+
+
+class EngineLanding:
+    """The destinations of one engine rank during one sync.
+
+    Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
+    that brings a part of it, and closed, so that the engine processes it, after the last. Padding is zeroed.
+
+    Args:
+        model: the engine's live model.
+        engine: its map.
+        plan: the plan of this rank, whose buckets are landed in order.
+        poison: fill everything with NaN first, so that an element that is never written shows.
+        written: called with every parameter and its flat tensor when it is complete.
+    """
+
+    def __init__(
+        self, model: nn.Module, engine: EngineMap, plan: RankPlan, *, poison: bool = False, written: Written | None = None
+    ):
+        self._model, self._engine, self._poison, self._written = model, engine, poison, written
+        self._flats = engine.views(model)
+        for parameter in engine.direct:
+            self._prepare(parameter, self._flats[parameter.name])
+        self._groups = _groups(engine, plan)
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        """Flat tensors that the bucket writes."""
+        for group in self._groups:
+            if group.first == bucket:
+                group.flats = group.stack.enter_context(reloading(self._model, group.parameters))
+                for parameter in group.parameters:
+                    self._prepare(parameter, group.flats[parameter.name])
+                self._flats.update(group.flats)
+        return self._flats
+
+    def close(self, bucket: int) -> None:
+        """Put the layers to use that the bucket has completed."""
+        for group in self._groups:
+            if group.last == bucket:
+                self._finish(group.parameters)
+                group.stack.close()
+                for name in group.flats:
+                    del self._flats[name]
+
+    def finish(self) -> None:
+        """Everything has landed."""
+        self._finish(self._engine.direct)
+
+    def abandon(self) -> None:
+        """The sync has failed: give open layers back to the engine. Its weights are unusable."""
+        for group in self._groups:
+            group.stack.close()
+
+    def _prepare(self, parameter: EngineParameter, flat: Tensor) -> None:
+        if self._poison and flat.is_floating_point():
+            flat.fill_(float("nan"))
+        for begin, end in parameter.padding:
+            flat[begin:end].zero_()
+
+    def _finish(self, parameters: Sequence[EngineParameter]) -> None:
+        if self._written is not None:
+            for parameter in parameters:
+                self._written(parameter, self._flats[parameter.name])
+
+
+def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
+    touched: dict[str, list[int]] = {}
+    for bucket in plan.buckets:
+        copies = [copy.destination for copy in bucket.local]
+        copies += [copy for phase in bucket.phases for message in phase.receives for copy in message.copies]
+        for name in {copy.buffer for copy in copies}:
+            touched.setdefault(name, []).append(bucket.index)
+    groups = []
+    for parameters in engine.repacked:
+        buckets = [bucket for parameter in parameters for bucket in touched.get(parameter.name, [])]
+        if buckets:
+            groups.append(_Group(parameters, min(buckets), max(buckets)))
+    return groups
