@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +27,13 @@ def world_of_one(directory: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A gloo world of one for the tests of a module."""
+    with world_of_one(tmp_path_factory.mktemp("world")):
+        yield
 
 
 @dataclass(slots=True)
