@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStats:
+    """One transfer of weights as a rank saw it. ``peak_bytes``: most buffer memory that was in use at a time."""
+
+    seconds: float
+    received_bytes: int
+    local_bytes: int
+    peak_bytes: int
+
+
+class WeightBridge(Protocol):
+    """Brings the weights of a trained model into the rollout engine of this rank."""
+
+    def sync(self, version: int) -> SyncStats:
+        """Replace all weights of the engine and say which version they are. Collective over the world."""
+        ...
 
 
 class RolloutEngine(Protocol):
@@ -29,6 +49,15 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights by full tensors under Hugging Face names. Until it returns, ``generate`` raises."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model on this rank, whose tensors a bridge looks at."""
+        ...
+
+    def updating(self, *, version: int) -> AbstractContextManager[nn.Module]:
+        """The live model, to be written in place. Until the block has ended well, ``generate`` raises."""
         ...
 
     def sleep(self) -> None: ...

@@ -48,7 +48,9 @@ class Executor:
         depth: buckets in flight.
     """
 
-    def __init__(self, plan: RankPlan, sources: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], depth: int = 2):
+    def __init__(
+        self, plan: RankPlan, sources: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], depth: int = 2
+    ):
         self._plan, self._sources, self._dtypes, self._depth = plan, sources, dtypes, depth
         self._device = next(iter(sources.values())).device
         self.peak_bytes = 0
@@ -73,7 +75,8 @@ class Executor:
         operations = [dist.P2POp(dist.irecv, flat, message.peer, tag=tag) for message, flat in receives]
         sends = [self._pack(message, buffers) for message in phase.sends]
         operations += [
-            dist.P2POp(dist.isend, flat, message.peer, tag=tag) for message, flat in zip(phase.sends, sends, strict=True)
+            dist.P2POp(dist.isend, flat, message.peer, tag=tag)
+            for message, flat in zip(phase.sends, sends, strict=True)
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
         return _InFlight(bucket, works, receives, sends)
@@ -97,12 +100,15 @@ class Executor:
             work.wait()
         for message, flat in flight.receives:
             _copy(
-                [self._view(copy, buffers) for copy in message.copies], [self._part(copy, flat) for copy in message.copies]
+                [self._view(copy, buffers) for copy in message.copies],
+                [self._part(copy, flat) for copy in message.copies],
             )
 
     def _pack(self, message: Message, buffers: Mapping[str, Tensor]) -> Tensor:
         flat = self._empty(message.nbytes)
-        _copy([self._part(copy, flat) for copy in message.copies], [self._view(copy, buffers) for copy in message.copies])
+        _copy(
+            [self._part(copy, flat) for copy in message.copies], [self._view(copy, buffers) for copy in message.copies]
+        )
         return flat
 
     def _part(self, copy: Copy, flat: Tensor) -> Tensor:

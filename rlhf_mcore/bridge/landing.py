@@ -40,7 +40,13 @@ class EngineLanding:
     """
 
     def __init__(
-        self, model: nn.Module, engine: EngineMap, plan: RankPlan, *, poison: bool = False, written: Written | None = None
+        self,
+        model: nn.Module,
+        engine: EngineMap,
+        plan: RankPlan,
+        *,
+        poison: bool = False,
+        written: Written | None = None,
     ):
         self._model, self._engine, self._poison, self._written = model, engine, poison, written
         self._flats = engine.views(model)

@@ -60,7 +60,12 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-def digests_of(flats: Mapping[str, Tensor], places: Sequence[Place], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> list[int]:
+def digests_of(
+    flats: Mapping[str, Tensor],
+    places: Sequence[Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> list[int]:
     """Hashes of all pieces of this rank's tensors, in the order of ``places`` that mention this rank."""
     rank = dist.get_rank()
     return [
@@ -71,7 +76,9 @@ def digests_of(flats: Mapping[str, Tensor], places: Sequence[Place], shapes: Map
     ]
 
 
-def tensor_digests(mine: Sequence[int], places: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def tensor_digests(
+    mine: Sequence[int], places: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
     """Hash of every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the world.
 
     Raises:
@@ -83,7 +90,9 @@ def tensor_digests(mine: Sequence[int], places: Sequence[Place], shapes: Mapping
         held = (piece for place in places if rank in place.ranks for piece in place.pieces)
         for piece, value in zip(held, values, strict=True):
             if known.setdefault((piece.hf_name, piece.start, piece.shape), value) != value:
-                raise SyncMismatch(f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it")
+                raise SyncMismatch(
+                    f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
+                )
     totals: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = defaultdict(int)
     for (name, _, shape), value in known.items():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.sync import GatherBridge
+from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.trace import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer, load, save
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
@@ -35,7 +36,7 @@ from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, Tensor
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
-from rlhf_mcore.protocols import RolloutEngine, Tracker
+from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor, Policy
 from rlhf_mcore.rollout import build_engine
@@ -148,14 +149,22 @@ class _Models:
 
 def _build_models(cfg: Config, platform: Platform, dtype: str) -> _Models:
     cut = cfg.actor.layout
-    layout = ParallelLayout(dist.get_world_size(), cut.tp, cut.pp, cut.vpp, sequence_parallel=cut.sequence_parallel)
+    layout = ParallelLayout(
+        dist.get_world_size(),
+        cut.tp,
+        cut.pp,
+        cut.vpp,
+        sequence_parallel=cut.sequence_parallel,
+        ep=cut.ep,
+        etp=cut.etp,
+    )
     groups = build_groups(layout)
     temperature = cfg.rollout.sampling.temperature
     model = _load_model(cfg, platform, groups, dtype, cfg.model.path, trainable=True)
     optimizer = build_optimizer(model, cfg.actor.optimizer)
     actor = Actor(model, cfg.trainer, temperature, optimizer, cfg.actor.optimizer, cfg.algorithm)
     pgs = groups.collection
-    gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp)
+    gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     reference = None
     if cfg.algorithm.kl.coef:
         path = cfg.reference.path or cfg.model.path
@@ -175,10 +184,26 @@ def _load_model(
         trainable=trainable,
         deterministic=cfg.deterministic,
         seed=cfg.seed,
+        aux_loss_coef=cfg.actor.moe.aux_loss_coef,
     )
     model = build_model(spec, groups, platform, options)
     _on_every_rank(lambda: load(local_parameters(model), spec.geometry, HFReader(path)))
     return model
+
+
+def _bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge:
+    if cfg.bridge.method == "gather":
+        return GatherBridge(models.gatherer, engine)
+    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
+        keep_loading_layout(engine.model)
+    model = models.actor.model
+    return PlannedBridge(
+        local_parameters(model),
+        model.spec.geometry,
+        engine,
+        bucket_bytes=cfg.bridge.bucket_bytes,
+        verify=cfg.bridge.verify,
+    )
 
 
 def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, record: RunRecord) -> Trainer:
@@ -210,7 +235,7 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
         reference=models.reference,
         algorithm=cfg.algorithm,
         dp_group=pgs.dp,
-        bridge=GatherBridge(models.gatherer, engine),
+        bridge=_bridge(cfg, models, engine),
         evaluator=Evaluator(data.evaluation, engine, reward, greedy, cfg.evaluate.every),
         checkpointer=ModelSaver(write, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,

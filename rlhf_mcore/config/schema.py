@@ -21,7 +21,7 @@ class LayoutConfig:
     vpp: Optional[int] = None  # model chunks per pipeline rank (interleaved schedule); null: no interleaving
     cp: int = 1
     ep: int = 1
-    etp: Optional[int] = None
+    etp: Optional[int] = None  # tensor-parallel size of an expert; null: tp
     sequence_parallel: bool = False
 
 
@@ -79,12 +79,20 @@ class RecomputeConfig:
 
 
 @dataclass
+class MoEConfig:
+    """Training of mixture-of-experts models."""
+
+    aux_loss_coef: float = 0.0  # of the load-balancing loss of every layer; 0: off
+
+
+@dataclass
 class ActorConfig:
     """The policy being trained."""
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
 
 
 @dataclass
@@ -133,8 +141,11 @@ class RolloutConfig:
 class BridgeConfig:
     """How the actor's weights reach the engines."""
 
-    method: str = "gather"  # gather: full tensors under Hugging Face names, one at a time
-    bucket_bytes: int = 268435456
+    # planned: every byte straight to its place in the engine's parameters | gather: full tensors, one at a time (the baseline)
+    method: str = "planned"
+    bucket_bytes: int = 268435456  # planned: limit of what a rank sends, and receives, at a time; two are in flight
+    verify: str = "off"  # planned: off | digest (hash every tensor on both sides after every sync)
+    live_cpu_weights: bool = False  # CPU: plain kernels on live weights instead of vLLM's packed copies
 
 
 @dataclass

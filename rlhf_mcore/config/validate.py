@@ -31,7 +31,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.recompute.granularity": ("off", "selective", "full"),
     "actor.recompute.method": ("uniform", "block"),
     "rollout.engine": ("vllm", "hf"),
-    "bridge.method": ("gather",),
+    "bridge.method": ("planned", "gather"),
+    "bridge.verify": ("off", "digest"),
     "algorithm.preset": ("grpo", "dr_grpo"),
     "algorithm.advantage": ("grpo",),
     "algorithm.kl.estimator": ("k1", "k2", "k3"),
@@ -74,6 +75,8 @@ RANGES: dict[str, Range] = {
     "actor.layout.tp": AT_LEAST_1,
     "actor.layout.pp": AT_LEAST_1,
     "actor.layout.vpp": Range(2),
+    "actor.layout.ep": AT_LEAST_1,
+    "actor.layout.etp": AT_LEAST_1,
     "actor.optimizer.lr": AT_LEAST_0,
     "actor.optimizer.beta1": BETA,
     "actor.optimizer.beta2": BETA,
@@ -88,6 +91,7 @@ RANGES: dict[str, Range] = {
     "actor.optimizer.loss_scale.growth_interval": AT_LEAST_1,
     "actor.optimizer.loss_scale.hysteresis": AT_LEAST_1,
     "actor.recompute.num_layers": AT_LEAST_1,
+    "actor.moe.aux_loss_coef": AT_LEAST_0,
     "rollout.layout.tp": AT_LEAST_1,
     "rollout.sampling.n": AT_LEAST_1,
     "rollout.sampling.temperature": ABOVE_0,  # a greedy rollout has nothing to learn from
@@ -163,11 +167,8 @@ def _range_problems(cfg: Config) -> Iterator[str]:
 
 
 def _unsupported_problems(cfg: Config) -> Iterator[str]:
-    layout = cfg.actor.layout
-    for name in ("cp", "ep", "etp"):
-        size = getattr(layout, name)
-        if size not in (1, None):
-            yield f"actor.layout.{name}={size} is not supported yet; set it to 1"
+    if cfg.actor.layout.cp != 1:
+        yield f"actor.layout.cp={cfg.actor.layout.cp} is not supported yet; set it to 1"
     if cfg.rollout.placement == "disaggregated":
         yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
     elif cfg.rollout.placement != "colocated":
@@ -254,16 +255,41 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
         )
     if world % tp:
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
+    yield from _expert_grid_problems(cfg, world, source)
+
+
+def _expert_grid_problems(cfg: Config, world: int, source: str) -> Iterator[str]:
+    layout = cfg.actor.layout
+    etp = layout.tp if layout.etp is None else layout.etp
+    if layout.ep == 1 and etp != layout.tp:
+        yield (
+            f"actor.layout.etp={etp} is not actor.layout.tp={layout.tp}, which it has to be with actor.layout.ep=1; "
+            "set actor.layout.etp=null or raise actor.layout.ep"
+        )
+    elif world % (layout.tp * layout.pp * layout.cp) == 0 and world // layout.pp % (etp * layout.ep):
+        yield (
+            f"actor.layout.ep*etp={layout.ep}*{etp}={layout.ep * etp} does not divide the {world // layout.pp} ranks of "
+            f"a pipeline stage ({source}={world} over actor.layout.pp={layout.pp}); change actor.layout.ep or etp"
+        )
 
 
 def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
     yield from _actor_cut_problems(cfg, shape, "model.path")
-    yield from _tensor_cut_problems(shape, "rollout.layout.tp", cfg.rollout.layout.tp, "model.path")
+    tp = cfg.rollout.layout.tp
+    yield from _tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
+    if shape.num_experts and shape.expert_size % tp:
+        yield (
+            f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_size} of an expert of model.path; "
+            f"choose a divisor of {shape.expert_size}"
+        )
+    if 0 < shape.num_experts < tp:
+        yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
 
 
 def _actor_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[str]:
     layout = cfg.actor.layout
     yield from _tensor_cut_problems(shape, "actor.layout.tp", layout.tp, model)
+    yield from _expert_cut_problems(cfg, shape, model)
     stages = layout.pp * (layout.vpp or 1)
     if shape.num_layers % stages:
         name = "actor.layout.pp" if layout.vpp is None else "actor.layout.pp*vpp"
@@ -273,8 +299,37 @@ def _actor_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[
         )
 
 
+def _expert_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[str]:
+    layout = cfg.actor.layout
+    if shape.num_experts == 0:
+        if layout.ep > 1:
+            yield f"actor.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
+        if cfg.actor.moe.aux_loss_coef and model == "model.path":
+            yield f"actor.moe.aux_loss_coef={cfg.actor.moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
+        return
+    if shape.num_experts % layout.ep:
+        yield (
+            f"actor.layout.ep={layout.ep} does not divide the {shape.num_experts} experts of {model}; "
+            f"choose a divisor of {shape.num_experts}"
+        )
+    etp = layout.tp if layout.etp is None else layout.etp
+    if shape.expert_size % etp:
+        yield (
+            f"actor.layout.etp={etp} does not divide the intermediate size {shape.expert_size} of an expert of {model}; "
+            f"choose a divisor of {shape.expert_size}"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield (
+            f"actor.layout.sequence_parallel=False with actor.layout.tp={layout.tp}: mixture-of-experts models ({model}) "
+            "train under tensor parallelism with sequence parallelism only; set it to true"
+        )
+
+
 def _tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> Iterator[str]:
-    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.intermediate_size)):
+    sizes = {"num_attention_heads": shape.num_heads}
+    if shape.has_dense_mlp:
+        sizes["intermediate_size"] = shape.intermediate_size
+    for name, size in sizes.items():
         if size % tp:
             yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
     groups = shape.num_kv_heads

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,6 +125,18 @@ class HFEngine(VersionedWeights):
         for name, tensor in self._expected.checked(weights):
             targets[name].copy_(tensor)
         self.commit_load(version)
+
+    @contextmanager
+    def updating(self, *, version: int) -> Iterator[torch.nn.Module]:
+        """The live model, to be written from outside. The engine is unusable from here until the block has ended well."""
+        self.begin_load()
+        yield self.model
+        self.commit_load(version)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The live model."""
+        return self._model
 
     def sleep(self) -> None:
         """Nothing: the model stays where it is."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
@@ -22,7 +23,7 @@ from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from rlhf_mcore.config.schema import RolloutConfig
 
@@ -153,6 +154,37 @@ class VLLMEngine(VersionedWeights):
             outputs = self._llm.generate(tokens, params, use_tqdm=False)
         return [_completion(output.outputs[0]) for output in outputs]
 
+    @contextmanager
+    def updating(self, *, version: int) -> Iterator[nn.Module]:
+        """The live model, to be written from outside. The engine is unusable from here until the block has ended well.
+
+        Raises:
+            RuntimeError: the engine sleeps.
+        """
+        from vllm.config import set_current_vllm_config
+
+        if self._asleep:
+            raise RuntimeError("the rollout engine sleeps: call wake() before a sync")
+        self.begin_load()
+        worker = self._worker()
+        with preserved_rng(), set_current_vllm_config(worker.vllm_config):
+            yield self.model
+        self._reset_prefix_cache()
+        self.commit_load(version)
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model on this rank."""
+        return self._worker().get_model()
+
+    def _worker(self) -> Any:
+        [worker] = self._llm.collective_rpc(_self)
+        return worker
+
+    def _reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache; were requests still running?")
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
 
@@ -170,8 +202,7 @@ class VLLMEngine(VersionedWeights):
             [unwritten] = self._llm.collective_rpc(_reload, args=(self._expected.checked(weights),))
         if unwritten:
             raise RuntimeError(f"vLLM left parameters unwritten: {', '.join(unwritten)}")
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache; were requests still running?")
+        self._reset_prefix_cache()
         self.commit_load(version)
 
     def sleep(self) -> None:
@@ -230,6 +261,11 @@ def _completion(output: Any) -> Completion:
     token_ids = list(output.token_ids)
     logprobs = [record[token].logprob for token, record in zip(token_ids, output.logprobs or [], strict=False)]
     return Completion(token_ids, logprobs, output.finish_reason)
+
+
+def _self(worker: Any) -> Any:
+    """vLLM's worker, which lives in this process."""
+    return worker
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:

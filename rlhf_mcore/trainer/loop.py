@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rlhf_mcore.config.schema import AlgorithmConfig
-    from rlhf_mcore.protocols import RewardFunction, RolloutEngine
+    from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
     from rlhf_mcore.trainer.evaluation import Evaluator
     from rlhf_mcore.trainer.exchange import Exchange
-    from rlhf_mcore.trainer.parts import Bridge, Checkpointer, LogprobModel, PromptSource, Recorder, TrainablePolicy
+    from rlhf_mcore.trainer.parts import Checkpointer, LogprobModel, PromptSource, Recorder, TrainablePolicy
     from rlhf_mcore.types import Sampling
 
 
@@ -33,7 +33,7 @@ class Trainer:
     reference: LogprobModel | None
     algorithm: AlgorithmConfig
     dp_group: dist.ProcessGroup
-    bridge: Bridge
+    bridge: WeightBridge
     evaluator: Evaluator
     checkpointer: Checkpointer
     recorder: Recorder
@@ -70,13 +70,13 @@ class Trainer:
         metrics |= estimate_advantages(batch, self.algorithm, self.dp_group)
         with timed("update"):
             metrics |= self.actor.update(batch)
-        self._sync(step)
-        return metrics
+        return metrics | self._sync(step)
 
-    def _sync(self, version: int) -> None:
+    def _sync(self, version: int) -> dict[str, float]:
         with self.recorder.phase("sync"):
             self.engine.wake()
-            self.bridge.sync(version)
+            stats = self.bridge.sync(version)
+        return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def _evaluate(self, step: int, num_steps: int) -> dict[str, float]:
         if not self.evaluator.is_due(step, num_steps):

@@ -31,12 +31,6 @@ class TrainablePolicy(LogprobModel, Protocol):
     def update(self, batch: TrainBatch) -> Mapping[str, float]: ...
 
 
-class Bridge(Protocol):
-    """Brings the actor's weights into the rollout engine."""
-
-    def sync(self, version: int) -> None: ...
-
-
 class Checkpointer(Protocol):
     """Writes the actor when it is due."""
 

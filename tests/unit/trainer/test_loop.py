@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
+from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.parts import PromptBatches
@@ -49,10 +50,11 @@ class Bridge:
     def __init__(self, log: Log, engine: Engine) -> None:
         self.log, self.engine = log, engine
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> SyncStats:
         assert self.engine.awake
         self.log.append(("sync", version))
         self.engine.policy_version = version
+        return SyncStats(0.0, received_bytes=3, local_bytes=4, peak_bytes=5)
 
 
 class Reward:
