@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from rlhf_mcore.bridge.regions import Piece, view
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 
 
@@ -67,7 +69,8 @@ def save(gatherer: Gatherer, directory: Path, companions_from: str) -> None:
 class Gatherer:
     """Yields full tensors under Hugging Face names on every rank of a model. Collective.
 
-    Tensor-parallel parts are all-gathered within each pipeline stage and the result is broadcast to the other stages.
+    Tensor-parallel parts are all-gathered within each pipeline stage, experts over ``expert_group`` (expert tensor and expert
+    parallel), and the result is broadcast to the other stages.
     """
 
     def __init__(
@@ -76,9 +79,15 @@ class Gatherer:
         geometry: ModelGeometry,
         tp_group: dist.ProcessGroup,
         pp_group: dist.ProcessGroup,
+        expert_group: dist.ProcessGroup | None = None,
     ):
         self._geometry = geometry
         self._tp, self._pp = tp_group, pp_group
+        self._tp_shards = [Shard(rank, tp_group.size()) for rank in range(tp_group.size())]
+        self._experts = expert_group
+        mine = next((astuple(p.shard) for p in parameters if is_expert(p.name)), None)
+        assert mine is None or expert_group is not None, "experts are gathered over a group of their own"
+        self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
         self._local = {parameter.name: parameter.tensor for parameter in parameters}
         stages = all_gather_json([parameter.name for parameter in parameters], pp_group)
         # A tied embedding has two owners under pipeline parallelism; the first stage speaks for it.
@@ -91,7 +100,8 @@ class Gatherer:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         done: set[str] = set()
         for name, stage in self._owner.items():
-            by_rank = [pieces(name, self._geometry, Shard(rank, self._tp.size())) for rank in range(self._tp.size())]
+            shards = self._expert_shards if is_expert(name) else self._tp_shards
+            by_rank = [pieces(name, self._geometry, shard) for shard in shards]
             targets = dict.fromkeys(piece.hf_name for held in by_rank for piece in held)
             if done.issuperset(targets):
                 continue
@@ -102,7 +112,8 @@ class Gatherer:
         like = next(iter(self._local.values()))
         full = {target: like.new_empty(self._shapes[target]) for target in targets}
         if self._pp.rank() == stage:
-            for held, part in zip(by_rank, self._parts(self._local[name], by_rank), strict=True):
+            group = self._experts if is_expert(name) else self._tp
+            for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
                 for piece in held:
                     full[piece.hf_name][piece.slices] = view(part, piece)
         if self._pp.size() > 1:
@@ -111,11 +122,11 @@ class Gatherer:
                 dist.broadcast(full[target], source, group=self._pp)
         return full
 
-    def _parts(self, local: Tensor, by_rank: list[list[Piece]]) -> list[Tensor]:
-        if self._tp.size() == 1:
+    def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:
+        if len(by_rank) == 1:
             return [local]
         if len({(piece.hf_name, piece.start) for held in by_rank for piece in held}) == len(by_rank[0]):
-            return [local] + [local] * (self._tp.size() - 1)  # replicated: every rank holds the same
-        parts = [torch.empty_like(local) for _ in range(self._tp.size())]
-        dist.all_gather(parts, local.contiguous(), group=self._tp)
+            return [local] * len(by_rank)  # replicated: every rank holds the same
+        parts = [torch.empty_like(local) for _ in by_rank]
+        dist.all_gather(parts, local.contiguous(), group=group)
         return parts

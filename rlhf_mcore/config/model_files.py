@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,13 +15,17 @@ ARCHITECTURES = {  # architecture of a Hugging Face config -> model family
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What transformers takes for a key that the file leaves out, where it matters here.
 _MISTRAL_WINDOW = 4096
 _QWEN_MAX_WINDOW_LAYERS = 28
+_TOP_K = {"Qwen3MoeForCausalLM": 8, "MixtralForCausalLM": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     max_positions: int
+    num_experts: int = 0  # 0: a dense model
+    expert_size: int = 0  # intermediate size of an expert
+    has_dense_mlp: bool = True
 
 
 def inspect_model(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
@@ -120,11 +127,38 @@ def _config_problems(hf_config: Mapping[str, Any], prefix: str) -> Iterator[str]
     if rope_type not in ROPE_TYPES:
         yield f"{prefix}: rope type {rope_type!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
     for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        if hf_config.get(key) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
             yield f"{prefix}: {key} is not supported for {architecture}; use another model"
     window = _active_window(hf_config, architecture)
     if window is not None:
         yield f"{prefix}: {architecture} with an active sliding_window {window} is not supported; use another model"
+    if ARCHITECTURES[architecture] in MOE_FAMILIES:
+        yield from _routing_problems(hf_config, prefix)
+
+
+def _routing_problems(hf_config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    top_k = hf_config.get("num_experts_per_tok", _TOP_K[hf_config["architectures"][0]])
+    num_experts = _num_experts(hf_config)
+    if isinstance(num_experts, int) and not 1 <= top_k <= num_experts:
+        yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={num_experts}; export the model again"
+    is_mixtral = hf_config["architectures"][0] == "MixtralForCausalLM"
+    if top_k == 1 and (is_mixtral or hf_config.get("norm_topk_prob")):
+        yield f"{prefix}: num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
+    if hf_config.get("shared_expert_intermediate_size"):
+        yield f"{prefix}: shared experts (shared_expert_intermediate_size) are not supported; use another model"
+
+
+def _num_experts(hf_config: Mapping[str, Any]) -> Any:
+    """Under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors."""
+    return hf_config.get("num_local_experts", hf_config.get("num_experts"))
+
+
+def dense_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers of a mixture-of-experts model that have a dense MLP (Qwen3-MoE's ``decoder_sparse_step``, ``mlp_only_layers``)."""
+    step, listed = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step={step}")
+    return tuple(i for i in range(hf_config["num_hidden_layers"]) if i in listed or (i + 1) % step)
 
 
 def _active_window(hf_config: Mapping[str, Any], architecture: str) -> int | None:
@@ -133,10 +167,12 @@ def _active_window(hf_config: Mapping[str, Any], architecture: str) -> int | Non
     window = hf_config.get("sliding_window", _MISTRAL_WINDOW if is_mistral else None)
     if not window or window >= hf_config.get("max_position_embeddings", window + 1):
         return None
-    if is_mistral:
+    if is_mistral or architecture == "MixtralForCausalLM":
         return int(window)
     if not hf_config.get("use_sliding_window"):
         return None
+    if architecture == "Qwen3MoeForCausalLM":
+        return int(window)
     first = hf_config.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
     listed = "sliding_attention" in (hf_config.get("layer_types") or [])
     return int(window) if listed or first < hf_config.get("num_hidden_layers", 0) else None
@@ -163,6 +199,18 @@ def _shape(hf_config: Mapping[str, Any], prefix: str) -> ModelShape:
         intermediate_size=size("intermediate_size"),
         vocab_size=size("vocab_size"),
         max_positions=_max_positions(hf_config, size("max_position_embeddings")),
+        **_expert_shape(hf_config, size),
+    )
+
+
+def _expert_shape(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
+    family = ARCHITECTURES.get((hf_config.get("architectures") or ["none"])[0])
+    if family not in MOE_FAMILIES:
+        return {}
+    return dict(
+        num_experts=size("num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
+        expert_size=size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+        has_dense_mlp=bool(dense_layers(hf_config)),
     )
 
 

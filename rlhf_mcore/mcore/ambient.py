@@ -11,7 +11,7 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.platform import Platform
 
 # Globals that Megatron-core 0.16 still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
-# the default TP group (attention.py), layers built without a tp_group, the tied embedding's replica id.
+# the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id.
 _GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -20,6 +20,8 @@ _GLOBALS = {
     "_DATA_PARALLEL_GROUP": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "_EMBEDDING_GROUP": "embd",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
 }
 
 

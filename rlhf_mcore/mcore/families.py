@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import ARCHITECTURES, inspect_model
+from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, dense_layers, inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.platform import Platform
@@ -38,7 +38,12 @@ class ModelSpec:
 
     @property
     def has_qk_norm(self) -> bool:
-        return self.geometry.family == "qwen3"
+        return self.geometry.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def renormalises_topk(self) -> bool:
+        """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
+        return self.geometry.family == "mixtral" or bool(self.hf_config.norm_topk_prob)
 
 
 def load_spec(path: str | Path) -> ModelSpec:
@@ -66,6 +71,17 @@ def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
         ffn_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         tied_embeddings=bool(hf.tie_word_embeddings),
+        **_expert_geometry(hf, family),
+    )
+
+
+def _expert_geometry(hf: PretrainedConfig, family: str) -> dict[str, Any]:
+    if family not in MOE_FAMILIES:
+        return {}
+    return dict(
+        num_experts=hf.num_local_experts,
+        expert_ffn_size=hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size,
+        dense_layers=dense_layers(hf.to_dict()),
     )
 
 
@@ -91,11 +107,13 @@ def transformer_config(
     recompute: RecomputeConfig,
     fused: bool,
     deterministic: bool,
+    aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
     config = TransformerConfig(
         **_sizes(spec),
         **_parallelism(groups, dtype),
+        **_experts(spec, groups, fused, aux_loss_coef),
         **_recompute(recompute),
         **_switches(fused, deterministic, on_host=platform.name == "cpu"),
     )
@@ -148,6 +166,27 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
         overlap_p2p_comm=layout.vpp is not None,
         # The loss arrives already divided by the global count: Megatron must neither divide by microbatches nor by ranks.
         calculate_per_token_loss=True,
+    )
+
+
+def _experts(spec: ModelSpec, groups: ModelGroups, fused: bool, aux_loss_coef: float) -> dict[str, Any]:
+    g = spec.geometry
+    if not g.num_experts:
+        return {}
+    return dict(
+        num_moe_experts=g.num_experts,
+        moe_ffn_hidden_size=g.expert_ffn_size,
+        moe_layer_freq=[int(g.is_moe_layer(layer)) for layer in range(g.num_layers)],
+        moe_router_topk=spec.hf_config.num_experts_per_tok,
+        # Renormalised weights of the top k are the softmax over these k alone.
+        moe_router_pre_softmax=not spec.renormalises_topk,
+        # Which experts a token goes to must not hang on 16-bit rounding.
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",
+        moe_aux_loss_coeff=aux_loss_coef,
+        moe_grouped_gemm=fused,
+        expert_model_parallel_size=groups.layout.ep,
+        expert_tensor_parallel_size=groups.layout.expert_tp,
     )
 
 

@@ -56,7 +56,7 @@ def build_groups(layout: ParallelLayout) -> ModelGroups:
     pipelines = grid.get_rank_enum("pp")
     pgs.embd = _group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     pgs.pos_embd = _group_of([ranks[:1] for ranks in pipelines])
-    _dense_expert_groups(pgs, layout)
+    (_dense_expert_groups if layout.ep == 1 else _expert_groups)(pgs, layout)
     return ModelGroups(layout, pgs)
 
 
@@ -72,9 +72,18 @@ def _partition(enumeration: list[list[int]]) -> list[list[int]]:
 
 
 def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout) -> None:
-    """Expert groups of a dense model: expert parallel size 1, expert tensor parallel as the rest."""
+    """Expert groups without expert parallelism: experts are cut and replicated as the rest of the model."""
     pgs.ep = _group_of([[rank] for rank in range(layout.world_size)])
     pgs.expt_tp = pgs.tp
     pgs.tp_ep = pgs.tp
     pgs.tp_ep_pp = pgs.mp
-    pgs.expt_dp = pgs.dp
+    pgs.expt_dp = pgs.dp_cp
+
+
+def _expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout) -> None:
+    grid = HyperCommGrid([layout.expert_tp, layout.ep, layout.expert_dp, layout.pp], ["tp", "ep", "dp", "pp"])
+    pgs.ep = grid.create_pg("ep")
+    pgs.expt_tp = grid.create_pg("tp")
+    pgs.tp_ep = grid.create_pg(["tp", "ep"])
+    pgs.tp_ep_pp = grid.create_pg(["tp", "ep", "pp"])
+    pgs.expt_dp = grid.create_pg("dp")

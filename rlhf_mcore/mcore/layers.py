@@ -23,8 +23,14 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
+
+from rlhf_mcore.mcore.moe import moe_spec, with_router
 
 try:
     import transformer_engine  # noqa: F401
@@ -99,15 +105,42 @@ def decoder_spec(
     config: TransformerConfig, kind: str, *, pp_rank: int, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
-    if use_te(kind):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[_local_spec(config)] * num_layers, layer_norm=RMSNorm)
+    te = use_te(kind)
+    if te and config.num_moe_experts is None:
+        return _te_spec(config, moe=False)
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
+    build = _te_spec if te else _local_spec
+    specs = {moe: build(config, moe=moe) for moe in {_is_moe(config, number) for number in numbers}}
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[_is_moe(config, number)] for number in numbers], layer_norm=_te_norm() if te else RMSNorm
+    )
 
 
-def _local_spec(config: TransformerConfig) -> ModuleSpec:
+def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    frequency = config.moe_layer_freq
+    return config.num_moe_experts is not None and (isinstance(frequency, int) or bool(frequency[layer]))
+
+
+def _te_norm() -> Any:
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=moe, qk_layernorm=config.qk_layernorm
+    )
+    if moe:
+        with_router(spec.submodules.mlp)
+    return spec
+
+
+def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     backend = LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    mlp = moe_spec(config.num_moe_experts) if moe else get_mlp_module_spec_for_backend(backend=backend)
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
         core_attention=SDPACoreAttention,
@@ -124,7 +157,7 @@ def _local_spec(config: TransformerConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import (
@@ -24,7 +27,7 @@ from rlhf_mcore.mcore.families import ModelSpec, transformer_config
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.types import LocalParameter, Shard
+from rlhf_mcore.types import LocalParameter
 
 
 @dataclass(slots=True)
@@ -39,6 +42,7 @@ class MegatronModel:
     groups: ModelGroups
     platform: Platform
     chunks: list[torch.nn.Module]
+    aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
 
     @property
     def is_last_stage(self) -> bool:
@@ -55,6 +59,7 @@ class BuildOptions:
     trainable: bool
     deterministic: bool
     seed: int
+    aux_loss_coef: float = 0.0
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -62,8 +67,13 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
     platform.prepare_megatron()
     with ambient(groups, platform):
         model_parallel_cuda_manual_seed(
-            options.seed, tp_rank=groups.tp_rank, ep_rank=0, etp_rank=groups.tp_rank, force_reset_rng=True
+            options.seed,
+            tp_rank=groups.tp_rank,
+            ep_rank=groups.collection.ep.rank(),
+            etp_rank=groups.collection.expt_tp.rank(),
+            force_reset_rng=True,
         )
+        aux_loss_coef = options.aux_loss_coef if options.trainable and spec.geometry.num_experts else 0.0
         config = transformer_config(
             spec,
             groups,
@@ -72,11 +82,12 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
             recompute=options.recompute,
             fused=use_te(options.layer_spec),
             deterministic=options.deterministic,
+            aux_loss_coef=aux_loss_coef,
         )
         stages: list[int | None] = [None] if groups.layout.vpp is None else list(range(groups.layout.vpp))
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options.trainable) for chunk in chunks]
-    return MegatronModel(spec, config, groups, platform, chunks)
+    return MegatronModel(spec, config, groups, platform, chunks, aux_loss_coef)
 
 
 def _build_chunk(
@@ -131,14 +142,25 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 
 
 def local_parameters(model: MegatronModel) -> list[LocalParameter]:
-    """Every trained tensor on this rank. Layers carry the number that the layer itself knows (uneven and interleaved pipelines)."""
-    shard = Shard(model.groups.tp_rank, model.groups.layout.tp)
+    """Every tensor of the model on this rank: parameters, and the buffers that are part of its state.
+
+    Layers carry the number that the layer itself knows (uneven and interleaved pipelines); experts the number on this rank.
+    """
+    layout, rank = model.groups.layout, dist.get_rank()
     found = []
     for chunk in map(unwrap, model.chunks):
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for name, tensor in chunk.named_parameters():
-            found.append(LocalParameter(_global_name(name, numbers), tensor.data, shard))
+        for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
+            found.append(LocalParameter(_global_name(name, numbers), tensor.data, layout.shard_of(name, rank)))
     return found
+
+
+def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint must hold: none in the families so far, and none may be left behind unseen."""
+    for prefix, module in chunk.named_modules():
+        for name, tensor in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", tensor
 
 
 def _global_name(name: str, layer_numbers: list[int]) -> str:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from rlhf_mcore.mcore.ambient import ambient
-from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.model import MegatronModel, unwrap
+from rlhf_mcore.mcore.moe import routers
+from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.types import Microbatch
 
@@ -73,7 +76,26 @@ def forward_backward(
     for chunk in model.chunks:
         chunk.train()
         chunk.zero_grad_buffer()  # type: ignore[operator]
+    if model.aux_loss_coef:
+        _weigh_balance(model, microbatches)
     return _run(model, microbatches, compute, forward_only=False)
+
+
+def _weigh_balance(model: MegatronModel, microbatches: Sequence[Microbatch]) -> None:
+    """Start an update: the load-balancing loss is a mean over its tokens, and its sums begin at zero."""
+    num_tokens = reduce_sums({"tokens": float(sum(sum(m.lengths) for m in microbatches))}, model.groups.collection.dp)
+    for router in routers(model.chunks):
+        router.balance_weight = model.aux_loss_coef / max(num_tokens["tokens"], 1.0)
+        router.balance_sum = 0.0
+
+
+def load_balance(model: MegatronModel) -> float:
+    """The load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
+
+    Collective over the model's ranks.
+    """
+    local = sum(router.balance_weight * float(router.balance_sum) for router in routers(model.chunks))
+    return reduce_sums({"balance": local}, model.groups.collection.intra_dist_opt)["balance"]
 
 
 def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
@@ -88,7 +110,7 @@ def _run(
     model.config.finalize_model_grads_func = _finalize
     schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
     communicator = P2PCommunicator(pp_group=pgs.pp, config=model.config) if layout.pp > 1 else None
-    step = partial(_forward_step, model.platform.device(), on_logits)
+    step = partial(_forward_step, model, on_logits)
     with ambient(model.groups, model.platform):
         return schedule(
             forward_step_func=step,
@@ -105,16 +127,29 @@ def _run(
 
 
 def _forward_step(
-    device: torch.device, on_logits: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
+    model: MegatronModel, on_logits: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
-    microbatch = next(iterator)
+    microbatch, device = next(iterator), model.platform.device()
     output = chunk(
         input_ids=microbatch.token_ids.to(device),
         position_ids=microbatch.position_ids.to(device),
         attention_mask=None,
         packed_seq_params=_packed(microbatch, device),
+        padding_mask=_padding(model, microbatch, unwrap(chunk)).to(device) if model.aux_loss_coef else None,
     )
     return output, partial(on_logits, microbatch)
+
+
+def _padding(model: MegatronModel, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
+    """True at the tokens that routers leave out of the load-balancing loss, as this chunk wants it."""
+    height, width = microbatch.token_ids.shape
+    lengths = [sum(microbatch.lengths)] if microbatch.cu_seqlens is not None else microbatch.lengths
+    real = torch.tensor(lengths + [0] * (height - len(lengths)))
+    mask = torch.arange(width) >= real[:, None]
+    if model.config.sequence_parallel and not chunk.pre_process:
+        # The first stage cuts the mask as it cuts the embeddings; on the later ones Megatron forgets to.
+        mask = mask.chunk(model.groups.layout.tp, dim=1)[model.groups.tp_rank]
+    return mask.contiguous()
 
 
 def _packed(microbatch: Microbatch, device: torch.device) -> PackedSeqParams | None:

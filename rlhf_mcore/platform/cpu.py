@@ -59,6 +59,7 @@ def _cuda_names() -> dict[str, Any]:
         "current_device": lambda: _CPU,  # used as device= of buffers and rotary frequencies
         "synchronize": _nothing,  # p2p_communication after batched sends
         "current_stream": lambda device=None: stream,  # DDP buffers order their collectives on streams
+        "Stream": _Stream,  # the token dispatcher copies counts to the host beside the computation
         "stream": lambda s: contextlib.nullcontext(),  # grad buffers enter the communication stream
         "manual_seed": torch.manual_seed,  # tensor_parallel.random seeds per-rank generators
         "get_rng_state": lambda device=None: torch.get_rng_state(),  # the same, and activation recomputation
@@ -107,6 +108,11 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
     torch.set_rng_state(new_state)
 
 
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What moving a tensor to the host gives there; Megatron leaves one that is there already a tensor."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 _TYPE_NAMES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
 
 
@@ -146,6 +152,7 @@ class CpuPlatform(Platform):
         """
         from megatron.core import __version__
         from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
         if not __version__.startswith(SUPPORTED_MEGATRON):
             raise RuntimeError(
@@ -159,6 +166,11 @@ class CpuPlatform(Platform):
         # These two take a device and a graph-safe flag and reach into torch.cuda.default_generators.
         megatron_random._get_cuda_rng_state = _get_rng_state
         megatron_random._set_cuda_rng_state = _set_rng_state
+        # Collectives take the sizes of their parts as numbers, which this makes of tensors on CUDA only.
+        token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+        if not moe_utils.HAVE_TE:
+            # Routers ask whether it is None; without Transformer Engine it is not even that.
+            moe_utils.te_general_gemm = None
 
     @contextlib.contextmanager
     def megatron_region(self) -> Iterator[None]:

@@ -10,11 +10,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZES = dict(
@@ -47,11 +51,22 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_key_value_heads=1)),
 }
+QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+MOE_MODELS = {
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN_EXPERTS),
+    # Dense layers too, and expert weights that do not add up to one.
+    "qwen3_moe_mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**QWEN_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
+}
 
 
 def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.nn.Module:
     """Write a randomly initialised model and return it (fp32, eval mode). Biases and norms are randomised too."""
-    model_class, config_class, extra = MODELS[name]
+    model_class, config_class, extra = {**MODELS, **MOE_MODELS}[name]
     settings = {**SIZES, **extra, **changes}
     if settings.get("head_dim", 0) is None:
         del settings["head_dim"]
