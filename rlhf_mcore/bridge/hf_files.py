@@ -1,4 +1,4 @@
-"""Hugging Face model directories: reading rectangles of tensors, and writing whole ones in shards.
+"""Hugging Face model directories: reading rectangles of tensors, and what travels with the weights.
 
 Everything read from an index is checked before it is used: a shard must be there, lie inside the directory, and hold the tensors
 that the index says.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
@@ -129,45 +130,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-class HFWriter:
-    """Writes full tensors, given one by one, as a Hugging Face directory. At most one shard is held in memory."""
-
-    def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES):
-        self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._written: list[tuple[str, list[str]]] = []
-        self._total_bytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor; it is copied to the host."""
-        size = tensor.numel() * tensor.element_size()
-        if self._pending and self._pending_bytes + size > self._shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().contiguous().clone()
-        self._pending_bytes += size
-        self._total_bytes += size
-
-    def _flush(self) -> None:
-        part = f"part-{len(self._written):05d}.safetensors"
-        save_file(self._pending, self.directory / part, metadata={"format": "pt"})
-        self._written.append((part, list(self._pending)))
-        self._pending, self._pending_bytes = {}, 0
-
-    def close(self, companions_from: str | Path) -> None:
-        """Name the shards, write the index, and copy config and tokenizer from the directory the model came from."""
-        self._flush()
-        weight_map = {}
-        for number, (part, names) in enumerate(self._written, 1):
-            final = SINGLE if len(self._written) == 1 else f"model-{number:05d}-of-{len(self._written):05d}.safetensors"
-            (self.directory / part).rename(self.directory / final)
-            weight_map.update(dict.fromkeys(names, final))
-        if len(self._written) > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-            (self.directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-        for name in COMPANIONS:
-            source = Path(companions_from) / name
-            if source.is_file():
-                shutil.copyfile(source, self.directory / name)
+def copy_companions(sources: Sequence[str | Path], directory: Path, dtype: torch.dtype) -> None:
+    """Copy what travels with the weights; of several sources the first that has a file gives it. The config names ``dtype``."""
+    for name in COMPANIONS:
+        found = next((Path(source) / name for source in sources if (Path(source) / name).is_file()), None)
+        if found is not None:
+            shutil.copyfile(found, directory / name)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n")

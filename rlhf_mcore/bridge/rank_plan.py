@@ -79,6 +79,12 @@ class Bucket:
     def receive_bytes(self) -> int:
         return sum(message.nbytes for phase in self.phases for message in phase.receives)
 
+    @property
+    def destination_buffers(self) -> set[str]:
+        """Buffers of this rank that the bucket writes."""
+        local = {copy.destination.buffer for copy in self.local}
+        return local | {copy.buffer for phase in self.phases for message in phase.receives for copy in message.copies}
+
 
 @dataclass(slots=True)
 class RankPlan:

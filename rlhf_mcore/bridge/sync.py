@@ -152,7 +152,8 @@ class PlannedBridge:
         sides = self._sides
         return piece_digest(flat, piece, sides.shapes[piece.hf_name], sides.engine_dtypes[piece.hf_name])
 
-    def _compare(self, digests: Mapping[str, list[int]]) -> None:
+    def source_digests(self) -> dict[str, int]:
+        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the world."""
         sides, rank = self._sides, dist.get_rank()
         mine = [
             self._digest(self._flats[place.buffer], piece)
@@ -160,10 +161,12 @@ class PlannedBridge:
             if rank in place.ranks
             for piece in place.pieces
         ]
+        return tensor_digests(mine, sides.sources, sides.shapes)
+
+    def _compare(self, digests: Mapping[str, list[int]]) -> None:
+        sides, rank = self._sides, dist.get_rank()
         theirs = [value for place in sides.destinations if rank in place.ranks for value in digests[place.buffer]]
-        compare(
-            tensor_digests(mine, sides.sources, sides.shapes), tensor_digests(theirs, sides.destinations, sides.shapes)
-        )
+        compare(self.source_digests(), tensor_digests(theirs, sides.destinations, sides.shapes))
 
 
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:

@@ -6,16 +6,14 @@ planned bridge is measured against.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.hf_files import HFReader, HFWriter
+from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.regions import Piece, view
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -42,28 +40,6 @@ def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: 
                     f"but config.json asks for {expected[piece.hf_name]}."
                 )
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
-
-
-def save(gatherer: Gatherer, directory: Path, companions_from: str) -> None:
-    """Write full tensors as a Hugging Face directory, whole or not at all. Collective; the first rank writes.
-
-    ``companions_from`` is the directory whose config and tokenizer files are copied.
-    """
-    is_writer = dist.get_rank() == 0
-    temporary = directory.with_name(f".{directory.name}.partial")
-    writer = None
-    if is_writer:
-        shutil.rmtree(temporary, ignore_errors=True)
-        writer = HFWriter(temporary)
-    for name, tensor in gatherer:
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close(companions_from)
-        if directory.exists():
-            shutil.rmtree(directory)
-        temporary.rename(directory)
-    dist.barrier()
 
 
 class Gatherer:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.trace import keep_loading_layout
-from rlhf_mcore.bridge.transfer import Gatherer, load, save
+from rlhf_mcore.bridge.transfer import Gatherer, load
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -224,7 +224,12 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
         pad_token_id=int(data.tokenizer.pad_token_id),
     )
     run_directory = Path(cfg.output_dir) / cfg.project / cfg.experiment
-    write = partial(save, models.gatherer, companions_from=cfg.model.path)
+    exporter = Exporter(
+        local_parameters(models.actor.model),
+        models.actor.model.spec.geometry,
+        [cfg.model.path, cfg.model.tokenizer_path or cfg.model.path],
+        bucket_bytes=cfg.bridge.bucket_bytes,
+    )
     return Trainer(
         prompt_source=PromptBatches(data.train, sampler),
         engine=engine,
@@ -237,7 +242,7 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
         dp_group=pgs.dp,
         bridge=_bridge(cfg, models, engine),
         evaluator=Evaluator(data.evaluation, engine, reward, greedy, cfg.evaluate.every),
-        checkpointer=ModelSaver(write, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
+        checkpointer=ModelSaver(exporter.save, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,
     )
 

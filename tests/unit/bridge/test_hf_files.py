@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SINGLE, HFReader, HFWriter
+from rlhf_mcore.bridge.hf_files import INDEX, SINGLE, HFReader, copy_companions
 from rlhf_mcore.config.errors import ConfigError
 from tests.distributed.models import make
 
@@ -187,73 +186,20 @@ def test_a_broken_shard_is_named(sharded: Path, kind: str) -> None:
         reader.shape("b")
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
-def test_shards_are_cut_by_size_and_the_index_is_right(tmp_path: Path) -> None:
-    writer = HFWriter(tmp_path / "out", shard_bytes=100)
-    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each
-    tensors["large"] = torch.arange(50.0)  # larger than a shard
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close(tmp_path)
-    names = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*names, INDEX])
-    held = [{"t0", "t1"}, {"t2", "t3"}, {"t4"}, {"large"}]
-    assert json.loads((tmp_path / "out" / INDEX).read_text()) == {
-        "metadata": {"total_size": 5 * 40 + 200},
-        "weight_map": {name: file for file, group in zip(names, held, strict=True) for name in group},
-    }
-    for file, group in zip(names, held, strict=True):
-        written = load_file(tmp_path / "out" / file)
-        assert set(written) == group
-        assert all(torch.equal(written[name], tensors[name]) for name in group)
-        with safe_open(tmp_path / "out" / file, framework="pt") as handle:
-            assert handle.metadata() == {"format": "pt"}
-
-
-def test_a_small_model_is_one_file_without_an_index(tmp_path: Path) -> None:
-    writer = HFWriter(tmp_path / "out")
-    storage = torch.arange(12.0).view(3, 4)
-    writer.add("turned", storage.t().requires_grad_())
-    writer.add("part", storage[1:])
-    storage.zero_()  # the trainer goes on while the writer holds its copy
-    writer.close(tmp_path)
-    assert [p.name for p in (tmp_path / "out").iterdir()] == [SINGLE]
-    written = load_file(tmp_path / "out" / SINGLE)
-    assert written["turned"].tolist() == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
-    assert written["part"].tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-@pytest.mark.parametrize("shard_bytes", [4 * 2**30, 150_000])
-def test_transformers_loads_what_is_written(
-    saved: tuple[Path, dict[str, Tensor]], tmp_path: Path, shard_bytes: int
-) -> None:
-    source, tensors = saved
-    writer = HFWriter(tmp_path / "out", shard_bytes)
-    for name, tensor in tensors.items():
-        writer.add(name, tensor)
-    writer.close(source)
-    assert (tmp_path / "out" / INDEX).is_file() == (shard_bytes < 2**20)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True).state_dict()
-    assert torch.equal(loaded.pop("lm_head.weight"), tensors["model.embed_tokens.weight"])
-    assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-
-
+# ---------------------------------------------------------------------------------------------------------- companions
 def test_config_and_tokenizer_travel_along_and_nothing_else(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    expected = {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
+    model, tokenizer, target = (tmp_path / name for name in ("model", "tokenizer", "target"))
+    for directory in (model, tokenizer, target):
+        directory.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "dtype": "float32"}')
+    for name in ("generation_config.json", "pytorch_model.bin", "README.md", "modeling_custom.py", INDEX):
+        (model / name).write_text(f"model {name}")
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "config.json"):
+        (tokenizer / name).write_text(f"tokenizer {name}")
+    copy_companions([model, tokenizer], target, torch.bfloat16)
+    assert {p.name: p.read_text() for p in target.iterdir() if p.name != "config.json"} == {
+        "generation_config.json": "model generation_config.json",
+        "tokenizer.json": "tokenizer tokenizer.json",
+        "chat_template.jinja": "tokenizer chat_template.jinja",
     }
-    assert expected < set(COMPANIONS)
-    for name in (*expected, "pytorch_model.bin", "README.md", "modeling_custom.py", INDEX):
-        (source / name).write_text(f"this is {name}")
-    writer = HFWriter(tmp_path / "out")
-    writer.add("x", torch.zeros(1))
-    writer.close(source)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == expected | {SINGLE}
-    assert all((tmp_path / "out" / name).read_text() == f"this is {name}" for name in expected)
+    assert json.loads((target / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.sync import GatherBridge
-from rlhf_mcore.bridge.transfer import Gatherer, load, save
+from rlhf_mcore.bridge.transfer import Gatherer, load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
@@ -100,38 +100,3 @@ def test_a_sync_hands_every_tensor_and_the_version_to_the_engine() -> None:
     GatherBridge(gatherer(GEOMETRY, hf), engine).sync(7)  # type: ignore[arg-type]
     assert engine.version == 7 and engine.received.keys() == hf.keys()
     assert all(torch.equal(engine.received[name], hf[name]) for name in hf)
-
-
-@pytest.mark.usefixtures("world")
-def test_a_saved_directory_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    hf = hf_tensors(GEOMETRY)
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    target = tmp_path / "run" / "actor"
-    (tmp_path / "run" / ".actor.partial").mkdir(parents=True)  # what a killed save leaves behind
-    (tmp_path / "run" / ".actor.partial" / "junk").write_text("")
-    target.mkdir()
-    (target / "model-00001-of-00009.safetensors").write_text("an older save")
-    save(gatherer(GEOMETRY, hf), target, str(source))
-    assert {p.name for p in target.iterdir()} == {"config.json", "model.safetensors"}
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["actor"]
-    written = load_file(target / "model.safetensors")
-    assert written.keys() == hf.keys() and all(torch.equal(written[name], hf[name]) for name in hf)
-
-
-@pytest.mark.usefixtures("world")
-def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path) -> None:
-    hf = hf_tensors(GEOMETRY)
-    target = tmp_path / "actor"
-    target.mkdir()
-    (target / "kept").write_text("")
-
-    class Broken:
-        def __iter__(self) -> object:
-            yield "model.norm.weight", hf["model.norm.weight"]
-            raise OSError("no space left on device")
-
-    with pytest.raises(OSError, match="no space left"):
-        save(Broken(), target, str(tmp_path))  # type: ignore[arg-type]
-    assert [p.name for p in target.iterdir()] == ["kept"]

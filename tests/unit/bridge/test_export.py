@@ -1,0 +1,82 @@
+"""Writing a Hugging Face directory through the planner: one rank here, many in the distributed tier."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rlhf_mcore.bridge import export
+from rlhf_mcore.bridge.export import Exporter, cut_into_shards
+from rlhf_mcore.bridge.hf_files import INDEX, SINGLE
+from rlhf_mcore.types import LocalParameter, Shard
+from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
+from tests.unit.bridge.test_transfer import GEOMETRY
+
+
+def float_tensors() -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in hf_tensors(GEOMETRY).items()}
+
+
+def exporter(hf: dict[str, torch.Tensor], source: Path, **settings: int) -> Exporter:
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text('{"dtype": "bfloat16"}')
+    parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
+    return Exporter(parameters, GEOMETRY, [str(source)], **{"bucket_bytes": 100, **settings})
+
+
+def test_tensors_share_files_up_to_the_limit_and_ranks_share_the_bytes() -> None:
+    sizes = {"a": 40, "b": 40, "c": 40, "large": 200, "d": 10}
+    shards = cut_into_shards(sizes, num_ranks=2, shard_bytes=100)
+    assert [shard.tensors for shard in shards] == [("a", "b"), ("c",), ("large",), ("d",)]
+    assert [shard.name for shard in shards] == [f"model-0000{k}-of-00004.safetensors" for k in (1, 2, 3, 4)]
+    # 200 to rank 0; then 80, 40 and 10, all to rank 1, which stays behind.
+    assert [shard.rank for shard in shards] == [1, 1, 0, 1]
+    assert [(s.name, s.rank) for s in cut_into_shards(sizes, 4, 1000)] == [(SINGLE, 0)]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("shard_bytes", [10**9, 1000])
+def test_what_is_written_is_what_was_held(tmp_path: Path, shard_bytes: int) -> None:
+    hf = float_tensors()
+    target = tmp_path / "run" / "actor"
+    (tmp_path / "run" / ".actor.partial").mkdir(parents=True)  # what a killed save leaves behind
+    (tmp_path / "run" / ".actor.partial" / "junk").write_text("")
+    target.mkdir()
+    (target / "model-00001-of-00009.safetensors").write_text("an older save")
+    exporter(hf, tmp_path / "source", shard_bytes=shard_bytes).save(target)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["actor"]
+    files = {p.name: load_file(p) for p in target.glob("*.safetensors")}
+    if shard_bytes == 1000:
+        index = json.loads((target / INDEX).read_text())
+        assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in hf.values())
+        assert len(files) > 2
+    else:
+        assert {p.name for p in target.iterdir()} == {"config.json", SINGLE}
+    written = {name: tensor for held in files.values() for name, tensor in held.items()}
+    assert written.keys() == hf.keys() and all(torch.equal(written[name], hf[name]) for name in hf)
+    for name in files:
+        with safe_open(target / name, framework="pt") as handle:
+            assert handle.metadata() == {"format": "pt"}
+    assert json.loads((target / "config.json").read_text()) == {"dtype": "float32"}
+
+
+@pytest.mark.usefixtures("world")
+def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "actor"
+    target.mkdir()
+    (target / "kept").write_text("")
+    made = exporter(float_tensors(), tmp_path / "source")
+
+    def full(file: int, data: object, offset: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        made.save(target)
+    assert [p.name for p in target.iterdir()] == ["kept"]
