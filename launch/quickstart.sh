@@ -23,4 +23,5 @@ else
 fi
 
 heading "quickstart: GRPO"
-exec "$venv/bin/rlhf-mcore" train configs/quickstart/grpo.yaml "$@"
+"$venv/bin/rlhf-mcore" train configs/quickstart/grpo.yaml "$@"
+say "try next        .venv/bin/rlhf-mcore train configs/quickstart/grpo.yaml experiment=pipeline actor.layout.tp=1 actor.layout.pp=2"

@@ -91,6 +91,7 @@ def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord
         return record
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
     directory.write_config(to_yaml(cfg))
+    earlier = directory.set_aside_metrics()
     trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]
     if cfg.logging.tensorboard:
         trackers.append(TensorboardTracker(directory.tensorboard_path))
@@ -98,6 +99,8 @@ def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord
     record.tracker = stack.enter_context(closing(MultiTracker(trackers)))
     title = f"{cfg.project} / {cfg.experiment}"
     record.console = stack.enter_context(Console(cfg.logging.console, cfg.trainer.num_steps, title))
+    if earlier is not None:
+        record.console.note(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     return record
 
 

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import weakref
+from itertools import count
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
@@ -68,6 +69,13 @@ class RunDirectory:
     def write_config(self, yaml_text: str) -> None:
         """Write ``config.yaml``, whole or not at all."""
         write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"))
+
+    def set_aside_metrics(self) -> Path | None:
+        """Move the metrics of an earlier run out of the way, to ``metrics.<n>.jsonl``; returns where they went."""
+        if not self.metrics_path.exists():
+            return None
+        number = next(n for n in count(1) if not (self.path / f"metrics.{n}.jsonl").exists())
+        return self.metrics_path.rename(self.path / f"metrics.{number}.jsonl")
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""

@@ -74,3 +74,15 @@ def test_names_that_lead_elsewhere_are_refused(project: str, experiment: str, tm
     with pytest.raises(ConfigError, match="must name a directory inside output_dir"):
         RunDirectory.create(str(tmp_path / "out"), project, experiment)
     assert not list(tmp_path.iterdir())
+
+
+def test_metrics_of_earlier_runs_are_kept_apart(tmp_path: Path) -> None:
+    directory = RunDirectory.create(str(tmp_path), "p", "e")
+    assert directory.set_aside_metrics() is None
+    for text in ("first", "second"):
+        directory.metrics_path.write_text(text)
+        directory.set_aside_metrics()
+    assert (directory.path / "metrics.1.jsonl").read_text() == "first"
+    assert (directory.path / "metrics.2.jsonl").read_text() == "second"
+    assert not directory.metrics_path.exists()
+    directory.close()
