@@ -39,6 +39,7 @@ EXTRAS_REQUIRE = {
     "dev": [
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md
+        "mbridge==0.15.1",  # an independent map of weights, which tests compare ours with
         "mypy",
         "pytest",
         "pytest-timeout",  # a hanging collective fails its test
