@@ -13,7 +13,8 @@ def default_world_size(cfg: Config) -> int:
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
     layout = cfg.actor.layout
-    return math.lcm(layout.tp * layout.pp * layout.cp, cfg.rollout.layout.tp)
+    experts = (layout.tp if layout.etp is None else layout.etp) * layout.ep * layout.pp
+    return math.lcm(layout.tp * layout.pp * layout.cp, experts, cfg.rollout.layout.tp)
 
 
 def updates_per_run(cfg: Config) -> int:

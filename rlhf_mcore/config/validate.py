@@ -282,6 +282,8 @@ def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
             f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_size} of an expert of model.path; "
             f"choose a divisor of {shape.expert_size}"
         )
+    if shape.num_experts and cfg.rollout.engine == "hf":
+        yield "rollout.engine=hf does not take the experts of model.path one by one; set it to vllm"
     if 0 < shape.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
 

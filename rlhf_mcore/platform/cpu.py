@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhf_mcore.platform.base import Platform
 
@@ -95,9 +96,37 @@ class _View(ModuleType):
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules, P2P shapes, grad scaler
 
 
+def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
+    """As NCCL does it: ranks may have different numbers of rows, which gloo refuses."""
+    if len({len(output) for output in outputs}) == 1:
+        dist.all_gather(outputs, tensor, group=group)
+        return
+    padded = tensor.new_zeros(max(len(output) for output in outputs), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in outputs]
+    dist.all_gather(parts, padded, group=group)
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    """The same for the way back: the sum of all, of which a rank keeps its rows."""
+    total = torch.cat(inputs)
+    dist.all_reduce(total, group=group)
+    output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
+
+
+def _collective_names() -> dict[str, Any]:
+    """Replacements inside ``torch.distributed`` as Megatron-core sees it."""
+    return {
+        "all_gather": _all_gather,  # tokens of one expert, from the ranks among which it is cut (mappings.py)
+        "reduce_scatter": _reduce_scatter,  # and back
+    }
+
+
 def _torch_for_megatron() -> _View:
-    cuda = _View(torch.cuda, _cuda_names())
-    return _View(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
+    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, _collective_names())}
+    return _View(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

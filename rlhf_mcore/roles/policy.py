@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, TrainerCo
 from rlhf_mcore.data.collate import make_microbatches, restore_rows
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.optimizer import learning_rate, optimizer_step
-from rlhf_mcore.mcore.step import Metrics, broadcast_from_last_stage, forward_backward, forward_logprobs
+from rlhf_mcore.mcore.step import Metrics, broadcast_from_last_stage, forward_backward, forward_logprobs, load_balance
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.types import Microbatch, TrainBatch
 
@@ -33,9 +34,13 @@ class Policy:
     temperature: float
 
     def microbatches(self, batch: TrainBatch, rows: list[int], fields: Mapping[str, Tensor]) -> list[Microbatch]:
-        """Rows as this model's layout wants them: cut by tokens, padded for sequence parallelism, counted for its pipeline."""
+        """Rows as this model's layout wants them: cut by tokens, padded for sequence parallelism, counted for its pipeline.
+
+        Where experts are spread over data-parallel ranks these exchange tokens in every layer, so all run equally many.
+        """
         layout = self.model.groups.layout
-        return make_microbatches(
+        cut = partial(
+            make_microbatches,
             batch,
             rows,
             fields=fields,
@@ -44,6 +49,11 @@ class Policy:
             pad_multiple=layout.tp if layout.sequence_parallel else 1,
             multiple_of=layout.pp if layout.vpp else 1,
         )
+        made = cut()
+        if layout.ep == 1:
+            return made
+        most = int(reduce_sums({"count_max": float(len(made))}, self.model.groups.collection.dp)["count_max"])
+        return made if len(made) == most else cut(min_count=most)
 
     def compute_logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropy [B, T] fp32 in token layout, zero where nothing is predicted. Collective over the model."""
@@ -96,6 +106,8 @@ class Actor(Policy):
         updated, grad_norm = optimizer_step(self.model, self.optimizer, lr)
         self.num_updates += 1
         named = self._reduce(metrics, num_tokens=max(counts["tokens"], 1.0))
+        if self.model.aux_loss_coef:
+            named["loss/load_balance"] = load_balance(self.model)
         return {**named, "actor/grad_norm": grad_norm, "actor/lr": lr, "actor/skipped_updates": float(not updated)}
 
     def _fields(self, batch: TrainBatch, weights: Tensor) -> dict[str, Tensor]:

@@ -41,6 +41,22 @@ LAYOUTS = {
     "tp4_sp": (4, 1, None, True),
     "pp4": (1, 4, None, False),
 }
+# name -> (tp, pp, vpp, sequence parallel, ep, etp), for models with experts.
+MOE_LAYOUTS = {
+    "dp4": (1, 1, None, False, 1, None),
+    "ep2_dp4": (1, 1, None, False, 2, None),
+    "ep4_dp4": (1, 1, None, False, 4, None),
+    "ep2_etp2_dp4": (1, 1, None, False, 2, 2),
+    "tp2_sp_dp2": (2, 1, None, True, 1, None),
+    "tp2_sp_ep2_etp1_dp2": (2, 1, None, True, 2, 1),
+    "tp2_sp_ep2_dp2": (2, 1, None, True, 2, None),
+    "tp2_sp_ep4_etp1_dp2": (2, 1, None, True, 4, 1),
+    "tp4_sp_ep2_etp1": (4, 1, None, True, 2, 1),
+    "pp2_ep2_dp2": (1, 2, None, False, 2, None),
+    "pp2_vpp2_ep2_dp2": (1, 2, 2, False, 2, None),
+    "tp2_sp_pp2_ep2_etp1": (2, 2, None, True, 2, 1),
+    "tp2_sp_pp2": (2, 2, None, True, 1, None),
+}
 TEMPERATURE = 0.8
 VOCAB = 97
 
@@ -64,6 +80,15 @@ def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     if name not in cache:
         tp, pp, vpp, sp = LAYOUTS[name]
         cache[name] = build_groups(ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp))
+    return cache[name]
+
+
+def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
+    """The same for the layouts with experts."""
+    if name not in cache:
+        tp, pp, vpp, sp, ep, etp = MOE_LAYOUTS[name]
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, ep=ep, etp=etp)
+        cache[name] = build_groups(layout)
     return cache[name]
 
 
@@ -107,6 +132,7 @@ class Settings:
     recompute: RecomputeConfig | None = None
     algorithm: AlgorithmConfig | None = None
     optimizer: OptimizerConfig | None = None
+    aux_loss_coef: float = 0.0
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -117,7 +143,7 @@ def algorithm(aggregation: str = "token") -> AlgorithmConfig:
 
 def build(path: Path, groups: ModelGroups, platform: Platform, settings: Settings) -> tuple[MegatronModel, Actor]:
     spec = load_spec(path)
-    options = BuildOptions(settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0)
+    options = BuildOptions(settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0, settings.aux_loss_coef)
     model = build_model(spec, groups, platform, options)
     load(local_parameters(model), spec.geometry, HFReader(path))
     # A large eps keeps Adam's first step smooth in the gradient: without it rounding decides the sign of tiny ones.
@@ -129,7 +155,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
 
 def gatherer(model: MegatronModel) -> Gatherer:
     pgs = model.groups.collection
-    return Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp)
+    return Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
 
 
 def hf_logprobs(hf: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:

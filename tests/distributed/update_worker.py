@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
@@ -50,10 +52,9 @@ def main(directory: Path) -> None:
         if dist.get_rank() == 0:
             models.make(name, path)
             reference = models.make("llama" if name == "llama" else name, directory / f"{name}_reference", seed=7)
-            findings["oracle"][name], after = oracle(path, reference)
-            torch.save(after, directory / f"{name}_after.pt")  # noqa: TID251 (the test's own scratch file)
+            findings["oracle"][name] = oracle(path, reference, directory / f"{name}_after")
         dist.barrier()
-        after = torch.load(directory / f"{name}_after.pt")  # noqa: TID251
+        after = load_file(directory / f"{name}_after" / "model.safetensors")
         reference = load_hf(directory / f"{name}_reference")
         for layout in LAYOUTS:
             for cut, max_tokens in CUTS.items():
@@ -96,8 +97,9 @@ def update(
     batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
     fill(batch, actor, reference)
     metrics = actor.update(batch)
-    worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if name in after), default=0.0)
-    return {**metrics, "weights_diff": max(all_gather_json(worst)), "num_ranks_agree": float(len(set(all_gather_json(metrics["loss/total"]))))}
+    worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if after), default=0.0)
+    losses = all_gather_json(metrics["loss/total"])
+    return {**metrics, "weights_diff": max(all_gather_json(worst)), "num_ranks_agree": float(len(set(losses)))}
 
 
 def small_steps(path: Path, groups: ModelGroups, platform: Any, dtype: str, reference: torch.nn.Module) -> dict[str, Any]:
@@ -119,8 +121,13 @@ def small_steps(path: Path, groups: ModelGroups, platform: Any, dtype: str, refe
     }
 
 
-def oracle(path: Path, reference: torch.nn.Module) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The same update written down naively: autograd through transformers, row by row, and torch's AdamW."""
+def oracle(
+    path: Path, reference: torch.nn.Module, after: Path, extra: Callable[[torch.nn.Module], torch.Tensor] | None = None
+) -> dict[str, float]:
+    """The same update written down naively: autograd through transformers, row by row, and torch's AdamW.
+
+    ``extra`` is a loss of the model alone that is added. The new weights go to the directory ``after``.
+    """
     hf, all_rows, cfg = load_hf(path), rows(), algorithm()
     scores = torch.tensor([row.score for row in all_rows])
     advantages = group_relative(scores, torch.arange(len(all_rows)) // 2, normalize_std=True)
@@ -135,13 +142,15 @@ def oracle(path: Path, reference: torch.nn.Module) -> tuple[dict[str, float], di
         policy = -torch.minimum(ratio * advantage, clipped * advantage)
         k3 = torch.exp(ref - logprobs) - (ref - logprobs) - 1
         total = total + (policy - cfg.entropy_coef * entropy + cfg.kl.coef * k3).sum() / num_tokens
-    total.backward()
+    added = extra(hf) if extra is not None else torch.zeros(())
+    (total + added).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5))
     decayed = [p for p in hf.parameters() if p.dim() > 1]
     plain = [p for p in hf.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, betas=(0.9, 0.999)).step()
-    return {"loss": float(total), "grad_norm": norm}, dict(hf.state_dict())
+    hf.save_pretrained(after)
+    return {"loss": float(total), "extra": float(added), "grad_norm": norm}
 
 
 if __name__ == "__main__":

@@ -61,8 +61,11 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["actor.layout.tp=2", "trainer.world_size=3"], None, ["trainer.world_size=3", "actor.layout"]),
         (["rollout.layout.tp=2"], 3, ["processes=3", "rollout.layout.tp=2", "multiple of 2"]),
         (["actor.layout.cp=2"], 2, ["actor.layout.cp=2", "not supported yet"]),
-        (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "not supported yet"]),
-        (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "not supported yet"]),
+        (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "no experts", "set it to 1"]),
+        (["actor.layout.ep=0"], None, ["actor.layout.ep=0", "at least 1"]),
+        (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "actor.layout.tp=1", "null"]),
+        (["actor.moe.aux_loss_coef=0.1"], None, ["actor.moe.aux_loss_coef=0.1", "no experts", "0"]),
+        (["actor.moe.aux_loss_coef=-1"], None, ["actor.moe.aux_loss_coef=-1", "at least 0"]),
         (["actor.layout.vpp=2"], 1, ["actor.layout.vpp=2", "actor.layout.pp", "null"]),
         (["actor.layout.vpp=1", "actor.layout.pp=2"], 2, ["actor.layout.vpp=1", "at least 2"]),
         (["actor.layout.vpp=4", "actor.layout.pp=2"], 2, ["pp*vpp=8", "num_hidden_layers=4"]),
@@ -127,8 +130,6 @@ def test_the_tables_cover_the_schema() -> None:
     numbers = {key for key in leaf_keys() if KEYS[key] in (int, float, int | None, float | None)}
     assert numbers - RANGES.keys() == {
         "actor.layout.cp",
-        "actor.layout.ep",
-        "actor.layout.etp",
         "rollout.sampling.top_k",
     }
     assert RANGES.keys() <= numbers
@@ -227,6 +228,88 @@ def test_models_that_are_refused(workspace: Any, changes: dict[str, Any], word: 
 def test_models_that_are_accepted(workspace: Any, changes: dict[str, Any]) -> None:
     workspace.write_hf_config(**changes)
     assert check("data.max_prompt_tokens=100") == []
+
+
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "world_size"),
+    [
+        (QWEN_MOE, [], None),
+        (QWEN_MOE, ["actor.layout.ep=3"], None),
+        (QWEN_MOE | {"num_experts": None, "num_local_experts": 6}, ["actor.layout.ep=6", "actor.layout.pp=2"], 12),
+        (QWEN_MOE, ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "actor.layout.ep=2"], 4),
+        (
+            QWEN_MOE,
+            ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "actor.layout.ep=2", "actor.layout.etp=1"],
+            2,
+        ),
+        (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=2"], 4),
+        # No layer has the MLP that 8 does not divide; the experts' 40 it does.
+        (QWEN_MOE | {"intermediate_size": 100}, ["actor.layout.tp=8", "actor.layout.sequence_parallel=true"], 8),
+        (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
+        (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
+        (MIXTRAL, ["actor.layout.ep=2"], 2),
+    ],
+)
+def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], world_size: int | None) -> None:
+    workspace.write_hf_config(**model)
+    assert check(*overrides, world_size=world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "world_size", "words"),
+    [
+        (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "6 experts"]),
+        (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
+        (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
+        (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
+        (QWEN_MOE, ["rollout.engine=hf"], None, ["rollout.engine=hf", "vllm"]),
+        (QWEN_MOE, ["rollout.layout.tp=8"], 8, ["rollout.layout.tp=8", "6 experts"]),
+        (
+            QWEN_MOE | {"moe_intermediate_size": 41},
+            ["rollout.layout.tp=2"],
+            2,
+            ["rollout.layout.tp=2", "41 of an expert"],
+        ),
+        (
+            QWEN_MOE | {"intermediate_size": 98, "decoder_sparse_step": 2},
+            ["rollout.layout.tp=4"],
+            4,
+            ["rollout.layout.tp=4", "intermediate_size=98"],
+        ),
+        (QWEN_MOE | {"num_experts_per_tok": 7}, [], None, ["num_experts_per_tok=7", "num_experts=6"]),
+        (QWEN_MOE | {"num_experts_per_tok": 1}, [], None, ["num_experts_per_tok=1"]),
+        (QWEN_MOE | {"num_experts": None}, [], None, ["num_experts=None"]),
+        (QWEN_MOE | {"decoder_sparse_step": 0}, [], None, ["malformed", "decoder_sparse_step=0"]),
+        (QWEN_MOE | {"shared_expert_intermediate_size": 8}, [], None, ["shared_expert_intermediate_size"]),
+        (QWEN_MOE | {"attention_bias": True}, [], None, ["attention_bias"]),
+        (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": True}, [], None, ["sliding_window 512"]),
+        (MIXTRAL | {"sliding_window": 512}, [], None, ["sliding_window 512"]),
+    ],
+)
+def test_models_and_layouts_with_experts_that_are_refused(
+    workspace: Any, model: Any, overrides: list[str], world_size: int | None, words: list[str]
+) -> None:
+    workspace.write_hf_config(**model)
+    problem = only(check(*overrides, world_size=world_size))
+    assert all(word in problem for word in words), problem
+
+
+def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
+    workspace.write_hf_config(**QWEN_MOE)
+    workspace.write_hf_config("dense")
+    workspace.write("dense/model.safetensors", "")
+    problem = only(check("actor.layout.ep=2", "reference.path=dense", "algorithm.kl.coef=0.1", world_size=2))
+    assert "actor.layout.ep=2, but reference.path has no experts" in problem
 
 
 def test_yarn_stretches_the_positions(workspace: Any) -> None:
@@ -329,6 +412,8 @@ def test_an_unwritable_output_dir(workspace: Any, monkeypatch: pytest.MonkeyPatc
         ([], 1),
         (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
         (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
+        (["actor.layout.tp=2", "actor.layout.ep=3", "actor.layout.pp=2"], 12),
+        (["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=1"], 2),
         (["actor.layout.tp=2", "trainer.world_size=8"], 8),
     ],
 )

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import Shard
 
 SIZES = st.integers(1, 5)
 
@@ -49,3 +50,33 @@ def test_ranks_and_coordinates_are_inverse(tp: int, cp: int, dp: int, pp: int) -
 def test_a_world_that_the_layout_does_not_fill_is_refused() -> None:
     with pytest.raises(ValueError, match=r"world size 12 is not a multiple of tp 2 x pp 4 x cp 1 = 8"):
         ParallelLayout(12, tp=2, pp=4)
+    with pytest.raises(ValueError, match=r"6 ranks of a stage are not a multiple of etp 2 x ep 2"):
+        ParallelLayout(12, tp=2, pp=2, ep=2)
+    with pytest.raises(ValueError, match=r"etp 1 is not tp 2, which it must be while ep is 1"):
+        ParallelLayout(4, tp=2, etp=1)
+
+
+def test_experts_lie_on_a_grid_of_their_own_by_hand() -> None:
+    # Eight ranks, two stages. The model: TP2 DP2. The experts: EP4, uncut.
+    layout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
+    assert (layout.dp, layout.expert_tp, layout.expert_dp) == (2, 1, 1)
+    assert layout.expert_coordinates(6) == {"etp": 0, "ep": 2, "edp": 0, "pp": 1}
+    assert layout.shard_of("decoder.layers.3.mlp.experts.local_experts.0.linear_fc1.weight", 6) == Shard(0, 1, 2, 4)
+    assert layout.shard_of("decoder.layers.3.mlp.experts.linear_fc1.weight1", 6) == Shard(0, 1, 2, 4)
+    assert layout.shard_of("decoder.layers.3.mlp.router.weight", 6) == Shard(0, 2)
+    assert layout.shard_of("decoder.layers.3.mlp.linear_fc1.weight", 7) == Shard(1, 2)
+
+
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_the_grid_of_experts_is_megatrons(etp: int, ep: int, edp: int, pp: int) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    tp = etp if ep == 1 else 1
+    layout = ParallelLayout(etp * ep * edp * pp, tp=tp, pp=pp, ep=ep, etp=etp)
+    assert layout.expert_dp == edp
+    megatron = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    for ours, theirs in (("etp", "tp"), ("ep", "ep"), ("edp", "dp"), ("pp", "pp")):
+        for group in megatron.get_ranks(theirs):
+            places = [layout.expert_coordinates(rank) for rank in group]
+            assert [place.pop(ours) for place in places] == list(range(len(group)))
+            assert all(place == places[0] for place in places)

@@ -34,8 +34,9 @@ class Bigram:
     """What the role needs of a model, and functions in the place of mcore.step and mcore.optimizer."""
 
     table: Tensor = field(init=False)
-    layout: Any = field(default_factory=lambda: SimpleNamespace(tp=1, pp=1, vpp=None, sequence_parallel=False))
+    layout: Any = field(default_factory=lambda: SimpleNamespace(tp=1, pp=1, vpp=None, ep=1, sequence_parallel=False))
     is_last_stage: bool = True
+    aux_loss_coef: float = 0.0
     calls: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -287,13 +288,13 @@ def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Bigram) -> None
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_microbatches_suit_the_layout(bigram: Bigram, packing: bool) -> None:
-    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=2, sequence_parallel=True)
+    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=2, ep=1, sequence_parallel=True)
     which = Policy(bigram, TrainerConfig(max_tokens_per_microbatch=12, packing=packing), 1.0)  # type: ignore[arg-type]
     parts = which.microbatches(batch(), list(range(6)), {})
     assert len(parts) % 3 == 0  # an interleaved pipeline wants a multiple of its stages
     assert all(part.token_ids.size(1) % 4 == 0 for part in parts)  # sequence parallelism cuts tokens in four
     assert sorted(row for part in parts for row in part.rows) == list(range(6))
-    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=None, sequence_parallel=False)
+    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=None, ep=1, sequence_parallel=False)
     parts = which.microbatches(batch(), [0, 3], {})
     assert sum(part.token_ids.numel() for part in parts) >= sum(int(batch().lengths[row]) for row in (0, 3))
     assert sorted(row for part in parts for row in part.rows) == [0, 3]

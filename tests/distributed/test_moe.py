@@ -1,0 +1,77 @@
+"""Experts on four ranks, dealt and cut in every way that fits, say, keep and learn what they do in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import models
+from tests.distributed.moe_worker import BALANCED, CUTS, SAVED_LAYOUTS, UPDATED
+from tests.distributed.setting import MOE_LAYOUTS, load_hf
+from tests.distributed.world import run_world
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("moe")
+
+
+@pytest.fixture(scope="module")
+def findings(directory: Path) -> Any:
+    return run_world("moe_worker.py", 4, directory, timeout_s=900)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("model", models.MOE_MODELS)
+def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layout: str, kind: str) -> None:
+    logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
+    assert logprobs < 1e-5
+    assert entropy < 1e-4
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("model", models.MOE_MODELS)
+def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, layout: str) -> None:
+    assert findings["gather"][f"{model}/{layout}"] is True
+
+
+@pytest.mark.parametrize("layout", SAVED_LAYOUTS)
+@pytest.mark.parametrize("model", models.MOE_MODELS)
+def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Path, model: str, layout: str) -> None:
+    original = load_file(directory / model / "model.safetensors")
+    saved: dict[str, torch.Tensor] = {}
+    for shard in (directory / f"{model}_{layout}_saved").glob("*.safetensors"):
+        saved.update(load_file(shard))
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], original[name]) for name in original)
+    loaded, expected = load_hf(directory / f"{model}_{layout}_saved"), load_hf(directory / model)
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("model", UPDATED)
+def test_loss_gradient_and_new_weights_are_the_oracles(findings: Any, model: str, layout: str, cut: str) -> None:
+    found, oracle = findings["updates"][f"{model}/{layout}/{cut}"], findings["oracle"][model]
+    assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
+    assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
+    assert found["weights_diff"] < 1e-5
+    assert found["num_ranks_agree"] == 1
+    assert "loss/load_balance" not in found
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "recomputed"])
+@pytest.mark.parametrize("layout", BALANCED)
+def test_load_balancing_is_that_of_switch_transformers_on_every_layout(findings: Any, layout: str, kind: str) -> None:
+    found, plain = findings["balance"][f"{layout}/{kind}"], findings["oracle"]["qwen3_moe_mixed"]
+    oracle = findings["oracle"][f"balanced/{found['dp']}"]
+    assert abs(oracle["grad_norm"] - plain["grad_norm"]) > 1e-2 * plain["grad_norm"], "the loss must be felt"
+    assert found["loss/load_balance"] == pytest.approx(oracle["extra"], rel=1e-5)
+    assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
+    assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
+    assert found["weights_diff"] < 1e-5
