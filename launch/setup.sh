@@ -90,7 +90,8 @@ install() {
     install_torch
     heading "setup: locked dependencies (about 3 GB; minutes if they have to be downloaded)"
     hand_on_index_settings
-    uv_install --require-hashes -r "$root/requirements/cpu.lock"
+    # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
+    uv_install --compile-bytecode --require-hashes -r "$root/requirements/cpu.lock"
     heading "setup: rlhf_mcore"
     uv_install --no-build-isolation --editable "$root"
     rm -f "$unfinished"
