@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from types import ModuleType
@@ -10,6 +11,7 @@ import megatron.core
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 # What the package loads of Megatron is what gets redirected.
 import rlhf_mcore.mcore.model
@@ -75,6 +77,25 @@ def test_a_redirected_factory_is_used_by_megatron_on_cuda(name: str, sources: st
     assert any(on_cuda.search(call) for call in calls(name, sources)), (
         f"Megatron makes no torch.{name} on CUDA: take it out"
     )
+
+
+@pytest.mark.parametrize("name", sorted(cpu._collective_names()))
+def test_a_redirected_collective_is_used_by_megatron(name: str, sources: str) -> None:
+    assert re.search(rf"torch\.distributed\.{name}\(", sources), f"Megatron no longer uses {name}: take it out"
+
+
+def test_moving_tensors_to_the_host_is_still_only_for_tensors_on_cuda() -> None:
+    numbers = torch.tensor([2, 3])
+    original = inspect.getsource(moe_utils.maybe_move_tensor_to_cpu)
+    assert "tensor.is_cuda" in original and "as_numpy" in original
+    assert list(token_dispatcher.maybe_move_tensor_to_cpu(numbers, as_numpy=True)) == [2, 3]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(numbers) is numbers
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+
+def test_without_transformer_engine_routers_find_no_fused_product_of_it() -> None:
+    assert moe_utils.HAVE_TE or moe_utils.te_general_gemm is None
+    assert "te_general_gemm is not None" in inspect.getsource(moe_utils)
 
 
 def test_the_redirected_methods_and_functions_are_used_by_megatron(sources: str) -> None:

@@ -1,0 +1,105 @@
+"""The router's load-balancing loss on one rank, by hand; and what a model with experts is built of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters, unwrap
+from rlhf_mcore.mcore.moe import Router, routers
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import current_platform
+from tests.distributed.models import make
+
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a gloo world: the CPU platform only"),
+]
+
+
+@pytest.fixture(scope="module")
+def groups(world: None) -> ModelGroups:
+    return build_groups(ParallelLayout(1))
+
+
+def build(directory: Path, groups: ModelGroups, trainable: bool = True, **options: float) -> MegatronModel:
+    settings = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0, **options)
+    return build_model(load_spec(directory), groups, current_platform(), settings)
+
+
+@pytest.fixture
+def model(groups: ModelGroups, tmp_path: Path) -> MegatronModel:
+    make("qwen3_moe_mixed", tmp_path)
+    return build(tmp_path, groups, aux_loss_coef=0.1)
+
+
+def test_mixed_layers_have_a_router_each_or_a_dense_mlp(
+    model: MegatronModel, tmp_path: Path, groups: ModelGroups
+) -> None:
+    layers = unwrap(model.chunks[0]).decoder.layers
+    assert [isinstance(getattr(layer.mlp, "router", None), Router) for layer in layers] == [True, True, False, True]
+    assert model.aux_loss_coef == model.config.moe_aux_loss_coeff == 0.1
+    assert build(tmp_path, groups, trainable=False, aux_loss_coef=0.1).aux_loss_coef == 0.0
+
+
+def test_load_balance_by_hand(model: MegatronModel) -> None:
+    router = next(routers(model.chunks))
+    router.balance_weight, router.balance_sum = 0.5, 0.0
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    probs = torch.zeros(2, 4, requires_grad=True)
+    # Two tokens, four experts, each chosen once: 1 per token, the least there can be.
+    even = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
+    router._apply_aux_loss(probs, even, torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]))
+    assert float(router.balance_sum) == pytest.approx(2.0)
+    # Both choose the first two: f = (1/2, 1/2, 0, 0), sums of probabilities (1.2, 0.4, 0.2, 0.2): 4 * (0.6 + 0.2).
+    uneven = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1]], requires_grad=True)
+    out = router._apply_aux_loss(probs, uneven, torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]]))
+    assert float(router.balance_sum) == pytest.approx(2.0 + 3.2)
+    out.sum().backward()
+    assert torch.equal(uneven.grad, torch.tensor([[1.0, 1.0, 0.0, 0.0]] * 2))  # 0.5 * 4 * f
+    assert torch.equal(probs.grad, torch.ones(2, 4))
+
+
+def test_a_microbatch_of_padding_has_no_part_in_the_balance(model: MegatronModel) -> None:
+    router = next(routers(model.chunks))
+    router.balance_weight, router.balance_sum = 0.5, 0.0
+    scores = torch.zeros(3, 4, requires_grad=True)
+    router._apply_aux_loss(torch.zeros(3, 4), scores, torch.zeros(3, 4, dtype=torch.bool)).sum().backward()
+    assert float(router.balance_sum) == 0.0
+    assert torch.equal(scores.grad, torch.zeros(3, 4))
+
+
+def test_every_parameter_has_a_rule_and_every_tensor_an_owner(model: MegatronModel) -> None:
+    found, geometry = local_parameters(model), model.spec.geometry
+    held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
+    assert held == set(hf_shapes(geometry))
+
+
+def test_a_buffer_that_belongs_to_the_state_is_not_left_behind_unseen(model: MegatronModel) -> None:
+    before = len(local_parameters(model))
+    router = next(routers(model.chunks))
+    del router.expert_bias  # None in these families; a buffer where a model has it
+    router.register_buffer("expert_bias", torch.zeros(4))
+    router.register_buffer("scratch", torch.zeros(4), persistent=False)
+    found = local_parameters(model)
+    assert len(found) == before + 1
+    added = next(p for p in found if p.name == "decoder.layers.0.mlp.router.expert_bias")
+    with pytest.raises(KeyError, match="no rule"):
+        pieces(added.name, model.spec.geometry, added.shard)
+
+
+@pytest.mark.parametrize(("name", "pre_softmax"), [("qwen3_moe", False), ("qwen3_moe_mixed", True), ("mixtral", False)])
+def test_router_settings(tmp_path: Path, groups: ModelGroups, name: str, pre_softmax: bool) -> None:
+    make(name, tmp_path)
+    config = build(tmp_path, groups).config
+    assert config.moe_router_pre_softmax is pre_softmax
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_router_dtype) == (4, 2, "fp32")
+    assert config.moe_ffn_hidden_size == (96 if name == "mixtral" else 48)
+    assert (config.moe_router_load_balancing_type, config.moe_grouped_gemm) == ("none", False)
