@@ -6,6 +6,7 @@ flight: at most 2 * depth * bucket.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,13 +59,21 @@ class Executor:
     def run(self, destinations: Destinations) -> None:
         """Transfer everything once. Collective over the ranks of the plan."""
         flying: deque[_InFlight] = deque()
-        for bucket in self._plan.buckets:
-            flying.append(self._launch(bucket))
-            self.peak_bytes = max(self.peak_bytes, sum(_buffer_bytes(flight) for flight in flying))
-            if len(flying) == self._depth:
-                self._land(flying.popleft(), destinations)
-        while flying:
-            self._land(flying.popleft(), destinations)
+        try:
+            for bucket in self._plan.buckets:
+                flying.append(self._launch(bucket))
+                self.peak_bytes = max(self.peak_bytes, sum(_buffer_bytes(flight) for flight in flying))
+                if len(flying) == self._depth:
+                    self._land(flying[0], destinations)
+                    flying.popleft()
+            while flying:
+                self._land(flying[0], destinations)
+                flying.popleft()
+        except BaseException:
+            # A message that is dropped while it is on the wire would break the connection for whatever comes next.
+            for flight in flying:
+                _settle(flight)
+            raise
 
     def _launch(self, bucket: Bucket) -> _InFlight:
         return self._post(bucket, bucket.phases[0], self._sources, tag=2 * bucket.index)
@@ -129,6 +138,13 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Many copies in one call; a dtype that differs is converted by the copy."""
     if to:
         torch._foreach_copy_(list(to), list(source))
+
+
+def _settle(flight: _InFlight) -> None:
+    """Wait until a bucket is off the wire, whatever became of it."""
+    for work in flight.works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
 
 
 def _buffer_bytes(flight: _InFlight) -> int:

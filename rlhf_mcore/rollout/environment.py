@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: vLLM logs as it likes
@@ -51,6 +53,37 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
     spared = ("LOCAL_WORLD_SIZE", "LD_PRELOAD")
     with _environment(local, spared), preserved_rng(), _quiet(), _preserved_torch(torch):
         yield
+
+
+@contextmanager
+def private_shared_memory() -> Iterator[None]:
+    """Around the construction of an engine: its shared memory gets a name of this job's own, and none stays behind.
+
+    vLLM's CPU build exchanges tensor-parallel parts through named shared memory. Under ``external_launcher`` (0.32) the names are
+    the same for every job of a machine: two jobs would write into each other's, and a killed one would keep the next from
+    starting. The names are removed as soon as all ranks have opened them; the memory lives as long as its mappings.
+    """
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    token = torch.tensor([secrets.randbits(62)])
+    dist.broadcast(token, 0)
+    original = _CPUSHMDistributed.make_group_name
+    segments: list[Path] = []
+
+    def make_group_name(communicator: Any) -> str:
+        name = f"rlhf_mcore-{int(token):x}-{original(communicator).strip('/-')}"
+        segments.append(Path("/dev/shm", f"{name}_{communicator.rank}"))
+        return name
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
 
 @contextmanager

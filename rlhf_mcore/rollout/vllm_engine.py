@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.rollout.environment import engine_start, preserved_rng
+from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory
 from rlhf_mcore.rollout.requests import (
     Completion,
     Request,
@@ -77,7 +77,7 @@ class VLLMEngine(VersionedWeights):
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep = False
         options = self._options(cfg, model_dir=model_dir, dtype=dtype, seed=seed)
-        with engine_start(rank, world_size, eager=not self._on_cuda):
+        with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options)
 
     def _options(self, cfg: RolloutConfig, *, model_dir: str, dtype: str, seed: int) -> dict[str, Any]:
