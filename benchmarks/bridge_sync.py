@@ -1,0 +1,290 @@
+"""Time of a sync: the planned bridge against the engine's own reload of ready tensors, and against two gathering paths.
+
+Four real processes, a real Megatron model, real vLLM engines. In one run and in turns (A B C D A B C D ...):
+
+- planned: ``PlannedBridge.sync``;
+- reload: ``load_weights`` of the engine, from full Hugging Face tensors that lie ready in memory. Nobody has to send anything: this
+  is what is left of a sync when the trainer's side is free;
+- gather: ``GatherBridge``, one tensor at a time;
+- bucketed: full tensors again, but many to a message, handed to ``load_weights``.
+
+Each with the engine as it comes (on a CPU its kernels read packed copies, which have to be made anew: "repacked") and with kernels
+that read the live parameters ("live"; a GPU's always do). Where the engine is one rank wide every rank needs every byte, so the plan
+cannot move fewer bytes than a gather does: there ``bytes_won`` must be 0.
+
+The figure is the largest median of planned / reload over the layouts TP2 PP2 -> TP2 and TP2 PP2 -> TP1, both models and both kinds of
+kernels. Wall seconds are those of the slowest rank, CPU seconds the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common import Timing, report, timed
+from rlhf_mcore.bridge.describe import describe_sources
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.regions import Piece, view
+from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.trace import keep_loading_layout
+from rlhf_mcore.bridge.transfer import Gatherer, load
+from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import Platform, current_platform
+from rlhf_mcore.protocols import RolloutEngine
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.types import LocalParameter, ModelGeometry
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = 4
+GOAL_CPU, GOAL_CUDA = 1.0, 0.5
+BUCKET_BYTES = 32 * 2**20
+SIZES = {
+    "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=1024),
+    "medium": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=8192),
+}
+# Width of the engines -> layouts (tp, pp) of the trainer. Figures come from TP2 PP2.
+LAYOUTS = {2: ((2, 2),), 1: ((2, 2), (4, 1))}
+CONTENDERS = ("planned", "reload", "gather", "bucketed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the small model, fewer rounds")
+    parser.add_argument("--rounds", type=int, help="how often each contender runs")
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # set for the ranks
+    args = parser.parse_args()
+    if args.directory is None:
+        sys.exit(start_ranks(sys.argv[1:]))
+    run(args.directory, args.quick, args.rounds or (5 if args.quick else 11))
+
+
+def start_ranks(arguments: list[str]) -> int:
+    """This script again, under torchrun. Returns its exit status."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with tempfile.TemporaryDirectory() as directory:
+        launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        worker = ["-m", "benchmarks.bridge_sync", *arguments, "--directory", directory]
+        return subprocess.run([sys.executable, *launcher, *worker], cwd=ROOT, env=environment, check=False).returncode
+
+
+def run(directory: Path, quick: bool, rounds: int) -> None:
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
+    dist.init_process_group(platform.collective_backend)
+    rows = []
+    for size in ("small",) if quick else tuple(SIZES):
+        path = directory / size
+        if dist.get_rank() == 0:
+            make_model(path, SIZES[size])
+        dist.barrier()
+        for engine_tp, layouts in LAYOUTS.items():
+            rows += measure_engine(Setup(platform, path, size, rounds), engine_tp, layouts)
+    if dist.get_rank() == 0:
+        ratio = max(row["ratios"]["planned/reload"]["median"] for row in rows if row["trainer"] == "TP2 PP2")
+        goal = GOAL_CUDA if platform.name == "cuda" else GOAL_CPU
+        measured = {"bucket_bytes": BUCKET_BYTES, "ranks": RANKS, "rounds": rounds, "rows": rows}
+        report("bridge_sync", measured, ratio=ratio, goal=goal, quick=quick)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all rows of one model share."""
+
+    platform: Platform
+    path: Path
+    size: str
+    rounds: int
+
+
+def make_model(path: Path, sizes: Mapping[str, int]) -> None:
+    """A Hugging Face directory with random weights and a tokenizer that nobody asks anything."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    shared = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=64)
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**shared, **sizes, tie_word_embeddings=False)).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(path)
+
+
+def measure_engine(setup: Setup, engine_tp: int, layouts: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """All rows of one engine: it is started once, as it comes first, then with live weights."""
+    cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=engine_tp), kv_cache_gib=0.02, gpu_memory_utilization=0.2)
+    path, dtype = str(setup.path), setup.platform.default_dtype
+    engine = build_engine(cfg, model_dir=path, tokenizer_dir=path, dtype=dtype, max_model_len=64, seed=0)
+    models = {(tp, pp): make_trainer(setup, tp, pp) for tp, pp in layouts}
+    rows = [measure(setup, engine_tp, layout, model, engine) for layout, model in models.items()]
+    if keep_loading_layout(engine.model):
+        rows += [measure(setup, engine_tp, layout, model, engine) for layout, model in models.items()]
+    engine.close()
+    return rows
+
+
+def make_trainer(setup: Setup, tp: int, pp: int) -> MegatronModel:
+    options = BuildOptions(setup.platform.default_dtype, "auto", RecomputeConfig(), True, False, 0)
+    groups = build_groups(ParallelLayout(RANKS, tp, pp))
+    spec = load_spec(setup.path)
+    model = build_model(spec, groups, setup.platform, options)
+    load(local_parameters(model), spec.geometry, HFReader(setup.path))
+    return model
+
+
+def measure(
+    setup: Setup, engine_tp: int, layout: tuple[int, int], model: MegatronModel, engine: RolloutEngine
+) -> dict[str, Any]:
+    """One layout: every contender once to warm up, checked by digests, then in turns."""
+    parameters, geometry, pgs = local_parameters(model), model.spec.geometry, model.groups.collection
+    planned = PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES)
+    PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES, verify="digest", poison=True).sync(0)
+    gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp)
+    bucketed = BucketedGatherer(parameters, geometry)
+    ready = {name: tensor.clone() for name, tensor in gatherer}
+    contenders: dict[str, Callable[[], object]] = {
+        "planned": partial(planned.sync, 1),
+        "reload": lambda: engine.load_weights(iter(ready.items()), version=1),
+        "gather": partial(GatherBridge(gatherer, engine).sync, 1),
+        "bucketed": lambda: engine.load_weights(iter(bucketed), version=1),
+    }
+    assert all(torch.equal(tensor, ready[name]) for name, tensor in bucketed)
+    for contender in contenders.values():
+        contender()
+    times = [{name: timed_world(contenders[name]) for name in CONTENDERS} for _ in range(setup.rounds)]
+    kernels = "repacked" if planned._map.repacked else "live"
+    row = {
+        "model": setup.size,
+        "parameters": sum(tensor.numel() for tensor in ready.values()),
+        "trainer": f"TP{layout[0]} PP{layout[1]}",
+        "rollout": f"TP{engine_tp}",
+        "kernels": kernels,
+        **bytes_moved(planned, ready, parameters),
+        **summary(times),
+    }
+    if dist.get_rank() == 0:
+        show(row)
+    return row
+
+
+def timed_world(action: Callable[[], object]) -> Timing:
+    """Wall seconds of the slowest rank, CPU seconds of all together. Collective."""
+    dist.barrier()
+    _, mine = timed(action)
+    every = all_gather_json([mine.wall_s, mine.cpu_s])
+    return Timing(max(wall for wall, _ in every), sum(cpu for _, cpu in every))
+
+
+def bytes_moved(planned: PlannedBridge, ready: Mapping[str, Tensor], parameters: list[LocalParameter]) -> dict[str, Any]:
+    """Bytes over the wire, summed over ranks: as planned, and as needed to give every rank every full tensor."""
+    full = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
+    held = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
+    moved = int(planned.plan.bytes().received.sum())
+    gathered = sum(full - one for one in all_gather_json(held))
+    return {"bytes_planned": moved, "bytes_gathered": gathered, "bytes_won": round(1 - moved / gathered, 4)}
+
+
+def summary(times: list[dict[str, Timing]]) -> dict[str, Any]:
+    """Medians per contender, and of the ratios within a round."""
+    ratios = {}
+    for first, second in (("planned", "reload"), ("planned", "gather"), ("planned", "bucketed"), ("gather", "reload")):
+        pairs = [one[first].wall_s / one[second].wall_s for one in times]
+        cpu = [one[first].cpu_s / one[second].cpu_s for one in times]
+        ratios[f"{first}/{second}"] = {
+            "median": round(statistics.median(pairs), 3),
+            "min": round(min(pairs), 3),
+            "max": round(max(pairs), 3),
+            "cpu_median": round(statistics.median(cpu), 3),
+        }
+    medians = {
+        name: {
+            "wall_s": round(statistics.median(one[name].wall_s for one in times), 5),
+            "cpu_s": round(statistics.median(one[name].cpu_s for one in times), 5),
+        }
+        for name in CONTENDERS
+    }
+    return {"seconds": medians, "ratios": ratios}
+
+
+def show(row: Mapping[str, Any]) -> None:
+    """One line, and for engines of one rank what has to be said."""
+    head = f"{row['model']} {row['parameters'] / 1e6:.1f}M {row['trainer']} -> {row['rollout']} {row['kernels']}"
+    ratios = "  ".join(
+        f"{name} {found['median']:.2f} [{found['min']:.2f} {found['max']:.2f}] cpu {found['cpu_median']:.2f}"
+        for name, found in row["ratios"].items()
+    )
+    print(f"{head}: {ratios}  bytes won {row['bytes_won']:.0%}", flush=True)
+    if row["rollout"] == "TP1":
+        print("  rollout TP1: every rank needs every byte, so nothing can be won over a gather", flush=True)
+
+
+class BucketedGatherer:
+    """Yields full tensors under Hugging Face names, many to a bucket: every rank sends its part of a bucket to all as one message.
+
+    For trainers without data parallelism or with equal tilings: of ranks that hold the same rectangle the first one sends it.
+    """
+
+    def __init__(self, parameters: list[LocalParameter], geometry: ModelGeometry):
+        self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
+        self._like = parameters[0].tensor
+        self._shapes = hf_shapes(geometry)
+        places = describe_sources(parameters, lambda p: pieces(p.name, geometry, p.shard))
+        by_name: dict[str, dict[tuple[int, ...], tuple[int, str, Piece]]] = defaultdict(dict)
+        for place in places:
+            for piece in place.pieces:
+                by_name[piece.hf_name].setdefault(piece.start, (min(place.ranks), place.buffer, piece))
+        self._senders = {name: list(found.values()) for name, found in by_name.items()}
+        self._buckets = self._cut(self._like.element_size())
+
+    def _cut(self, item_bytes: int) -> list[list[str]]:
+        buckets: list[list[str]] = [[]]
+        filled = 0
+        for name, shape in self._shapes.items():
+            size = torch.Size(shape).numel() * item_bytes
+            if buckets[-1] and filled + size > BUCKET_BYTES:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(name)
+            filled += size
+        return buckets
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for names in self._buckets:
+            full = {name: self._like.new_empty(self._shapes[name]) for name in names}
+            parts = [[s for name in names for s in self._senders[name] if s[0] == rank] for rank in range(RANKS)]
+            flats = [self._pack(rank, sent) for rank, sent in enumerate(parts)]
+            works = [dist.broadcast(flat, rank, async_op=True) for rank, flat in enumerate(flats)]
+            for work, flat, sent in zip(works, flats, parts, strict=True):
+                work.wait()
+                for (_, _, piece), part in zip(sent, flat.split([s[2].numel for s in sent]), strict=True):
+                    full[piece.hf_name][piece.slices] = part.view(piece.shape)
+            yield from full.items()
+
+    def _pack(self, rank: int, sent: list[tuple[int, str, Piece]]) -> Tensor:
+        if rank != dist.get_rank():
+            return self._like.new_empty(sum(piece.numel for _, _, piece in sent))
+        return torch.cat([view(self._tensors[buffer], piece).reshape(-1) for _, buffer, piece in sent] or [self._like[:0]])
+
+
+if __name__ == "__main__":
+    main()
