@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.trace import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer, load
@@ -118,6 +119,7 @@ def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
             dtype=dtype,
             max_model_len=cfg.rollout.max_model_len,
             seed=cfg.seed,
+            **({"hf_shapes": hf_shapes(models.actor.model.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
     record.timers.pop()
     return _trainer(cfg, data, models, engine, record)

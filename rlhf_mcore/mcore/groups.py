@@ -41,28 +41,49 @@ class ModelGroups:
         return dist.get_process_group_ranks(self.collection.pp)[-1]
 
 
-def build_groups(layout: ParallelLayout) -> ModelGroups:
-    """Create the process groups of a layout. Collective: every rank of the world calls it with the same layout."""
+class GroupPool:
+    """Process groups by the ranks that they join: axes with the same ranks share one group, also those of different models.
+
+    A group is not free: gloo runs threads for each that wake a hundred times a second, NCCL keeps buffers. The default group of the
+    process is never handed out, because Megatron's unbatched pipeline exchange relies on the pipeline's group being another one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+    def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
+        """This rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
+        key = tuple(sorted(map(tuple, _partition(enumeration))))
+        if key not in self._known:
+            self._known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in key])
+        named = {rank for ranks in enumeration for rank in ranks}
+        return self._known[key] if dist.get_rank() in named else None
+
+
+def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups:
+    """The process groups of a layout. Collective: every rank of the world calls it with the same layout and pool."""
+    pool = pool or GroupPool()
     grid = HyperCommGrid([layout.tp, layout.cp, layout.dp, layout.pp], ["tp", "cp", "dp", "pp"])
     pgs = ProcessGroupCollection()
-    for name in ("tp", "cp", "dp", "pp"):
-        setattr(pgs, name, grid.create_pg(name))
-    pgs.mp = grid.create_pg(["tp", "pp"]) if layout.cp == 1 else grid.create_pg(["tp", "cp", "pp"])
-    pgs.dp_cp = grid.create_pg(["dp", "cp"])
-    pgs.tp_cp = grid.create_pg(["tp", "cp"])
-    pgs.tp_dp_cp = grid.create_pg(["tp", "dp", "cp"])
-    # The norm of the gradient is taken over this group; None would mean the whole world, also for a model on a part of it.
-    pgs.intra_dist_opt = grid.create_pg(["tp", "cp", "dp", "pp"])
+    axes = {
+        "tp": "tp",
+        "cp": "cp",
+        "dp": "dp",
+        "pp": "pp",
+        "mp": ["tp", "cp", "pp"],
+        "dp_cp": ["dp", "cp"],
+        "tp_cp": ["tp", "cp"],
+        "tp_dp_cp": ["tp", "dp", "cp"],
+        # The norm of the gradient is taken over this group; None would mean the whole world, also for a model on a part of it.
+        "intra_dist_opt": ["tp", "cp", "dp", "pp"],
+    }
+    for name, dims in axes.items():
+        setattr(pgs, name, pool.group_of(grid.get_rank_enum(dims)))
     pipelines = grid.get_rank_enum("pp")
-    pgs.embd = _group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
-    pgs.pos_embd = _group_of([ranks[:1] for ranks in pipelines])
-    (_dense_expert_groups if layout.ep == 1 else _expert_groups)(pgs, layout)
+    pgs.embd = pool.group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
+    pgs.pos_embd = pool.group_of([ranks[:1] for ranks in pipelines])
+    (_dense_expert_groups if layout.ep == 1 else _expert_groups)(pgs, layout, pool)
     return ModelGroups(layout, pgs)
-
-
-def _group_of(enumeration: list[list[int]]) -> dist.ProcessGroup | None:
-    group, _ = dist.new_subgroups_by_enumeration(_partition(enumeration))
-    return group if dist.get_rank() in {rank for ranks in enumeration for rank in ranks} else None
 
 
 def _partition(enumeration: list[list[int]]) -> list[list[int]]:
@@ -71,19 +92,17 @@ def _partition(enumeration: list[list[int]]) -> list[list[int]]:
     return enumeration + [[rank] for rank in range(dist.get_world_size()) if rank not in named]
 
 
-def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout) -> None:
+def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
     """Expert groups without expert parallelism: experts are cut and replicated as the rest of the model."""
-    pgs.ep = _group_of([[rank] for rank in range(layout.world_size)])
+    pgs.ep = pool.group_of([[rank] for rank in range(layout.world_size)])
     pgs.expt_tp = pgs.tp
     pgs.tp_ep = pgs.tp
     pgs.tp_ep_pp = pgs.mp
     pgs.expt_dp = pgs.dp_cp
 
 
-def _expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout) -> None:
+def _expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
     grid = HyperCommGrid([layout.expert_tp, layout.ep, layout.expert_dp, layout.pp], ["tp", "ep", "dp", "pp"])
-    pgs.ep = grid.create_pg("ep")
-    pgs.expt_tp = grid.create_pg("tp")
-    pgs.tp_ep = grid.create_pg(["tp", "ep"])
-    pgs.tp_ep_pp = grid.create_pg(["tp", "ep", "pp"])
-    pgs.expt_dp = grid.create_pg("dp")
+    axes = {"ep": "ep", "expt_tp": "tp", "tp_ep": ["tp", "ep"], "tp_ep_pp": ["tp", "ep", "pp"], "expt_dp": "dp"}
+    for name, dims in axes.items():
+        setattr(pgs, name, pool.group_of(grid.get_rank_enum(dims)))

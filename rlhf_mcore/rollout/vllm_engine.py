@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,15 @@ class VLLMEngine(VersionedWeights):
     """
 
     def __init__(
-        self, cfg: RolloutConfig, *, model_dir: str, tokenizer_dir: str, dtype: str, max_model_len: int, seed: int
+        self,
+        cfg: RolloutConfig,
+        *,
+        model_dir: str,
+        tokenizer_dir: str,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        hf_shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Start the engine (seconds to a minute).
 
@@ -53,6 +61,8 @@ class VLLMEngine(VersionedWeights):
             dtype: "fp32", "bf16" or "fp16".
             max_model_len: most tokens of a prompt and its response together.
             seed: for what vLLM draws itself; responses are drawn from ``Sampling.seed``.
+            hf_shapes: names and shapes of the checkpoint's tensors, for ``load_weights`` to check; None asks transformers, which
+                knows experts by other names than checkpoints do.
 
         Raises:
             ConfigError: tp does not divide the world size, or a directory that cannot be used.
@@ -72,7 +82,9 @@ class VLLMEngine(VersionedWeights):
         self._max_model_len = max_model_len
         self._tokenizer = load_tokenizer(tokenizer_dir)
         self._stops = stop_token_ids(model_dir, self._tokenizer)
-        self._expected = ExpectedTensors.of_directory(model_dir)
+        self._expected = (
+            ExpectedTensors.of_directory(model_dir) if hf_shapes is None else ExpectedTensors.of_shapes(hf_shapes)
+        )
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep = False
@@ -280,6 +292,12 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         return names
 
     model.load_weights = recording
+    for module in model.modules():
+        if (
+            getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None
+            and current_platform().name == "cpu"
+        ):
+            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
     try:
         worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
     except BaseException:

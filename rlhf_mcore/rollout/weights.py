@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,11 @@ class ExpectedTensors:
 
     shapes: dict[str, tuple[int, ...]]
     groups: list[set[str]] = field(default_factory=list)
+
+    @classmethod
+    def of_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> ExpectedTensors:
+        """Every tensor of a checkpoint, each once."""
+        return cls(dict(shapes), [{name} for name in shapes])
 
     @classmethod
     def of_model(cls, model: torch.nn.Module) -> ExpectedTensors:

@@ -20,7 +20,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig,
 from rlhf_mcore.data.balance import balance  # noqa: E402
 from rlhf_mcore.data.collate import Row, make_train_batch  # noqa: E402
 from rlhf_mcore.mcore.families import load_spec  # noqa: E402
-from rlhf_mcore.mcore.groups import ModelGroups, build_groups  # noqa: E402
+from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters  # noqa: E402
 from rlhf_mcore.mcore.optimizer import build_optimizer  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
@@ -58,6 +58,7 @@ MOE_LAYOUTS = {
     "tp2_sp_pp2": (2, 2, None, True, 1, None),
 }
 TEMPERATURE = 0.8
+POOL = GroupPool()  # of the worker process
 VOCAB = 97
 
 
@@ -79,7 +80,8 @@ def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     """Groups are made once per layout: every gloo group costs sockets and threads."""
     if name not in cache:
         tp, pp, vpp, sp = LAYOUTS[name]
-        cache[name] = build_groups(ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp))
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp)
+        cache[name] = build_groups(layout, POOL)
     return cache[name]
 
 
@@ -88,7 +90,7 @@ def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     if name not in cache:
         tp, pp, vpp, sp, ep, etp = MOE_LAYOUTS[name]
         layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, ep=ep, etp=etp)
-        cache[name] = build_groups(layout)
+        cache[name] = build_groups(layout, POOL)
     return cache[name]
 
 
