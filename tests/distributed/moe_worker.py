@@ -29,7 +29,7 @@ from tests.distributed.setting import (
     rows,
     start,
 )
-from tests.distributed.update_worker import oracle, update
+from tests.distributed.update_worker import oracle, small_steps, update
 
 UPDATED = ("qwen3_moe_mixed", "mixtral")
 # Microbatches of one and of few rows; ranks have different numbers of them unless something is done about it.
@@ -42,7 +42,7 @@ BALANCED = ("dp4", "ep2_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_dp2", "pp2_ep2_dp2"
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"parity": {}, "gather": {}, "oracle": {}, "updates": {}, "balance": {}}
+    findings: dict[str, Any] = {"parity": {}, "gather": {}, "oracle": {}, "updates": {}, "balance": {}, "precision": {}}
     for name in models.MOE_MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -53,6 +53,9 @@ def main(directory: Path) -> None:
     for name in UPDATED:
         updates(name, directory, groups, platform, findings)
     balanced_updates("qwen3_moe_mixed", directory, groups, platform, findings)
+    for dtype in ("bf16", "fp16"):
+        mine, reference = moe_groups_of("tp2_sp_ep2_etp1_dp2", groups), load_hf(directory / "mixtral_reference")
+        findings["precision"][dtype] = small_steps(directory / "mixtral", mine, platform, dtype, reference)
     finish(findings, directory)
 
 

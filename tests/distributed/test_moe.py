@@ -75,3 +75,11 @@ def test_load_balancing_is_that_of_switch_transformers_on_every_layout(findings:
     assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
     assert found["weights_diff"] < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_small_steps_add_up_in_fp32_masters(findings: Any, dtype: str) -> None:
+    found = findings["precision"][dtype]
+    assert found["losses"][-1] < found["losses"][0]
+    assert 0 < found["grad_norm"] < float("inf")
+    assert found["skipped"] < 30
