@@ -36,7 +36,15 @@ UPDATED = ("qwen3_moe_mixed", "mixtral")
 CUTS = {"one/packed": (10_000, True), "many/packed": (24, True), "many/padded": (24, False)}
 SAVED_LAYOUTS = ("ep2_etp2_dp4", "tp2_sp_pp2_ep2_etp1")
 AUX_LOSS_COEF = 1.0  # far more than anybody would take, to be seen in the gradient
-BALANCED = ("dp4", "ep2_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_dp2", "pp2_ep2_dp2", "tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1")
+BALANCED = (
+    "dp4",
+    "ep2_dp4",
+    "tp2_sp_ep2_etp1_dp2",
+    "tp2_sp_dp2",
+    "pp2_ep2_dp2",
+    "tp2_sp_pp2_ep2_etp1",
+    "tp4_sp_ep2_etp1",
+)
 
 
 def main(directory: Path) -> None:
@@ -71,11 +79,15 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
             findings["parity"][key] = distances(actor, packing, expected)
         findings["gather"][f"{name}/{layout}"] = gathered_equals_file(model, path)
         if layout in SAVED_LAYOUTS:
-            exporter = Exporter(local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000)
+            exporter = Exporter(
+                local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
+            )
             exporter.save(directory / f"{name}_{layout}_saved")
 
 
-def updates(name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, findings: dict[str, Any]) -> None:
+def updates(
+    name: str, directory: Path, groups: dict[str, ModelGroups], platform: Any, findings: dict[str, Any]
+) -> None:
     path, reference = directory / name, load_hf(directory / f"{name}_reference")
     if dist.get_rank() == 0:
         findings["oracle"][name] = oracle(path, reference, directory / f"{name}_after")
@@ -118,7 +130,9 @@ def balance_loss(dp: int, hf: torch.nn.Module) -> torch.Tensor:
     total = torch.zeros(())
     for mine in balance(lengths, dp):
         by_row = [
-            hf(torch.tensor([all_rows[i].prompt_ids + all_rows[i].response_ids]), output_router_logits=True).router_logits
+            hf(
+                torch.tensor([all_rows[i].prompt_ids + all_rows[i].response_ids]), output_router_logits=True
+            ).router_logits
             for i in mine
         ]
         for layer in zip(*by_row, strict=True):

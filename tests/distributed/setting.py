@@ -139,13 +139,20 @@ class Settings:
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
     return AlgorithmConfig(
-        loss_aggregation=aggregation, constant_length=20, clip_low=0.1, clip_high=0.3, entropy_coef=0.02, kl=KLConfig(coef=0.05)
+        loss_aggregation=aggregation,
+        constant_length=20,
+        clip_low=0.1,
+        clip_high=0.3,
+        entropy_coef=0.02,
+        kl=KLConfig(coef=0.05),
     )
 
 
 def build(path: Path, groups: ModelGroups, platform: Platform, settings: Settings) -> tuple[MegatronModel, Actor]:
     spec = load_spec(path)
-    options = BuildOptions(settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0, settings.aux_loss_coef)
+    options = BuildOptions(
+        settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0, settings.aux_loss_coef
+    )
     model = build_model(spec, groups, platform, options)
     load(local_parameters(model), spec.geometry, HFReader(path))
     # A large eps keeps Adam's first step smooth in the gradient: without it rounding decides the sign of tiny ones.

@@ -61,7 +61,9 @@ def main(directory: Path) -> None:
                 for packing in (True, False):
                     key = f"{name}/{layout}/{cut}/{'packed' if packing else 'padded'}"
                     settings = Settings(max_tokens=max_tokens, packing=packing)
-                    findings["updates"][key] = update(path, groups_of(layout, groups), platform, settings, reference, after)
+                    findings["updates"][key] = update(
+                        path, groups_of(layout, groups), platform, settings, reference, after
+                    )
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)
@@ -90,7 +92,12 @@ def fill(batch: TrainBatch, actor: Actor, reference: torch.nn.Module, aggregatio
 
 
 def update(
-    path: Path, groups: ModelGroups, platform: Any, settings: Settings, reference: torch.nn.Module, after: dict[str, torch.Tensor]
+    path: Path,
+    groups: ModelGroups,
+    platform: Any,
+    settings: Settings,
+    reference: torch.nn.Module,
+    after: dict[str, torch.Tensor],
 ) -> dict[str, float]:
     """One update; returns its metrics and the largest difference of a weight from the oracle's."""
     model, actor = build(path, groups, platform, settings)
@@ -102,7 +109,9 @@ def update(
     return {**metrics, "weights_diff": max(all_gather_json(worst)), "num_ranks_agree": float(len(set(losses)))}
 
 
-def small_steps(path: Path, groups: ModelGroups, platform: Any, dtype: str, reference: torch.nn.Module) -> dict[str, Any]:
+def small_steps(
+    path: Path, groups: ModelGroups, platform: Any, dtype: str, reference: torch.nn.Module
+) -> dict[str, Any]:
     """Steps far below the resolution of the 16-bit weights: they must add up in the fp32 masters."""
     settings = Settings(dtype=dtype, max_tokens=64, optimizer=OptimizerConfig(lr=2e-5, eps=1e-8, clip_grad=1.0))
     model, actor = build(path, groups, platform, settings)
