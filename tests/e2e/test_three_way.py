@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.setting import LAYOUTS
 from tests.distributed.world import run_world
-from tests.e2e.three_way_worker import ENGINE_TP
+from tests.e2e.three_way_worker import ENGINE_TP, LIVE
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +20,11 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("model", ENGINE_TP)
 def test_engine_trainer_and_transformers_agree(findings: Any, model: str, layout: str) -> None:
     found = findings[f"{model}/{layout}"]
-    for bridge in ("gather_", ""):
+    for bridge in ("",) if model in LIVE else ("gather_", ""):
         assert found[f"{bridge}trainer"] < 1e-4
         assert found[f"{bridge}transformers"] < 1e-4
-        assert found[f"{bridge}num_trajectories"] == 12
-    assert found["gather_version"] == 2 * list(LAYOUTS).index(layout)
-    assert found["version"] == found["gather_version"] + 1
+        assert found[f"{bridge}num_trajectories"] == 8
+    assert found["version"] == 2 * list(LAYOUTS).index(layout) + 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -36,7 +35,8 @@ def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, mo
     assert found["live"] == 1
     assert found["num_buckets"] > 3, "buckets must be smaller than the model"
     assert found["excess_bytes"] == 0
-    assert 0 < found["peak_share"] <= 1
+    assert found["peak_share"] <= 1
+    assert (found["peak_share"] > 0) == (found["received_bytes"] > 0)
 
 
 def test_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:

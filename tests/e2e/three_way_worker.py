@@ -47,7 +47,7 @@ def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
     findings: dict[str, Any] = {}
-    prompts = [Prompt(f"p{i}", i, row.prompt_ids, "") for i, row in enumerate(rows(count=6))]
+    prompts = [Prompt(f"p{i}", i, row.prompt_ids, "") for i, row in enumerate(rows(count=4))]
     for name, tp in ENGINE_TP.items():
         path = directory / name
         if dist.get_rank() == 0:
@@ -62,9 +62,12 @@ def main(directory: Path) -> None:
         for number, layout in enumerate(LAYOUTS):
             model, actor = build(path, groups_of(layout, groups), platform, Settings())
             GatherBridge(gatherer(model), engine).sync(2 * number)
-            found = {f"gather_{k}": v for k, v in compare(engine, actor, prompts, path, step=number).items()}
             before = live_tensors(engine)
-            found |= planned(model, engine, 2 * number + 1)
+            found = planned(model, engine, 2 * number + 1)
+            if not is_live:  # packed weights cannot be looked at: both bridges have to show in what is generated
+                GatherBridge(gatherer(model), engine).sync(2 * number)
+                found |= {f"gather_{k}": v for k, v in compare(engine, actor, prompts, path, step=number).items()}
+                planned(model, engine, 2 * number + 1)
             found |= compare(engine, actor, prompts, path, step=number)
             found["live"] = float(min(all_gather_json(len(before))) > 0)
             found["equal"] = float(all(all_gather_json(same(before, live_tensors(engine)))))
@@ -174,7 +177,7 @@ def tampered(bridge: PlannedBridge) -> str:
 
 def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: int) -> dict[str, float]:
     """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
-    sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=12, seed=3)
+    sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
     rollouts = generate(engine, prompts, sampling, step=step)
     pgs = actor.model.groups.collection
     exchange = Exchange(pgs.dp.rank(), pgs.dp.size(), sampling.n, len(prompts), pad_token_id=0)

@@ -1,0 +1,117 @@
+"""The command line as a user has it: a small model, a few steps, and everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 2
+RUNS = {
+    # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, a reference in the loss.
+    "vllm": ["bridge.verify=digest", "algorithm.kl.coef=0.01", "checkpoint.save_steps=1"],
+    # A pipeline, the transformers engine, the plain bridge, KL in the reward, Dr. GRPO, padded microbatches.
+    "hf": [
+        "actor.layout.tp=1",
+        "actor.layout.pp=2",
+        "rollout.engine=hf",
+        "bridge.method=gather",
+        "algorithm=dr_grpo",
+        "algorithm.kl.coef=0.01",
+        "algorithm.kl.placement=reward",
+        "trainer.packing=false",
+    ],
+}
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("train")
+    tool = str(ROOT / "tools" / "make_quickstart.py")
+    made = run(directory, tool, "--fit-steps", "3", "--num-layers", "2", "--num-eval", "12", "--threads", "1")
+    assert made.returncode == 0, made.stderr
+    return directory
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def finished(request: pytest.FixtureRequest, workspace: Path) -> tuple[str, Path, str]:
+    name = str(request.param)
+    config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+    small = [
+        f"trainer.num_steps={STEPS}",
+        "trainer.prompts_per_step=4",
+        "trainer.minibatch_size=2",
+        "rollout.sampling.n=4",
+    ]
+    done = run(workspace, "-m", "rlhf_mcore.cli.main", "train", config, f"experiment={name}", *small, *RUNS[name])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return name, workspace / "outputs" / "quickstart" / name, done.stdout
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_printed(finished: tuple[str, Path, str]) -> None:
+    _, _, output = finished
+    assert f"step {STEPS}/{STEPS}" in output
+    assert "held-out accuracy" in output
+    assert "latest/actor" in output
+    assert "Traceback" not in output and "Warning" not in output
+
+
+def test_metrics(finished: tuple[str, Path, str]) -> None:
+    _, directory, _ = finished
+    metrics = lines(directory / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert 0 <= row["rollout/logprob_diff_mean"] <= row["rollout/logprob_diff_max"]
+        assert 0 <= row["reward/mean"] <= 1
+        assert row["actor/grad_norm"] >= 0 and row["actor/skipped_updates"] == 0
+        assert row["timing/update_s"] > 0 and row["timing/sync_s"] > 0
+    assert {"evaluate/accuracy", "evaluate/reward"} <= metrics[0].keys() & metrics[-1].keys()
+    # One of two samples per prompt may differ; the policy has moved a little from its reference after the first update.
+    assert any(key in metrics[2] for key in ("loss/kl", "reward/kl"))
+
+
+def test_rollouts_and_the_resolved_config(finished: tuple[str, Path, str]) -> None:
+    name, directory, _ = finished
+    rollouts = lines(directory / "rollouts" / "step-000001.jsonl")
+    assert len(rollouts) == 16
+    assert {row["sample"] for row in rollouts} == {0, 1, 2, 3}
+    assert all(row["policy_version"] == 0 and row["finish_reason"] in ("stop", "length") for row in rollouts)
+    assert "prompts_per_step: 4" in (directory / "config.yaml").read_text()
+    assert ("engine: hf" in (directory / "config.yaml").read_text()) == (name == "hf")
+    assert list((directory / "tensorboard").glob("events.*"))
+
+
+def test_the_trained_model_is_a_hugging_face_directory(finished: tuple[str, Path, str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name, directory, _ = finished
+    assert (directory / "latest").readlink() == Path(f"checkpoint-{STEPS}")
+    assert (directory / "checkpoint-1").exists() == (name == "vllm")
+    trained = directory / "latest" / "actor"
+    assert AutoTokenizer.from_pretrained(trained).eos_token == "<|end|>"
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    assert sum(p.numel() for p in model.parameters()) > 100_000
