@@ -80,7 +80,12 @@ def main() -> None:
 
 def start_ranks(arguments: list[str]) -> int:
     """This script again, under torchrun. Returns its exit status."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     with tempfile.TemporaryDirectory() as directory:
         launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         worker = ["-m", "benchmarks.bridge_sync", *arguments, "--directory", directory]
@@ -195,7 +200,9 @@ def timed_world(action: Callable[[], object]) -> Timing:
     return Timing(max(wall for wall, _ in every), sum(cpu for _, cpu in every))
 
 
-def bytes_moved(planned: PlannedBridge, ready: Mapping[str, Tensor], parameters: list[LocalParameter]) -> dict[str, Any]:
+def bytes_moved(
+    planned: PlannedBridge, ready: Mapping[str, Tensor], parameters: list[LocalParameter]
+) -> dict[str, Any]:
     """Bytes over the wire, summed over ranks: as planned, and as needed to give every rank every full tensor."""
     full = sum(tensor.numel() * tensor.element_size() for tensor in ready.values())
     held = sum(parameter.tensor.numel() * parameter.tensor.element_size() for parameter in parameters)
@@ -283,7 +290,9 @@ class BucketedGatherer:
     def _pack(self, rank: int, sent: list[tuple[int, str, Piece]]) -> Tensor:
         if rank != dist.get_rank():
             return self._like.new_empty(sum(piece.numel for _, _, piece in sent))
-        return torch.cat([view(self._tensors[buffer], piece).reshape(-1) for _, buffer, piece in sent] or [self._like[:0]])
+        return torch.cat(
+            [view(self._tensors[buffer], piece).reshape(-1) for _, buffer, piece in sent] or [self._like[:0]]
+        )
 
 
 if __name__ == "__main__":

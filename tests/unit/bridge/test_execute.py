@@ -1,0 +1,232 @@
+"""Plans carried out by four ranks that are threads, over a wire that delivers as late as it may."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge import execute
+from rlhf_mcore.bridge.execute import Executor
+from rlhf_mcore.bridge.places import Place
+from rlhf_mcore.bridge.plan import Plan, build_plan
+from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.bridge.rules import hf_shapes
+from rlhf_mcore.bridge.sources import spread_order, stage_names, trainer_places
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import ModelGeometry
+
+RANKS, BUCKET = 4, 256
+GEOMETRY = ModelGeometry("qwen3", 4, 4, 4, 2, 2, 8, 16, False)
+SHAPES = hf_shapes(GEOMETRY)
+DTYPES = {name: torch.float64 if "norm" in name else torch.float32 for name in SHAPES}
+
+
+class Wire:
+    """Point-to-point messages between threads. A message is read when its receiver waits: a buffer filled anew before shows."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        self._lock, self._here = threading.Lock(), threading.local()
+
+    def run(self, body: Callable[[int], None]) -> None:
+        def enter(rank: int) -> None:
+            self._here.rank = rank
+            body(rank)
+
+        with ThreadPoolExecutor(RANKS) as pool:
+            list(pool.map(enter, range(RANKS)))
+
+    def namespace(self) -> SimpleNamespace:
+        """What ``execute`` asks of torch.distributed."""
+
+        def make(kind: str, tensor: Tensor, peer: int, tag: int) -> tuple[str, Tensor, int, int]:
+            return kind, tensor, peer, tag
+
+        return SimpleNamespace(P2POp=make, isend="send", irecv="receive", batch_isend_irecv=self._post, Work=object)
+
+    def _post(self, operations: list[tuple[str, Tensor, int, int]]) -> list[Any]:
+        sends, receives = [], []
+        for kind, tensor, peer, tag in operations:
+            ends = (self._here.rank, peer) if kind == "send" else (peer, self._here.rank)
+            with self._lock:
+                box = self._boxes[(*ends, tag)]
+            if kind == "send":
+                arrived = threading.Event()
+                box.put((tensor, arrived))
+                sends.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(5)))
+            else:
+                receives.append(SimpleNamespace(wait=lambda box=box, tensor=tensor: _receive(box, tensor)))
+        return receives + sends  # two ranks that waited for their sends first would wait for each other
+
+
+def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
+    sent, arrived = box.get(timeout=5)
+    assert sent.shape == tensor.shape
+    tensor.copy_(sent)
+    arrived.set()
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    made = Wire()
+    monkeypatch.setattr(execute, "dist", made.namespace())
+    yield made
+
+
+@dataclass(slots=True)
+class Landing:
+    """Destinations that are there all the time."""
+
+    flats: dict[str, Tensor]
+    fails_at: int = -1
+    closed: list[int] = field(default_factory=list)
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        if bucket == self.fails_at:
+            raise OSError("no")
+        return self.flats
+
+    def close(self, bucket: int) -> None:
+        self.closed.append(bucket)
+
+
+def held(tp: int, pp: int) -> list[Place]:
+    return trainer_places(stage_names(GEOMETRY, pp, fused_norms=False), GEOMETRY, ParallelLayout(RANKS, tp=tp, pp=pp))
+
+
+def needed(parts: int) -> list[Place]:
+    """``parts`` consecutive ranks share every matrix by its columns; vectors are whole on each. One buffer per rank."""
+    places = []
+    for part in range(parts):
+        pieces, offset = [], 0
+        for name, shape in SHAPES.items():
+            width = shape[-1] // parts if len(shape) == 2 else shape[-1]
+            start = (0, part * width) if len(shape) == 2 else (0,)
+            cut = (*shape[:-1], width)
+            pieces.append(Piece(name, start, cut, offset, (width, 1)[-len(shape) :]))
+            offset += torch.Size(cut).numel()
+        places.append(Place(f"part{part}", tuple(pieces), tuple(range(part, RANKS, parts)), offset))
+    return places
+
+
+def tensors_of(places: list[Place], rank: int) -> dict[str, Tensor]:
+    """This rank's buffers, empty; float64 holds both dtypes of the wire exactly."""
+    sizes = {place.buffer: sum(piece.numel for piece in place.pieces) for place in places if rank in place.ranks}
+    # Sources hold one tensor each, so they have its dtype; a destination of many has the widest.
+    kinds = {place.buffer: {DTYPES[piece.hf_name] for piece in place.pieces} for place in places if rank in place.ranks}
+    return {
+        name: torch.zeros(size, dtype=kinds[name].pop() if len(kinds[name]) == 1 else torch.float64)
+        for name, size in sizes.items()
+    }
+
+
+def spread(flats: dict[str, Tensor], places: list[Place], rank: int, full: Mapping[str, Tensor]) -> None:
+    for place in places:
+        for piece in place.pieces if rank in place.ranks else ():
+            flats[place.buffer].as_strided(piece.shape, piece.strides, piece.offset).copy_(
+                full[piece.hf_name][piece.slices]
+            )
+
+
+def random_model(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
+
+
+def make_plan(sources: list[Place], destinations: list[Place], per_node: int | None) -> Plan:
+    return build_plan(
+        sources,
+        destinations,
+        element_sizes={name: dtype.itemsize for name, dtype in DTYPES.items()},
+        bucket_bytes=BUCKET,
+        order=spread_order(list(SHAPES), sources, keep_layers=False),
+        ranks_per_node=per_node,
+    )
+
+
+CASES = [
+    (2, 2, 1, None),
+    (2, 2, 2, None),
+    (4, 1, 1, None),
+    (1, 4, 4, None),
+    (2, 2, 1, 2),
+    (1, 4, 1, 2),
+    (1, 1, 2, None),
+]
+
+
+@pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
+def test_every_run_brings_what_the_sources_hold_then(
+    tp: int, pp: int, parts: int, per_node: int | None, wire: Wire
+) -> None:
+    sources, destinations = held(tp, pp), needed(parts)
+    plan = make_plan(sources, destinations, per_node)
+    # Buffers are used again, unless every rank holds all.
+    assert plan.num_buckets > 2 or not plan.bytes().received.any()
+
+    def rank_body(rank: int) -> None:
+        mine, landing = tensors_of(sources, rank), Landing(tensors_of(destinations, rank))
+        executor = Executor(plan.rank_view(rank), mine, DTYPES)
+        for seed in range(3):
+            full = random_model(seed)
+            spread(mine, sources, rank, full)
+            executor.run(landing)
+            expected = tensors_of(destinations, rank)
+            spread(expected, destinations, rank, full)
+            assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+            assert landing.closed == list(range(plan.num_buckets)) * (seed + 1)
+        assert executor.peak_bytes <= 4 * BUCKET
+
+    wire.run(rank_body)
+
+
+def test_what_goes_to_several_peers_is_packed_once() -> None:
+    plan = make_plan(sources := held(4, 1), needed(1), None)
+    executor = Executor(plan.rank_view(0), tensors_of(sources, 0), DTYPES)
+    largest = max(plan.rank_view(0).buckets, key=lambda bucket: bucket.send_bytes)
+    sent = [message.nbytes for message in largest.phases[0].sends]
+    assert len(sent) == 3 and len(set(sent)) == 1
+    received = sum(message.nbytes for message in largest.phases[0].receives)
+    assert executor._bytes_of(largest) == sent[0] + received
+
+
+def test_a_run_after_one_that_failed_is_whole(wire: Wire) -> None:
+    sources, destinations = held(2, 2), needed(1)
+    plan = make_plan(sources, destinations, None)
+    old, new = random_model(0), random_model(1)
+    bodies: list[tuple[dict[str, Tensor], Landing, Executor]] = []
+    for rank in range(RANKS):
+        mine = tensors_of(sources, rank)
+        bodies.append((mine, Landing(tensors_of(destinations, rank)), Executor(plan.rank_view(rank), mine, DTYPES)))
+
+    def failing(rank: int) -> None:
+        mine, landing, executor = bodies[rank]
+        spread(mine, sources, rank, old)
+        executor.run(landing)
+        landing.fails_at = 0
+        with pytest.raises(OSError, match="no"):
+            executor.run(landing)
+
+    wire.run(failing)
+    wire._boxes.clear()  # what was on the wire is lost
+
+    def whole(rank: int) -> None:
+        mine, landing, executor = bodies[rank]
+        landing.fails_at = -1
+        spread(mine, sources, rank, new)
+        executor.run(landing)
+        expected = tensors_of(destinations, rank)
+        spread(expected, destinations, rank, new)
+        assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+
+    wire.run(whole)
