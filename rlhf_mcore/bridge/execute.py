@@ -6,6 +6,7 @@ flight: at most 2 * depth * bucket.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,14 +96,22 @@ class Executor:
         # A run that fails leaves nothing behind: messages may still be arriving.
         self._buffers, self._staged = [], {}
         flying: deque[_InFlight] = deque()
-        for number, bucket in enumerate(self._plan.buckets):
-            if bucket.index not in staged:
-                staged[bucket.index] = self._stage(bucket, buffers[number % self._depth])
-            flying.append(self._launch(bucket, staged[bucket.index]))
-            if len(flying) == self._depth:
-                self._land(flying.popleft(), destinations)
-        while flying:
-            self._land(flying.popleft(), destinations)
+        try:
+            for number, bucket in enumerate(self._plan.buckets):
+                if bucket.index not in staged:
+                    staged[bucket.index] = self._stage(bucket, buffers[number % self._depth])
+                flying.append(self._launch(bucket, staged[bucket.index]))
+                if len(flying) == self._depth:
+                    self._land(flying[0], destinations)
+                    flying.popleft()
+            while flying:
+                self._land(flying[0], destinations)
+                flying.popleft()
+        except BaseException:
+            # A message that is dropped while it is on the wire would break the connection for whatever comes next.
+            for flight in flying:
+                _settle(flight)
+            raise
         if self._device.type == "cpu":
             self._buffers, self._staged = buffers, staged
 
@@ -187,3 +196,10 @@ def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
     """Many copies in one call; a dtype that differs is converted by the copy."""
     if to:
         torch._foreach_copy_(list(to), list(source))
+
+
+def _settle(flight: _InFlight) -> None:
+    """Wait until a bucket is off the wire, whatever became of it."""
+    for work in flight.works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
