@@ -95,11 +95,11 @@ class EngineLanding:
 
 
 def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
+    if not engine.repacked:
+        return []
     touched: dict[str, list[int]] = {}
     for bucket in plan.buckets:
-        copies = [copy.destination for copy in bucket.local]
-        copies += [copy for phase in bucket.phases for message in phase.receives for copy in message.copies]
-        for name in {copy.buffer for copy in copies}:
+        for name in bucket.destination_buffers:
             touched.setdefault(name, []).append(bucket.index)
     groups = []
     for parameters in engine.repacked:

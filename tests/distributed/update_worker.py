@@ -43,6 +43,12 @@ RECOMPUTE = {
 }
 
 
+def cuts_of(model: str) -> list[tuple[str, str]]:
+    """The first model is cut in every way; for the others the two extremes do."""
+    every = [(cut, kind) for cut in CUTS for kind in ("packed", "padded")]
+    return every if model == MODELS[0] else [("one", "padded"), ("many", "packed")]
+
+
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
@@ -57,13 +63,10 @@ def main(directory: Path) -> None:
         after = load_file(directory / f"{name}_after" / "model.safetensors")
         reference = load_hf(directory / f"{name}_reference")
         for layout in LAYOUTS:
-            for cut, max_tokens in CUTS.items():
-                for packing in (True, False):
-                    key = f"{name}/{layout}/{cut}/{'packed' if packing else 'padded'}"
-                    settings = Settings(max_tokens=max_tokens, packing=packing)
-                    findings["updates"][key] = update(
-                        path, groups_of(layout, groups), platform, settings, reference, after
-                    )
+            for cut, kind in cuts_of(name):
+                key = f"{name}/{layout}/{cut}/{kind}"
+                settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed")
+                findings["updates"][key] = update(path, groups_of(layout, groups), platform, settings, reference, after)
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)

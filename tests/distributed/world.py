@@ -16,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
     """Run ``tests/distributed/<script>`` on ``num_ranks`` processes and return what its first rank wrote to findings.json."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+    ]
     command += [str(ROOT / "tests" / "distributed" / script), str(directory), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
@@ -25,7 +34,8 @@ def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, tim
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
+        # Ranks that outlive their launcher would take the cores from the next tests.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # ranks that outlive their launcher would take the cores from the next tests
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-6000:]
     return json.loads((directory / "findings.json").read_text())

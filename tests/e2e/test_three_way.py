@@ -31,7 +31,8 @@ def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, mo
     found = findings[f"{model}/{layout}"]
     assert found["equal"] == 1
     assert found["live"] == 1
-    assert found["num_buckets"] > 3, "buckets must be smaller than the model"
+    if "pp" in layout:  # without a pipeline little has to move, or nothing
+        assert found["num_buckets"] > 3, "buckets must be smaller than the model"
     assert found["excess_bytes"] == 0
     assert found["peak_share"] <= 1
     assert (found["peak_share"] > 0) == (found["received_bytes"] > 0)

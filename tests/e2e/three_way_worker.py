@@ -167,11 +167,14 @@ def tampered(bridge: PlannedBridge) -> str:
     """One element of one rank's copy changes on its way: the digests must tell."""
     original = bridge._executor._scatter
 
+    changed: list[str] = []
+
     def scatter(flight: Any, buffers: Any) -> None:
         original(flight, buffers)
-        if dist.get_rank() == 1 and flight.bucket.index == 2 and flight.receives:
+        if dist.get_rank() == 1 and flight.receives and not changed:
             copy = flight.receives[0][0].copies[0]
             buffers[copy.buffer][copy.offset] += 1.0
+            changed.append(copy.hf_name)
 
     bridge._executor._scatter = scatter  # type: ignore[method-assign]
     try:
