@@ -6,11 +6,8 @@ write; a tensor is written when its last rectangle has come, and forgotten. No r
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -20,26 +17,16 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.describe import describe_sources, wire_dtypes
 from rlhf_mcore.bridge.execute import Executor
-from rlhf_mcore.bridge.hf_files import INDEX, SHARD_BYTES, SINGLE, copy_companions
+from rlhf_mcore.bridge.hf_files import SHARD_BYTES, copy_companions
+from rlhf_mcore.bridge.hf_writer import ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import build_plan
 from rlhf_mcore.bridge.rank_plan import RankPlan
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.strided import contiguous_strides
+from rlhf_mcore.bridge.tensor_files import TensorTypes
 from rlhf_mcore.types import LocalParameter, ModelGeometry
-
-# Names of dtypes in a safetensors header.
-_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-@dataclass(frozen=True, slots=True)
-class FileShard:
-    """One file: its tensors in order, and the rank that writes it."""
-
-    name: str
-    tensors: tuple[str, ...]
-    rank: int
 
 
 class Exporter:
@@ -66,20 +53,20 @@ class Exporter:
             return pieces(parameter.name, geometry, parameter.shard)
 
         self._companions = companions
-        self._shapes = hf_shapes(geometry)
-        self._dtypes = wire_dtypes(parameters, pieces_of)
-        sizes = {name: prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items()}
+        dtypes = wire_dtypes(parameters, pieces_of)
+        self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
+        sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
         self.shards = cut_into_shards(sizes, dist.get_world_size(), shard_bytes)
         plan = build_plan(
             describe_sources(parameters, pieces_of),
-            [_place(name, self._shapes[name], shard.rank) for shard in self.shards for name in shard.tensors],
-            element_sizes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
+            [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
+            element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
-            order=list(self._shapes),
+            order=list(self._types),
         )
         self._rank_plan = plan.rank_view(dist.get_rank())
         flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
-        self._executor = Executor(self._rank_plan, flats, self._dtypes)
+        self._executor = Executor(self._rank_plan, flats, dtypes)
 
     def save(self, directory: Path) -> None:
         """Write the directory, whole or not at all. Collective over the world."""
@@ -88,48 +75,22 @@ class Exporter:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        mine = [shard for shard in self.shards if shard.rank == dist.get_rank()]
-        landing = _FileLanding(temporary, mine, self._shapes, self._dtypes, self._rank_plan)
+        files = ShardFiles(temporary, [s for s in self.shards if s.rank == dist.get_rank()], self._types)
         try:
-            self._executor.run(landing)
+            self._executor.run(_FileLanding(files, self._types, self._rank_plan))
         finally:
-            landing.close_files()
+            files.close()
         dist.barrier()
         if dist.get_rank() == 0:
             self._finish(temporary, directory)
         dist.barrier()
 
     def _finish(self, temporary: Path, directory: Path) -> None:
-        if len(self.shards) > 1:
-            total = sum(prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items())
-            weight_map = {name: shard.name for shard in self.shards for name in shard.tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (temporary / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-        copy_companions(self._companions, temporary, next(iter(self._dtypes.values())))
+        write_index(temporary, self.shards, self._types)
+        copy_companions(self._companions, temporary, next(iter(self._types.values()))[0])
         if directory.exists():
             shutil.rmtree(directory)
         temporary.rename(directory)
-
-
-def cut_into_shards(sizes: Mapping[str, int], num_ranks: int, shard_bytes: int) -> list[FileShard]:
-    """Consecutive tensors share a file up to ``shard_bytes``; files are dealt so that ranks write equal numbers of bytes."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if groups[-1] and filled + size > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    totals = [sum(sizes[name] for name in group) for group in groups]
-    load = [0] * num_ranks
-    writer = [0] * len(groups)
-    for place in sorted(range(len(groups)), key=lambda k: -totals[k]):
-        writer[place] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[writer[place]] += totals[place]
-    count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
-    return [FileShard(name, tuple(group), rank) for name, group, rank in zip(names, groups, writer, strict=True)]
 
 
 def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
@@ -140,68 +101,20 @@ def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
 class _FileLanding:
     """Assembles the tensors of this rank's files and writes each to its place when it is complete."""
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: Sequence[FileShard],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtypes: Mapping[str, torch.dtype],
-        plan: RankPlan,
-    ):
-        self._shapes, self._dtypes = shapes, dtypes
+    def __init__(self, files: ShardFiles, types: TensorTypes, plan: RankPlan):
+        self._files, self._types = files, types
         self._flats: dict[str, Tensor] = {}
         self._first, self._last = _spans(plan)
-        self._where: dict[str, tuple[int, int]] = {}  # tensor -> file descriptor, offset
-        self._files: list[int] = []
-        for shard in shards:
-            self._create(directory / shard.name, shard)
-
-    def _create(self, path: Path, shard: FileShard) -> None:
-        """Write the header; every tensor's offset follows from it."""
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in shard.tensors:
-            begin, end = end, end + prod(self._shapes[name]) * self._dtypes[name].itemsize
-            header[name] = {
-                "dtype": _CODES[self._dtypes[name]],
-                "shape": list(self._shapes[name]),
-                "data_offsets": [begin, end],
-            }
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._files.append(file)
-        _write(file, len(encoded).to_bytes(8, "little") + encoded, 0)
-        offset = 8 + len(encoded)
-        for name in shard.tensors:
-            self._where[name] = (file, offset)
-            offset += prod(self._shapes[name]) * self._dtypes[name].itemsize
 
     def open(self, bucket: int) -> Mapping[str, Tensor]:
         for name in self._first.get(bucket, ()):
-            self._flats[name] = torch.empty(prod(self._shapes[name]), dtype=self._dtypes[name])
+            dtype, shape = self._types[name]
+            self._flats[name] = torch.empty(prod(shape), dtype=dtype)
         return self._flats
 
     def close(self, bucket: int) -> None:
         for name in self._last.get(bucket, ()):
-            flat = self._flats.pop(name)
-            file, offset = self._where[name]
-            _write(file, flat.view(torch.uint8).numpy().data, offset)
-
-    def close_files(self) -> None:
-        """Make the files durable."""
-        for file in self._files:
-            os.fsync(file)
-            os.close(file)
-        self._files = []
-
-
-def _write(file: int, data: bytes | memoryview, offset: int) -> None:
-    """All of it: a single write may be short."""
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
+            self._files.write(name, self._flats.pop(name))
 
 
 def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge import export
-from rlhf_mcore.bridge.export import Exporter, cut_into_shards
+from rlhf_mcore.bridge import hf_writer
+from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import INDEX, SINGLE
+from rlhf_mcore.bridge.hf_writer import cut_into_shards
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.test_transfer import GEOMETRY
@@ -76,7 +77,7 @@ def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch:
     def full(file: int, data: object, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "_write", full)
+    monkeypatch.setattr(hf_writer, "write_at", full)
     with pytest.raises(OSError, match="No space left"):
         made.save(target)
     assert [p.name for p in target.iterdir()] == ["kept"]
