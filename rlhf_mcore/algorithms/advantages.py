@@ -1,4 +1,4 @@
-"""Advantage estimators."""
+"""Advantage estimators: one function per paper, under the name that ``algorithm.advantage`` gives it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,86 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advantage_estimator
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rlhf_mcore.config.schema import AlgorithmConfig
+
+
+@advantage_estimator("gae")
+def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16).
+
+    A_t = sum_k (gamma lam)^k delta_{t+k},   delta_t = r_t + gamma V_{t+1} - V_t,   returns_t = A_t + V_t
+
+    over the trainable tokens of a response; others between them (a tool's output) are stepped over. After the last one
+    V is 0 where the policy ended the response (terminated), and ``bootstrap_values`` where the token limit did
+    (truncated). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
+    """
+    assert inputs.old_values is not None, "gae needs the critic's values"
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
+    if inputs.bootstrap_values is not None:
+        ends = torch.where(inputs.truncated, inputs.bootstrap_values.float(), ends)
+    else:
+        assert not inputs.truncated.any(), "a truncated response needs the value of the state that it was cut off in"
+    values = torch.where(inputs.loss_mask, inputs.old_values.float(), 0)
+    advantages = _lambda_advantages(inputs, values, ends, cfg.gamma, cfg.lam)
+    returns = advantages + values
+    if cfg.whiten_advantages:
+        advantages = whiten(advantages, inputs.loss_mask)
+    return Advantages(advantages, returns)
+
+
+@advantage_estimator("grpo")
+def grpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Outcome relative to the group's: GRPO, and Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
+    relative = group_relative(outcomes(inputs), inputs.group_ids, cfg.normalize_std)
+    return Advantages(broadcast_to_tokens(relative, inputs.loss_mask))
+
+
+@advantage_estimator("rloo")
+def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, section 3.3; Kool et al. 2019).
+
+    A_i = r_i - mean of the r_j, j != i, of the group = G / (G - 1) (r_i - mean of the group)
+
+    Raises:
+        ValueError: a group of one, which leaves nobody to compare with.
+    """
+    sizes = _group_sizes(inputs.group_ids)
+    if bool((sizes < 2).any()):
+        raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
+    relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False) * (sizes / (sizes - 1))
+    return Advantages(broadcast_to_tokens(relative, inputs.loss_mask))
+
+
+@advantage_estimator("reinforce")
+def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """Discounted rewards from a token on (Williams 1992), A_t = sum_k gamma^k r_{t+k}, whitened where asked."""
+    zeros = torch.zeros_like(inputs.rewards)
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
+    advantages = _lambda_advantages(inputs, zeros, ends, cfg.gamma, lam=1.0)
+    return Advantages(whiten(advantages, inputs.loss_mask) if cfg.whiten_advantages else advantages)
+
+
+@advantage_estimator("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
+    return Advantages(whiten(reinforce(inputs, cfg).advantages, inputs.loss_mask))
+
+
+@advantage_estimator("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+    """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
+    relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False)
+    return Advantages(whiten(broadcast_to_tokens(relative, inputs.loss_mask), inputs.loss_mask))
+
+
+def outcomes(inputs: AdvantageInputs) -> Tensor:
+    """[B] float32: the rewards of each response's tokens, summed."""
+    return torch.where(inputs.loss_mask, inputs.rewards, 0).sum(1)
 
 
 def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps: float = 1e-6) -> Tensor:
@@ -52,3 +130,41 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
 def broadcast_to_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Give every token in the bool mask [B, T] its row's advantage from [B]: [B, T], zero outside the mask."""
     return torch.where(loss_mask, advantages.unsqueeze(1), 0)
+
+
+def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / (std + eps) over all tokens in the bool mask, with N in the variance; zero outside.
+
+    Values that are all equal give exactly zero.
+    """
+    inside = values[mask].double()
+    if inside.numel() == 0:
+        return torch.zeros_like(values)
+    deviations = inside - inside.min()  # equal values are exact zeros whatever their value
+    deviations = deviations - deviations.mean()
+    result = torch.zeros_like(values)
+    result[mask] = (deviations / (deviations.square().mean().sqrt() + eps)).to(values.dtype)
+    return result
+
+
+def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, gamma: float, lam: float) -> Tensor:
+    """The recursion A_t = delta_t + gamma lam A_{t+1} over trainable tokens, from the right.
+
+    ``values`` [B, T] are V(state before token t), ``ends`` [B] V(state after the last token). Zero outside the mask.
+    """
+    rewards = torch.where(inputs.loss_mask, inputs.rewards.float(), 0)
+    result = torch.zeros_like(rewards)
+    next_values, advantages = ends, torch.zeros_like(ends)
+    for t in range(rewards.size(1) - 1, -1, -1):
+        trainable = inputs.loss_mask[:, t]
+        delta = rewards[:, t] + gamma * next_values - values[:, t]
+        advantages = torch.where(trainable, delta + gamma * lam * advantages, advantages)
+        next_values = torch.where(trainable, values[:, t], next_values)
+        result[:, t] = torch.where(trainable, advantages, 0)
+    return result
+
+
+def _group_sizes(group_ids: Tensor) -> Tensor:
+    """[B] number of responses in the group of each."""
+    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return counts[index]

@@ -1,4 +1,10 @@
-"""Policy-gradient losses: per-token logprobs and weights in, a weighted sum and metrics out."""
+"""Policy-gradient losses: one function per paper, under the name that ``algorithm.policy_loss`` gives it.
+
+All of them take a microbatch's tokens and give the weighted *sum* of the token losses, and detached scalar *sums* over the
+trainable tokens, which the caller divides by the global number of trainable tokens: ``clip_fraction_low`` and
+``clip_fraction_high`` (tokens at which the lower or upper bound acts), ``approx_kl`` (k3 of KL(old || new)) and
+``importance_ratio``. Tokens of weight 0 are replaced before any arithmetic: NaN or inf in padding reaches neither loss nor gradient.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +12,108 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_mcore.algorithms.interfaces import LossInputs, policy_loss
 from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32, kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.config.schema import AlgorithmConfig
 
-def ppo_clip(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+
+@policy_loss("ppo_clip")
+def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate objective (PPO, arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, eq. 8).
 
     loss = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t),   r_t = exp(logprobs_t - old_logprobs_t)
 
-    The log ratio is clamped to +-``MAX_LOG_RATIO`` (no gradient beyond), so that the one unclipped case, a negative
-    advantage on a token that has become far more likely, stays finite. Tokens of weight 0 are replaced before any
-    arithmetic: NaN or inf in padding reaches neither the loss nor the gradient.
-
-    Args:
-        logprobs: current, differentiable; padded [B, T] or packed [1, N].
-        old_logprobs, advantages: same shape, constants.
-        weights: same shape, from :func:`~rlhf_mcore.algorithms.masking.token_weights`; > 0 marks trainable tokens.
-
-    Returns:
-        The scalar loss share of these tokens, and detached scalar *sums* over the trainable tokens; after reducing
-        them over microbatches and ranks the caller divides by the global number of trainable tokens:
-        ``clip_fraction_low`` and ``clip_fraction_high`` (tokens whose gradient the lower or upper bound removes),
-        ``approx_kl`` (k3 of KL(old || new)), ``importance_ratio``.
+    With ``dual_clip`` c the minimum is not below c A_t where A_t is negative (Ye et al. 2020, arXiv 1912.09729, eq. 5), and
+    ``clip_fraction_dual`` counts those tokens. The log ratio is clamped to +-``MAX_LOG_RATIO`` (no gradient beyond), so that the
+    one unclipped case, a negative advantage on a token that has become far more likely, stays finite.
     """
-    trainable = weights > 0
-    log_ratio = at_least_float32(logprobs) - at_least_float32(old_logprobs)
-    # This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
-    log_ratio = torch.where(trainable, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = weighted_sum(-torch.minimum(ratio * advantages, clipped * advantages), weights)
+    ratio = _log_ratio(inputs).exp()
+    advantages = inputs.advantages
+    surrogate = torch.minimum(ratio * advantages, _clipped(ratio, cfg) * advantages)
+    metrics = _clip_metrics(ratio, inputs, cfg)
+    if cfg.dual_clip is not None:
+        floor = torch.where(advantages < 0, cfg.dual_clip * advantages, surrogate)
+        metrics["clip_fraction_dual"] = _count((surrogate < floor) & (inputs.weights > 0))
+        surrogate = torch.maximum(surrogate, floor)
+    return weighted_sum(-surrogate, inputs.weights), metrics
 
-    with torch.no_grad():
-        metrics = {
-            "clip_fraction_low": ((ratio < 1.0 - clip_low) & (advantages < 0)).sum().float(),
-            "clip_fraction_high": ((ratio > 1.0 + clip_high) & (advantages > 0)).sum().float(),
-            "approx_kl": kl_penalty(old_logprobs, logprobs, "k3", mask=trainable).sum(),
-            "importance_ratio": masked_sum(ratio, trainable),
-        }
+
+@policy_loss("gspo")
+def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """One ratio for the whole response: GSPO in its token form (Zheng et al. 2025, arXiv 2507.18071, eq. 13-14).
+
+    loss = -sum_t w_t min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t)
+    s_t = sg[s] exp(logprobs_t - sg[logprobs_t]),   s = exp(mean over the response's tokens of logprobs - old_logprobs)
+
+    The value of s_t is that of s for every token, its gradient is that of the token's own logprob. With one advantage per response
+    and ``loss_aggregation: sequence`` loss and gradient are those of eq. 5; other weights and per-token advantages have a meaning too.
+    The mean is over trainable tokens. Metrics count tokens, of which a clipped response gives all.
+    """
+    log_ratio = _log_ratio(inputs)
+    means = _sequence_means(log_ratio.detach(), inputs)
+    # The bracket is 0: it only carries the gradient.
+    ratio = (means + (log_ratio - log_ratio.detach())).exp()
+    surrogate = torch.minimum(ratio * inputs.advantages, _clipped(ratio, cfg) * inputs.advantages)
+    return weighted_sum(-surrogate, inputs.weights), _clip_metrics(ratio, inputs, cfg)
+
+
+@policy_loss("cispo")
+def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The ratio as a clipped constant in front of the logprob (CISPO, MiniMax-M1, arXiv 2506.13585, eq. 4-5).
+
+    loss = -sum_t w_t sg[clip(r_t, 1 - clip_low, 1 + clip_high)] A_t logprobs_t
+
+    No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
+    a bound, whatever the sign of its advantage.
+    """
+    trainable = inputs.weights > 0
+    ratio = _log_ratio(inputs).exp().detach()
+    logprobs = torch.where(trainable, at_least_float32(inputs.logprobs), 0)
+    loss = weighted_sum(-_clipped(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
+    metrics = _clip_metrics(ratio, inputs, cfg)
+    metrics["clip_fraction_low"] = _count((ratio < 1.0 - cfg.clip_low) & trainable)
+    metrics["clip_fraction_high"] = _count((ratio > 1.0 + cfg.clip_high) & trainable)
     return loss, metrics
+
+
+def _log_ratio(inputs: LossInputs) -> Tensor:
+    """log r of every token, 0 where it is not trainable.
+
+    This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
+    """
+    log_ratio = at_least_float32(inputs.logprobs) - at_least_float32(inputs.old_logprobs)
+    return torch.where(inputs.weights > 0, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clipped(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
+    return ratio.clamp(1.0 - cfg.clip_low, 1.0 + cfg.clip_high)
+
+
+def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Mean of ``values`` over the trainable tokens of each sequence, at each of its positions."""
+    ids, trainable = inputs.sequence_ids.flatten(), (inputs.weights > 0).flatten()
+    zeros = values.new_zeros(inputs.num_sequences)
+    sums = zeros.index_add(0, ids, torch.where(trainable, values.flatten(), 0))
+    counts = zeros.index_add(0, ids, trainable.to(values.dtype))
+    return (sums / counts.clamp(min=1))[inputs.sequence_ids]
+
+
+@torch.no_grad()
+def _clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
+    """The four sums of every loss; the clip fractions are of tokens whose gradient a bound removes."""
+    trainable = inputs.weights > 0
+    return {
+        "clip_fraction_low": _count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),
+        "clip_fraction_high": _count((ratio > 1.0 + cfg.clip_high) & (inputs.advantages > 0) & trainable),
+        "approx_kl": kl_penalty(inputs.old_logprobs, inputs.logprobs, "k3", mask=trainable).sum(),
+        "importance_ratio": masked_sum(ratio, trainable),
+    }
+
+
+def _count(which: Tensor) -> Tensor:
+    return which.sum().float()

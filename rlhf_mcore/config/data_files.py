@@ -1,8 +1,7 @@
-"""What can be said about data files and a reward file without reading their rows or running their code."""
+"""What can be said about data files without reading their rows."""
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,34 +76,3 @@ def _line_columns(line: str, place: str) -> list[str]:
     if not isinstance(row, dict):
         raise ConfigError(f"{place} is not a JSON object; every line must be one")
     return list(row)
-
-
-def function_problems(spec: str) -> Iterator[str]:
-    """Check ``reward.function: path/to/file.py:name``. The file is parsed, never run."""
-    prefix = f"reward.function={spec}"
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path.endswith(".py") or not name.isidentifier():
-        yield f"{prefix} is not of the form path/to/file.py:name"
-        return
-    try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"{prefix}: {path} does not exist (looked from {Path.cwd()}); correct the path"
-    except SyntaxError as error:
-        yield f"{prefix}: {path}, line {error.lineno}: not valid Python ({error.msg})"
-    except (OSError, ValueError) as error:
-        yield f"{prefix}: {path} cannot be read ({error})"
-    else:
-        names = sorted(_top_level_names(tree))
-        if name not in names:
-            yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(names) or 'nothing'}"
-
-
-def _top_level_names(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))

@@ -36,8 +36,7 @@ def resolve(cfg: Config) -> Config:
         trainer.minibatch_size = trainer.prompts_per_step
     if cfg.rollout.max_model_len is None:
         cfg.rollout.max_model_len = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
-    if cfg.algorithm.constant_length is None:
-        cfg.algorithm.constant_length = sampling.max_new_tokens
+    _resolve_algorithm(cfg)
     if cfg.evaluate.max_new_tokens is None:
         cfg.evaluate.max_new_tokens = sampling.max_new_tokens
     if cfg.actor.optimizer.schedule.total_updates is None:
@@ -45,6 +44,25 @@ def resolve(cfg: Config) -> Config:
     if cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
     return cfg
+
+
+def _resolve_algorithm(cfg: Config) -> None:
+    algorithm, longest = cfg.algorithm, cfg.rollout.sampling.max_new_tokens
+    if algorithm.constant_length is None:
+        algorithm.constant_length = longest
+    if algorithm.overlong.max_tokens is None:
+        algorithm.overlong.max_tokens = longest
+    if algorithm.overlong.cache_tokens is None:
+        algorithm.overlong.cache_tokens = max(algorithm.overlong.max_tokens // 5, 1)
+    if algorithm.kl.controller.steps is None:
+        algorithm.kl.controller.steps = cfg.trainer.num_steps
+
+
+def needs_critic(cfg: Config) -> bool:
+    """Whether advantages are computed from values."""
+    if cfg.algorithm.use_critic == "auto":
+        return cfg.algorithm.advantage == "gae"
+    return cfg.algorithm.use_critic == "true"
 
 
 def max_new_tokens(cfg: Config) -> int:

@@ -149,27 +149,80 @@ class BridgeConfig:
 
 
 @dataclass
+class KLControllerConfig:
+    """How the weight of the KL changes over a run; it starts at ``kl.coef``."""
+
+    name: str = "fixed"  # fixed | adaptive | linear
+    target: Optional[float] = None  # adaptive: wanted KL, in nats per response token
+    gain: float = 0.1  # adaptive: the weight changes by at most a fifth of it in a step
+    final: Optional[float] = None  # linear: the weight after so many steps
+    steps: Optional[int] = None  # linear; null: trainer.num_steps
+
+
+@dataclass
 class KLConfig:
     """KL divergence to the reference policy. coef 0 switches it off (no reference model is built)."""
 
     coef: float = 0.0
     estimator: str = "k3"  # k1 | k2 | k3
     placement: str = "loss"  # loss | reward
+    controller: KLControllerConfig = field(default_factory=KLControllerConfig)
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What is done about the trainer's probability of a token (or response) not being that of the engine that drew it."""
+
+    mode: str = "off"  # off | token | sequence: weigh by the ratio of the two probabilities
+    cap: float = 2.0  # largest weight
+    mask_low: Optional[float] = None  # tokens or sequences of a smaller ratio are left out; null: none
+    mask_high: Optional[float] = None  # and those of a larger ratio
+
+
+@dataclass
+class OverlongConfig:
+    """A soft punishment for responses that come close to the token limit."""
+
+    enabled: bool = False
+    max_tokens: Optional[int] = (
+        None  # a response of this length gets the full penalty; null: rollout.sampling.max_new_tokens
+    )
+    cache_tokens: Optional[int] = None  # it grows over the last so many tokens; null: a fifth of max_tokens
+    penalty: float = 1.0  # taken off the score
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Replace prompts whose responses all got the same score, from which a group-relative advantage learns nothing."""
+
+    enabled: bool = False
+    max_batches: int = 10  # batches of prompts that a step may generate
 
 
 @dataclass
 class AlgorithmConfig:
     """What is optimised. A preset only fills in keys that are set here."""
 
-    preset: str = "grpo"  # grpo | dr_grpo
-    advantage: str = "grpo"  # grpo
-    normalize_std: bool = True  # divide group-relative advantages by the group's standard deviation
+    # grpo | dr_grpo | ppo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gspo | cispo | dapo
+    preset: str = "grpo"
+    # gae | grpo | rloo | reinforce | reinforce_plus_plus | reinforce_plus_plus_baseline | path/to/file.py:name
+    advantage: str = "grpo"
+    policy_loss: str = "ppo_clip"  # ppo_clip | gspo | cispo | path/to/file.py:name
+    use_critic: str = "auto"  # auto (with gae) | true | false
+    normalize_std: bool = True  # grpo: divide by the group's standard deviation
+    gamma: float = 1.0  # gae, reinforce: discount of later rewards
+    lam: float = 0.95  # gae: 0 trusts the critic, 1 the rewards
+    whiten_advantages: bool = False  # gae, reinforce: mean 0 and deviation 1 over the tokens of a step
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: Optional[float] = None  # ppo_clip: bound of the ratio where the advantage is negative; null: none
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
     loss_aggregation: str = "sequence"  # token | sequence | constant
     constant_length: Optional[int] = None  # constant only; null: rollout.sampling.max_new_tokens
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
 
 @dataclass
@@ -270,4 +323,55 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "normalize_std": True, "loss_aggregation": "sequence"},
     # Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783): no std, constant length.
     "dr_grpo": {"advantage": "grpo", "normalize_std": False, "loss_aggregation": "constant"},
+    # Schulman et al. 2017 (arXiv 1707.06347) with GAE (arXiv 1506.02438), as Ouyang et al. 2022, InstructGPT (arXiv 2203.02155)
+    # use it: KL in the reward.
+    "ppo": {
+        "advantage": "gae",
+        "gamma": 1.0,
+        "lam": 0.95,
+        "whiten_advantages": True,
+        "loss_aggregation": "token",
+        "kl.estimator": "k1",
+        "kl.placement": "reward",
+    },
+    # Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740): the log-likelihood of a response is a sum over its tokens.
+    "rloo": {"advantage": "rloo", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
+    # Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus",
+        "loss_aggregation": "token",
+        "kl.estimator": "k1",
+        "kl.placement": "reward",
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage": "reinforce_plus_plus_baseline",
+        "loss_aggregation": "token",
+        "kl.estimator": "k2",
+        "kl.placement": "loss",
+    },
+    # Zheng et al. 2025 (arXiv 2507.18071), clip ranges of section 5.1.
+    "gspo": {
+        "advantage": "grpo",
+        "policy_loss": "gspo",
+        "loss_aggregation": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    # MiniMax 2025, MiniMax-M1 (arXiv 2506.13585), eq. 4-5: no lower bound. The paper does not say its upper one.
+    "cispo": {
+        "advantage": "grpo",
+        "policy_loss": "cispo",
+        "loss_aggregation": "token",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
+    # Yu et al. 2025, DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.
+    "dapo": {
+        "advantage": "grpo",
+        "loss_aggregation": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dynamic_sampling.enabled": True,
+        "overlong.enabled": True,
+    },
 }

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_files import data_problems, function_problems
+from rlhf_mcore.config.algorithm_rules import algorithm_problems
+from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import default_world_size, max_new_tokens, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.user_functions import function_problems
 
 __all__ = ["default_world_size", "resolve", "validate"]
 
 RULES = ("final_number", "boxed", "exact_match", "format")
 RULES_WITHOUT_ANSWER = ("format",)
-GROUP_RELATIVE = ("grpo",)
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -33,10 +34,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.engine": ("vllm", "hf"),
     "bridge.method": ("planned", "gather"),
     "bridge.verify": ("off", "digest"),
-    "algorithm.preset": ("grpo", "dr_grpo"),
-    "algorithm.advantage": ("grpo",),
+    "algorithm.preset": tuple(PRESETS),
+    "algorithm.use_critic": ("auto", "true", "false"),
     "algorithm.kl.estimator": ("k1", "k2", "k3"),
     "algorithm.kl.placement": ("loss", "reward"),
+    "algorithm.kl.controller.name": ("fixed", "adaptive", "linear"),
+    "algorithm.rollout_correction.mode": ("off", "token", "sequence"),
     "algorithm.loss_aggregation": ("token", "sequence", "constant"),
     "data.overlong_prompts": ("error", "drop"),
     "logging.console": ("auto", "rich", "plain", "off"),
@@ -102,11 +105,25 @@ RANGES: dict[str, Range] = {
     "rollout.gpu_memory_utilization": SHARE,
     "rollout.kv_cache_gib": ABOVE_0,
     "bridge.bucket_bytes": AT_LEAST_1,
+    "algorithm.gamma": Range(0, 1),
+    "algorithm.lam": Range(0, 1),
     "algorithm.clip_low": Range(0, 1),
     "algorithm.clip_high": AT_LEAST_0,
+    "algorithm.dual_clip": Range(1, open_low=True),
     "algorithm.kl.coef": AT_LEAST_0,
+    "algorithm.kl.controller.target": ABOVE_0,
+    "algorithm.kl.controller.gain": ABOVE_0,
+    "algorithm.kl.controller.final": AT_LEAST_0,
+    "algorithm.kl.controller.steps": AT_LEAST_1,
     "algorithm.entropy_coef": AT_LEAST_0,
     "algorithm.constant_length": AT_LEAST_1,
+    "algorithm.rollout_correction.cap": ABOVE_0,
+    "algorithm.rollout_correction.mask_low": AT_LEAST_0,
+    "algorithm.rollout_correction.mask_high": ABOVE_0,
+    "algorithm.overlong.max_tokens": AT_LEAST_1,
+    "algorithm.overlong.cache_tokens": AT_LEAST_1,
+    "algorithm.overlong.penalty": AT_LEAST_0,
+    "algorithm.dynamic_sampling.max_batches": AT_LEAST_1,
     "data.max_prompt_tokens": AT_LEAST_1,
     "trainer.num_steps": AT_LEAST_1,
     "trainer.prompts_per_step": AT_LEAST_1,
@@ -132,7 +149,7 @@ def validate(cfg: Config, world_size: int | None = None) -> None:
     """
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
-    problems += [*_path_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
+    problems += [*_path_problems(cfg), *algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
     shape, model_problems = inspect_model(cfg.model.path, "model.path")
     problems += [*model_problems, *_tokenizer_problems(cfg), *_reference_problems(cfg, shape)]
     if not out_of_range:  # what follows divides by these numbers
@@ -192,7 +209,7 @@ def _path_problems(cfg: Config) -> Iterator[str]:
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
     if cfg.reward.function is not None:
-        yield from function_problems(cfg.reward.function)
+        yield from function_problems(cfg.reward.function, "reward.function")
         return
     if not cfg.reward.rules:
         yield f"reward.rules is empty and reward.function is null; name one of the rules: {', '.join(RULES)}"
@@ -344,11 +361,6 @@ def _tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> 
 
 def _batch_problems(cfg: Config) -> Iterator[str]:
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
-    if cfg.algorithm.advantage in GROUP_RELATIVE and sampling.n < 2:
-        yield (
-            f"rollout.sampling.n={sampling.n}: algorithm.advantage={cfg.algorithm.advantage} compares the responses to "
-            "one prompt with each other; set rollout.sampling.n to 2 or more"
-        )
     if trainer.minibatch_size is not None and trainer.prompts_per_step % trainer.minibatch_size:
         yield (
             f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "

@@ -127,6 +127,18 @@ def restore_rows(
     return to_token_layout(result, lengths)
 
 
+def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
+    """Which sequence of the microbatch each position belongs to, in the shape of its token_ids, and how many there are.
+
+    Padding counts as part of its row, or as a sequence of its own behind the others (packed).
+    """
+    if microbatch.cu_seqlens is None:
+        height = microbatch.token_ids.size(0)
+        return torch.arange(height)[:, None].expand(microbatch.token_ids.shape), height
+    sizes = microbatch.cu_seqlens.diff()
+    return torch.arange(len(sizes)).repeat_interleave(sizes.cpu())[None], len(sizes)
+
+
 def to_model_layout(values: Tensor, lengths: Tensor) -> Tensor:
     """[B, T] in token layout -> model layout: out[b, i] = values[b, i + 1] for i + 1 < lengths[b], else zero."""
     shifted = torch.zeros_like(values)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import math
 import numbers
 import reprlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.types import Score, Trajectory
@@ -91,7 +87,7 @@ class FunctionReward:
 
     def __init__(self, spec: str) -> None:
         self._spec = spec
-        self._function = _load_function(spec)
+        self._function = load_function(spec, "reward.function")
         self._by_keyword = _takes_keywords(self._function)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -131,39 +127,6 @@ def _rule_problem(index: int, rule: tuple[str, float], rules: list[tuple[str, fl
     if any(name == earlier for earlier, _ in rules[:index]):
         return f"reward.rules[{index}].name is {name!r} for the second time: add up the weights in one rule"
     return None
-
-
-def _load_function(spec: str) -> Callable[..., Any]:
-    file, _, name = spec.rpartition(":")
-    if not file or not name:
-        raise ConfigError(f"reward.function is {spec!r}: write it as path/to/file.py:name")
-    path = Path(file).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"reward.function is {spec!r}, but there is no file {path}: correct the path")
-    function = getattr(_load_module(path, spec), name, None)
-    if function is None:
-        raise ConfigError(f"reward.function is {spec!r}, but {path} defines no {name!r}: correct the name")
-    if not callable(function):
-        raise ConfigError(f"reward.function is {spec!r}, but {name!r} is a {type(function).__name__}: name a function")
-    return function
-
-
-def _load_module(path: Path, spec: str) -> ModuleType:
-    """Execute a user's file as a module of a name of its own, so that it shadows nothing."""
-    module_name = f"rlhf_mcore_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"reward.function is {spec!r}, but {path.name} is no Python file: name one that ends in .py")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and annotations look their module up there
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ConfigError(
-            f"reward.function is {spec!r}, but {path} fails to import ({type(error).__name__}: {error}): mend the file"
-        ) from error
-    return module
 
 
 def _takes_keywords(function: Callable[..., Any]) -> bool:

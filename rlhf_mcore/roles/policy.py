@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, token_weights, weighted_sum
-from rlhf_mcore.algorithms.policy_loss import ppo_clip
+from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from rlhf_mcore.data.collate import make_microbatches, restore_rows
+from rlhf_mcore.data.collate import make_microbatches, restore_rows, sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.optimizer import learning_rate, optimizer_step
 from rlhf_mcore.mcore.step import Metrics, broadcast_from_last_stage, forward_backward, forward_logprobs, load_balance
@@ -79,6 +80,10 @@ class Actor(Policy):
     optimizer_cfg: OptimizerConfig
     algorithm: AlgorithmConfig
     num_updates: int = field(default=0)
+    policy_loss: PolicyLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.policy_loss = find_policy_loss(self.algorithm.policy_loss)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of a step. Returns their mean metrics. Collective over the actor's ranks."""
@@ -122,14 +127,11 @@ class Actor(Policy):
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
-        policy, metrics = ppo_clip(
-            logprobs,
-            fields["old_logprobs"],
-            fields["advantages"],
-            weights,
-            clip_low=cfg.clip_low,
-            clip_high=cfg.clip_high,
+        ids, count = sequence_ids(microbatch)
+        inputs = LossInputs(
+            logprobs, fields["old_logprobs"], fields["advantages"], weights, ids.to(logprobs.device), count
         )
+        policy, metrics = self.policy_loss(inputs, cfg)
         loss = policy
         metrics["policy"] = policy.detach().clone()
         metrics["entropy"] = masked_sum(entropy.detach(), trainable)

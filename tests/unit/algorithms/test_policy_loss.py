@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.masking import AGGREGATIONS, token_weights
 from rlhf_mcore.algorithms.policy_loss import ppo_clip
+from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.unit.algorithms.tokens import loss_inputs
 
 NAN, INF = float("nan"), float("inf")
+
+
+def clip(*tensors: torch.Tensor, **settings: float | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return ppo_clip(loss_inputs(*tensors), AlgorithmConfig(**settings))
 
 
 def test_by_hand():
@@ -21,7 +27,7 @@ def test_by_hand():
     advantages = torch.tensor([[2.0, -2.0, 2.0, -2.0, 1.0, 3.0]])
     logprobs = ratios.log().requires_grad_()
     weights = torch.full((1, 6), 1 / 6)
-    loss, metrics = ppo_clip(logprobs, torch.zeros(1, 6), advantages, weights, clip_low=0.2, clip_high=0.3)
+    loss, metrics = clip(logprobs, torch.zeros(1, 6), advantages, weights, clip_low=0.2, clip_high=0.3)
     # min(1.5*2, 1.3*2) = 2.6; min(-3, -2.6) = -3; min(1, 0.8*2) = 1; min(-1, -1.6) = -1.6; 1.25; 3. Sum 3.25.
     assert loss.shape == ()
     assert loss.item() == pytest.approx(-3.25 / 6)
@@ -42,7 +48,7 @@ def test_by_hand():
 def test_on_policy_gradient_is_that_of_reinforce():
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     advantages, weights = torch.tensor([[0.7, -0.3]]), torch.tensor([[0.25, 0.5]])
-    loss, _ = ppo_clip(logprobs, logprobs.detach(), advantages, weights, clip_low=0.2, clip_high=0.2)
+    loss, _ = clip(logprobs, logprobs.detach(), advantages, weights, clip_low=0.2, clip_high=0.2)
     loss.backward()
     # ratio 1: loss -(0.25 * 0.7 - 0.5 * 0.3) = -0.025; gradient -w * A
     assert loss.item() == pytest.approx(-0.025)
@@ -58,7 +64,7 @@ def test_garbage_in_padding_reaches_neither_loss_gradient_nor_metrics(garbage: f
     for poison in (0.0, garbage):
         pad = torch.tensor([[poison, -poison]])
         logprobs = torch.cat([clean, pad], dim=1).requires_grad_()
-        loss, metrics = ppo_clip(
+        loss, metrics = clip(
             logprobs,
             torch.cat([old, -pad], dim=1),
             torch.cat([advantages, pad], dim=1),
@@ -75,7 +81,7 @@ def test_garbage_in_padding_reaches_neither_loss_gradient_nor_metrics(garbage: f
 def test_a_runaway_ratio_stays_finite():
     # exp(500) overflows. A token of negative advantage is not clipped by PPO: 1 * exp(20) remains, without a gradient.
     logprobs = torch.tensor([[0.0, 0.0]], requires_grad=True)
-    loss, _ = ppo_clip(
+    loss, _ = clip(
         logprobs,
         torch.tensor([[-500.0, -500.0]]),
         torch.tensor([[-1.0, 0.0]]),
@@ -89,7 +95,7 @@ def test_a_runaway_ratio_stays_finite():
 
 
 def test_a_nan_in_a_trainable_token_is_not_hidden():
-    loss, _ = ppo_clip(
+    loss, _ = clip(
         torch.tensor([[NAN]]), torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1), clip_low=0.2, clip_high=0.2
     )
     assert math.isnan(loss.item())
@@ -139,7 +145,7 @@ def test_microbatches_packed_or_padded_add_up_to_the_whole(rows, aggregation: st
             inputs = [logprobs[piece], old[piece], advantages[piece], weights]
             if packed:
                 inputs = [tensor[kept].unsqueeze(0) for tensor in inputs]
-            loss, metrics = ppo_clip(*inputs, clip_low=0.1, clip_high=0.3)
+            loss, metrics = clip(*inputs, clip_low=0.1, clip_high=0.3)
             loss.backward()
             total += loss.item()
             sums = {name: sums.get(name, 0.0) + metric.item() for name, metric in metrics.items()}

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def test_the_base_shows_every_key() -> None:
     assert {key.rpartition(".")[2] for key in leaf_keys()} - shown == set()
 
 
-def test_the_base_does_not_stand_in_the_way_of_a_preset() -> None:
-    cfg = load_config(CONFIGS / "base.yaml", ["model.path=m", "algorithm=dr_grpo"])
-    assert {name: getattr(cfg.algorithm, name) for name in PRESETS["dr_grpo"]} == PRESETS["dr_grpo"]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_base_does_not_stand_in_the_way_of_a_preset(preset: str) -> None:
+    cfg = load_config(CONFIGS / "base.yaml", ["model.path=m", f"algorithm={preset}"])
+    assert {name: attrgetter(name)(cfg.algorithm) for name in PRESETS[preset]} == PRESETS[preset]
 
 
 def test_the_quickstart_cuts_actor_and_engines_differently() -> None:

@@ -1,0 +1,80 @@
+"""What an advantage estimator and a policy loss get and give, and the tables of those that have a name.
+
+A function of a user's own file has the same signature as the ones here: see docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlhf_mcore.config.schema import AlgorithmConfig
+
+
+@dataclass(slots=True)
+class AdvantageInputs:
+    """All B responses of a step, padded to T tokens, in any order. What stands outside ``loss_mask`` may be anything."""
+
+    rewards: Tensor  # [B, T] float32: after shaping, and after the KL where it is in the reward
+    loss_mask: Tensor  # [B, T] bool: trainable tokens
+    group_ids: Tensor  # [B] int64: equal for the responses to one prompt
+    truncated: Tensor  # [B] bool: ended by the token limit, so not by the policy
+    old_values: Tensor | None = None  # [B, T] float32: value of the state before token t; with a critic
+    bootstrap_values: Tensor | None = None  # [B] float32: value of the state after the last token; with a critic
+
+
+@dataclass(slots=True)
+class Advantages:
+    """What an estimator gives: zero outside of the loss mask."""
+
+    advantages: Tensor  # [B, T] float32
+    returns: Tensor | None = None  # [B, T] float32: what the critic is to predict
+
+
+@dataclass(slots=True)
+class LossInputs:
+    """The tokens of a microbatch: tensors of one shape, packed [1, N] or padded [b, T].
+
+    ``weights`` carry the division by the counts of the whole minibatch; they are above 0 on trainable tokens and 0 elsewhere,
+    where the other tensors may hold anything. The sequences of a microbatch are whole.
+    """
+
+    logprobs: Tensor  # current, differentiable
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sequence_ids: Tensor  # int64: which sequence of the microbatch a token belongs to, 0 <= id < num_sequences
+    num_sequences: int
+
+
+AdvantageEstimator = Callable[[AdvantageInputs, "AlgorithmConfig"], Advantages]
+# The loss share of the tokens, differentiable, and detached scalar sums over the trainable tokens for the metrics.
+PolicyLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, dict[str, Tensor]]"]
+
+ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def advantage_estimator(name: str) -> Callable[[F], F]:
+    """Decorator: the function is ``algorithm.advantage: name``."""
+    return _add_to(ADVANTAGE_ESTIMATORS, name)
+
+
+def policy_loss(name: str) -> Callable[[F], F]:
+    """Decorator: the function is ``algorithm.policy_loss: name``."""
+    return _add_to(POLICY_LOSSES, name)
+
+
+def _add_to(table: dict, name: str) -> Callable[[F], F]:
+    def add(function: F) -> F:
+        assert name not in table, f"{name} is registered twice"
+        table[name] = function
+        return function
+
+    return add

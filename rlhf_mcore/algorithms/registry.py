@@ -1,0 +1,63 @@
+"""From names in a configuration to functions: those of this package, or one of a user's file (``path/to/file.py:name``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+# Importing a module adds its functions to the tables.
+from rlhf_mcore.algorithms import advantages, policy_loss  # noqa: F401
+from rlhf_mcore.algorithms.interfaces import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    AdvantageInputs,
+    Advantages,
+    PolicyLoss,
+)
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import is_file_spec, load_function
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import AlgorithmConfig
+
+F = TypeVar("F")
+
+
+def find_advantage_estimator(name: str) -> AdvantageEstimator:
+    """The estimator that ``algorithm.advantage`` names. A user's file is executed once, here.
+
+    Raises:
+        ConfigError: an unknown name, or a file that is missing, broken or without the function.
+    """
+    function = _find(ADVANTAGE_ESTIMATORS, name, "algorithm.advantage")
+    return _checked(function, name) if is_file_spec(name) else function
+
+
+def find_policy_loss(name: str) -> PolicyLoss:
+    """The loss that ``algorithm.policy_loss`` names; else as :func:`find_advantage_estimator`."""
+    return _find(POLICY_LOSSES, name, "algorithm.policy_loss")
+
+
+def _find(table: dict[str, F], name: str, key: str) -> F:
+    if is_file_spec(name):
+        return load_function(name, key)  # type: ignore[return-value]
+    if name not in table:
+        raise ConfigError(f"{key}={name!r} is unknown; choose one of: {', '.join(table)}, or path/to/file.py:name")
+    return table[name]
+
+
+def _checked(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
+    """A user's estimator that is told at once what is wrong with its result."""
+
+    def estimate(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
+        result = function(inputs, cfg)
+        if not isinstance(result, Advantages):
+            raise ValueError(f"algorithm.advantage={name} returned {type(result).__name__}: return an Advantages")
+        for part in ("advantages", "returns"):
+            tensor = getattr(result, part)
+            if tensor is not None and tensor.shape != inputs.rewards.shape:
+                shapes = f"{list(tensor.shape)}, not {list(inputs.rewards.shape)}"
+                raise ValueError(f"algorithm.advantage={name} returned {part} of shape {shapes}: give every token one")
+        return result
+
+    return estimate

@@ -1,0 +1,88 @@
+"""Functions of a user's own files, named ``path/to/file.py:name``: checked without running them, and loaded."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+
+
+def is_file_spec(text: str) -> bool:
+    """Whether a value names a function of a file, rather than one of ours."""
+    return ":" in text or text.endswith(".py")
+
+
+def function_problems(spec: str, key: str) -> Iterator[str]:
+    """Check ``key: path/to/file.py:name``. The file is parsed, never run."""
+    prefix = f"{key}={spec}"
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        yield f"{prefix} is not of the form path/to/file.py:name"
+        return
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield f"{prefix}: {path} does not exist (looked from {Path.cwd()}); correct the path"
+    except SyntaxError as error:
+        yield f"{prefix}: {path}, line {error.lineno}: not valid Python ({error.msg})"
+    except (OSError, ValueError) as error:
+        yield f"{prefix}: {path} cannot be read ({error})"
+    else:
+        names = sorted(_top_level_names(tree))
+        if name not in names:
+            yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(names) or 'nothing'}"
+
+
+def load_function(spec: str, key: str) -> Callable[..., Any]:
+    """The function that ``key: path/to/file.py:name`` names. The file is executed, once per call.
+
+    Raises:
+        ConfigError: naming ``key``, if the file or the name is missing, or the file fails to import.
+    """
+    file, _, name = spec.rpartition(":")
+    if not file or not name:
+        raise ConfigError(f"{key} is {spec!r}: write it as path/to/file.py:name")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key} is {spec!r}, but there is no file {path}: correct the path")
+    function = getattr(_load_module(path, spec, key), name, None)
+    if function is None:
+        raise ConfigError(f"{key} is {spec!r}, but {path} defines no {name!r}: correct the name")
+    if not callable(function):
+        raise ConfigError(f"{key} is {spec!r}, but {name!r} is a {type(function).__name__}: name a function")
+    return function
+
+
+def _load_module(path: Path, spec: str, key: str) -> ModuleType:
+    """Execute a user's file as a module of a name of its own, so that it shadows nothing."""
+    module_name = f"rlhf_mcore_user_{hashlib.sha256(f'{key} {path}'.encode()).hexdigest()[:12]}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{key} is {spec!r}, but {path.name} is no Python file: name one that ends in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses and annotations look their module up there
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ConfigError(
+            f"{key} is {spec!r}, but {path} fails to import ({type(error).__name__}: {error}): mend the file"
+        ) from error
+    return module
+
+
+def _top_level_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
