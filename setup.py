@@ -25,6 +25,7 @@ INSTALL_REQUIRES = [
     "megatron-core>=0.16.1,<0.17",  # the CPU platform redirects calls of exactly this minor version
     "transformers>=5",  # tokenizers, chat templates and model configurations
     "omegaconf>=2.4.0.dev0",  # the typed configuration tree
+    "packaging",  # version ranges, which the doctor compares
     "safetensors",  # the only format weights are written in
     "pyarrow",  # parquet data
     "rich",  # progress display and tables

@@ -21,16 +21,17 @@ from rlhf_mcore.cli.exit_codes import of_process
 
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TRAIN = "rlhf_mcore.cli.train"
 
 
-def launch(arguments: Sequence[str], world_size: int, threads_per_rank: int) -> int:
-    """Run ``python -m rlhf_mcore.cli.train *arguments`` in ``world_size`` processes. Returns the exit code."""
+def launch(arguments: Sequence[str], world_size: int, threads_per_rank: int, module: str = TRAIN) -> int:
+    """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code."""
     with TemporaryDirectory(prefix="rlhf_mcore-") as folder:  # readable by this user only
-        command = torchrun_command(arguments, world_size, Path(folder) / "rendezvous")
+        command = torchrun_command(arguments, world_size, Path(folder) / "rendezvous", module)
         return run_child(command, child_environment(os.environ, threads_per_rank))
 
 
-def torchrun_command(arguments: Sequence[str], world_size: int, rendezvous: Path) -> list[str]:
+def torchrun_command(arguments: Sequence[str], world_size: int, rendezvous: Path, module: str = TRAIN) -> list[str]:
     """The command line of torchrun, through the module that keeps the workers' exit code."""
     options = [
         "--nnodes=1:1",
@@ -41,7 +42,7 @@ def torchrun_command(arguments: Sequence[str], world_size: int, rendezvous: Path
         f"--rdzv-id={rendezvous.parent.name}",
         f"--local-addr={LOOPBACK}",
     ]
-    return [sys.executable, "-m", "rlhf_mcore.cli.torchrun", *options, "-m", "rlhf_mcore.cli.train", *arguments]
+    return [sys.executable, "-m", "rlhf_mcore.cli.torchrun", *options, "-m", module, *arguments]
 
 
 def child_environment(environment: Mapping[str, str], threads_per_rank: int) -> dict[str, str]:

@@ -14,7 +14,10 @@ from importlib import import_module
 import rlhf_mcore
 from rlhf_mcore.cli.exit_codes import EPILOG
 
-COMMANDS = {"train": "train a policy; starts torchrun on this machine"}
+COMMANDS = {
+    "train": "train a policy; starts torchrun on this machine",
+    "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

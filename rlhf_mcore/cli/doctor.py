@@ -1,0 +1,145 @@
+"""``rlhf-mcore doctor``: what is installed, what the machine is like, and what will be slow or will fail, with the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.train import TORCHRUN_VARIABLES
+from rlhf_mcore.doctor import machine, software, storage
+from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
+
+FAILED = 1
+QUICK_BYTES, FULL_BYTES = 4 << 20, 256 << 20  # written to the run directory
+MESSAGE_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
+TIMEOUT = timedelta(minutes=2)
+MODULES = ("torch", "megatron.core", "vllm", "transformer_engine.pytorch", "amp_C", "flash_attn")
+
+EPILOG = """\
+exit codes:
+  0          nothing found that stops a run (warnings are printed)
+  1          at least one error
+  2          a mistake in the command line"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and print. Under torchrun every node checks itself and rank 0 prints. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    if args.ranks is not None and args.ranks < 2:
+        _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
+    if all(name in os.environ for name in TORCHRUN_VARIABLES):
+        findings = _as_rank(args)
+    else:
+        findings = list(_local(args, num_ranks=args.ranks or 1))
+        findings += _start_ranks(args) if args.ranks else []
+    if findings is None:
+        return exit_codes.DONE
+    if args.traffic_file:
+        Path(args.traffic_file).write_text(json.dumps(as_json(findings)), encoding="utf-8")
+        return exit_codes.DONE
+    print(json.dumps(as_json(findings), indent=1) if args.json else as_text(findings), flush=True)
+    return FAILED if worst(findings) == "error" else exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore doctor",
+        description=(
+            "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
+            "also latency and bandwidth between ranks."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument("--quick", action="store_true", help="import no library and write little: under two seconds")
+    parser.add_argument("--ranks", type=int, metavar="N", help="start N ranks on this machine and measure between them")
+    parser.add_argument("--run-dir", default="outputs", metavar="DIR", help="where runs will write (default: outputs)")
+    parser.add_argument("--traffic-file", help=argparse.SUPPRESS)  # of a child: measure traffic only, write it there
+    return parser
+
+
+def _local(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
+    """The checks of one node that need nobody else."""
+    wanted, megatron = software.requirements(), software.megatron_requirements()
+    names = [requirement.name for requirement in (*wanted, *megatron)]
+    installed = software.installed_versions([*names, *software.ENGINES])
+    yield from software.check_versions(wanted, installed)
+    yield from software.check_transformer_engine(megatron, installed)
+    gpus = machine.query_gpus()
+    yield from machine.check_gpus(gpus)
+    yield from software.check_kernels(bool(gpus))
+    if not args.quick:
+        yield from software.check_imports(MODULES)
+    yield machine.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)
+    yield machine.check_memory()
+    yield machine.check_shared_memory(bool(gpus))
+    yield from machine.check_limits(machine.has_infiniband())
+    yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
+
+
+def _start_ranks(args: argparse.Namespace) -> list[Finding]:
+    """Traffic among ranks of this machine, measured by children under torchrun."""
+    from rlhf_mcore.cli.launch import launch
+
+    with TemporaryDirectory(prefix="rlhf_mcore-") as folder:
+        out = Path(folder) / "findings.json"
+        code = launch(["--traffic-file", str(out)], args.ranks, 1, module="rlhf_mcore.cli.doctor")
+        if code == exit_codes.DONE and out.is_file():
+            return [Finding(**entry) for entry in json.loads(out.read_text(encoding="utf-8"))["findings"]]
+    return [
+        Finding(
+            "network",
+            "error",
+            f"{args.ranks} ranks ended with code {code}",
+            "runs with several processes do not start",
+            "read the message above; look at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and that ports are free",
+        )
+    ]
+
+
+def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
+    """All nodes' findings and the traffic between ranks, on rank 0; None on the others."""
+    import torch.distributed as dist
+
+    from rlhf_mcore.cli.rendezvous import connect
+    from rlhf_mcore.doctor import network
+    from rlhf_mcore.parallel.collectives import all_gather_json
+    from rlhf_mcore.platform import current_platform
+
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
+    connect(platform.collective_backend, TIMEOUT)
+    try:
+        node = socket.gethostname()
+        gathered = all_gather_json(as_json(_of_node(args, node))["findings"])
+        findings = [Finding(**entry) for entries in gathered for entry in entries]
+        nodes = [str(name) for name in all_gather_json(node)]
+        if len(nodes) > 1:
+            backend = "nccl" if platform.name == "cuda" else "gloo"
+            findings += network.judge(network.measure(platform, MESSAGE_BYTES[backend]), backend, nodes)
+        return findings if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _of_node(args: argparse.Namespace, node: str) -> list[Finding]:
+    """The local checks, made by the first rank of a node."""
+    if args.traffic_file or os.environ["LOCAL_RANK"] != "0":
+        return []
+    local = _local(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return [replace(finding, node=node) for finding in local]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checks of a machine and its software before a run. Nothing here but ``network`` imports torch."""

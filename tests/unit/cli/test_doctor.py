@@ -1,0 +1,66 @@
+"""The command: exit codes, JSON, and that --quick imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli import doctor
+from rlhf_mcore.doctor.findings import Finding
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_quick_prints_json_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom rlhf_mcore.cli.doctor import main\n"
+        f"code = main(['--quick', '--json', '--run-dir', {str(tmp_path)!r}])\n"
+        "heavy = [m for m in ('torch', 'transformers', 'vllm', 'megatron', 'numpy') if m in sys.modules]\n"
+        "print(heavy, code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    report = json.loads(done.stdout)
+    assert done.stderr.splitlines()[-1] == f"[] {int(report['worst'] == 'error')}"
+    assert {
+        "python",
+        "torch",
+        "megatron-core",
+        "gpu",
+        "threads",
+        "shared memory",
+        "open files",
+        "disk speed",
+        "clock",
+    } <= {finding["check"] for finding in report["findings"]}
+
+
+@pytest.mark.parametrize(("severity", "code"), [("ok", 0), ("note", 0), ("warning", 0), ("error", 1)])
+def test_only_an_error_fails(
+    severity: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(
+        doctor, "_local", lambda args, num_ranks: [Finding("x", severity, "seen", "so what", "do this")]
+    )
+    assert doctor.main([]) == code
+    assert capsys.readouterr().out.startswith(severity)
+
+
+def test_a_single_rank_has_nobody_to_talk_to() -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--ranks", "1"])
+    assert ended.value.code == 2
+
+
+def test_ranks_that_do_not_start_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(doctor, "_local", lambda args, num_ranks: [])
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *args, **kwargs: 134)
+    assert doctor.main(["--ranks", "2"]) == 1
+    assert "2 ranks ended with code 134" in capsys.readouterr().out
