@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import report
-from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources
+from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.coverage import check_coverage
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.sources import spread_order
-from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 
 BUCKET_BYTES = 256 * 2**20
@@ -71,11 +70,8 @@ def main() -> None:
 
 def measure(case: Case) -> dict[str, Any]:
     """Bytes of one layout: for all ranks by counting, for four ranks from their views and by masks."""
-    layout = ParallelLayout(case.ranks, tp=case.tp, pp=case.pp)
-    held, needed = (
-        sources(case.model, layout, case.ep),
-        destinations(case.model, case.engine_tp, case.ranks // case.engine_tp),
-    )
+    held = sources(case.model, trainer_layout(case.model, case.ranks, case.tp, case.pp, case.ep))
+    needed = destinations(case.model, case.engine_tp, case.ranks // case.engine_tp)
     known = shapes(case.model)
     if case.model.geometry.tied_embeddings:
         needed = [place for place in needed if place.buffer != "lm_head.weight"]

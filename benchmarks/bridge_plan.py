@@ -14,11 +14,10 @@ import statistics
 from typing import Any
 
 from benchmarks.common import Timing, report, timed
-from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources
+from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
 from rlhf_mcore.bridge.sources import spread_order
-from rlhf_mcore.parallel.layout import ParallelLayout
 
 GOAL_S, GOAL_EXPONENT = 1.0, 1.05
 BUCKET_BYTES = 256 * 2**20
@@ -42,9 +41,9 @@ def main() -> None:
 
 def measure(model: Model, world: int, repeats: int) -> dict[str, Any]:
     """Times of one model on one world, for its first, a middle and its last rank."""
-    layout = ParallelLayout(world, tp=TP, pp=PP)
+    layout = trainer_layout(model, world, TP, PP, EP if model.geometry.num_experts else 1)
     (held, needed), describing = timed(
-        lambda: (sources(model, layout, EP if model.experts else 1), destinations(model, ENGINE_TP, world // ENGINE_TP))
+        lambda: (sources(model, layout), destinations(model, ENGINE_TP, world // ENGINE_TP))
     )
     order = spread_order(list(shapes(model)), held)
     by_rank = {}

@@ -14,16 +14,9 @@ from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sources import engine_places, stage_names, trainer_places
+from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The routed experts of every layer; they take the place of the dense MLP."""
-
-    count: int
-    ffn_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +25,6 @@ class Model:
 
     name: str
     geometry: ModelGeometry
-    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +38,15 @@ class Tensor:
 
 
 LLAMA_70B = Model("70B", ModelGeometry("llama", 80, 8192, 64, 8, 128, 28672, 128256, False))
-QWEN_235B = Model("235B-A22B", ModelGeometry("qwen3", 94, 4096, 64, 4, 128, 12288, 151936, False), Experts(128, 1536))
+QWEN_235B = Model(
+    "235B-A22B",
+    ModelGeometry("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, False, num_experts=128, expert_ffn_size=1536),
+)
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor, in the order of the network."""
-    dense = hf_shapes(model.geometry)
-    if model.experts is None:
-        return dense
-    found: dict[str, tuple[int, ...]] = {}
-    hidden, ffn = model.geometry.hidden_size, model.experts.ffn_size
-    for name, shape in dense.items():
-        if name.endswith(".mlp.gate_proj.weight"):
-            prefix = name.removesuffix("gate_proj.weight")
-            found[prefix + "gate.weight"] = (model.experts.count, hidden)
-            for expert in range(model.experts.count):
-                found[f"{prefix}experts.{expert}.gate_proj.weight"] = (ffn, hidden)
-                found[f"{prefix}experts.{expert}.up_proj.weight"] = (ffn, hidden)
-                found[f"{prefix}experts.{expert}.down_proj.weight"] = (hidden, ffn)
-        elif ".mlp." not in name:
-            found[name] = shape
-    return found
+    return hf_shapes(model.geometry)
 
 
 def model_bytes(model: Model) -> int:
@@ -74,41 +54,20 @@ def model_bytes(model: Model) -> int:
     return 2 * sum(prod(shape) for shape in shapes(model).values())
 
 
-def sources(model: Model, layout: ParallelLayout, ep: int = 1) -> list[Place]:
-    """What trainer ranks hold. Experts are spread over ``ep`` consecutive ranks of a stage, whole (expert tensor parallelism 1)."""
-    names = stage_names(model.geometry, layout.pp, fused_norms=model.experts is None)
-    if model.experts is None:
-        return trainer_places(names, model.geometry, layout)
-    dense = [[name for name in stage if ".mlp." not in name] for stage in names]
-    places = trainer_places(dense, model.geometry, layout)
-    for stage, kept in enumerate(dense):
-        size = layout.world_size // layout.pp
-        ranks = range(stage * size, (stage + 1) * size)
-        layers = [int(name.split(".")[2]) for name in kept if name.endswith("linear_qkv.weight")]
-        for layer in layers:
-            places += _expert_sources(model.experts, model.geometry.hidden_size, layer, ranks, ep)
-    return places
+def trainer_layout(model: Model, ranks: int, tp: int, pp: int, ep: int = 1) -> ParallelLayout:
+    """A layout with stages as equal as can be, and experts that are dealt whole (expert tensor parallelism 1)."""
+    stages = tuple(balanced_stages(model.geometry.num_layers, pp))
+    return ParallelLayout(ranks, tp=tp, pp=pp, ep=ep, etp=1 if ep > 1 else None, layers_per_stage=stages)
+
+
+def sources(model: Model, layout: ParallelLayout) -> list[Place]:
+    """What trainer ranks hold, with Transformer Engine's layers."""
+    return trainer_places(stage_names(model.geometry, layout, fused=True), model.geometry, layout)
 
 
 def destinations(model: Model, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
     """What engine ranks need."""
     return engine_places([list(_engine_tensors(model, tp, rank)) for rank in range(tp)], num_engines, first_rank)
-
-
-def _expert_sources(experts: Experts, hidden: int, layer: int, ranks: range, ep: int) -> Iterator[Place]:
-    prefix = f"model.layers.{layer}.mlp."
-    router = Piece(prefix + "gate.weight", (0, 0), (experts.count, hidden), 0, (hidden, 1))
-    yield Place(f"decoder.layers.{layer}.mlp.router.weight", (router,), ranks)
-    each, ffn = experts.count // ep, experts.ffn_size
-    for expert in range(experts.count):
-        owner, local = divmod(expert, each)
-        owners = range(ranks.start + owner, ranks.stop, ep)
-        name, hf = f"decoder.layers.{layer}.mlp.experts.local_experts.{local}.", f"{prefix}experts.{expert}."
-        gate = Piece(hf + "gate_proj.weight", (0, 0), (ffn, hidden), 0, (hidden, 1))
-        up = Piece(hf + "up_proj.weight", (0, 0), (ffn, hidden), ffn * hidden, (hidden, 1))
-        down = Piece(hf + "down_proj.weight", (0, 0), (hidden, ffn), 0, (ffn, 1))
-        yield Place(name + "linear_fc1.weight", (gate, up), owners)
-        yield Place(name + "linear_fc2.weight", (down,), owners)
 
 
 def _engine_tensors(model: Model, tp: int, rank: int) -> Iterator[Tensor]:
@@ -121,10 +80,7 @@ def _engine_tensors(model: Model, tp: int, rank: int) -> Iterator[Tensor]:
         yield from _attention(prefix + "self_attn.", geometry, tp, rank)
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             yield Tensor(prefix + norm, (geometry.hidden_size,), (_vector(prefix + norm, geometry.hidden_size),))
-        if model.experts is None:
-            yield from _mlp(prefix + "mlp.", geometry, tp, rank)
-        else:
-            yield from _moe(prefix + "mlp.", geometry.hidden_size, model.experts, tp, rank)
+        yield from (_moe if geometry.is_moe_layer(layer) else _mlp)(prefix + "mlp.", geometry, tp, rank)
 
 
 def _vocabulary(name: str, geometry: ModelGeometry, tp: int, rank: int) -> Tensor:
@@ -146,7 +102,7 @@ def _attention(prefix: str, geometry: ModelGeometry, tp: int, rank: int) -> Iter
         _rows(prefix + "v_proj.weight", first, groups, hidden, queries + groups),
     )
     yield Tensor(prefix + "qkv_proj.weight", (queries + 2 * groups, hidden), held)
-    if geometry.family == "qwen3":
+    if geometry.family in ("qwen3", "qwen3_moe"):
         for norm in ("q_norm.weight", "k_norm.weight"):
             yield Tensor(prefix + norm, (head,), (_vector(prefix + norm, head),))
     yield Tensor(
@@ -164,18 +120,18 @@ def _mlp(prefix: str, geometry: ModelGeometry, tp: int, rank: int) -> Iterator[T
     )
 
 
-def _moe(prefix: str, hidden: int, experts: Experts, tp: int, rank: int) -> Iterator[Tensor]:
-    rows = experts.ffn_size // tp
-    router = _rows(prefix + "gate.weight", 0, experts.count, hidden, 0)
-    yield Tensor(prefix + "gate.weight", (experts.count, hidden), (router,))
+def _moe(prefix: str, geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Tensor]:
+    hidden, count, rows = geometry.hidden_size, geometry.num_experts, geometry.expert_ffn_size // tp
+    router = _rows(prefix + "gate.weight", 0, count, hidden, 0)
+    yield Tensor(prefix + "gate.weight", (count, hidden), (router,))
     w13, w2 = [], []
-    for expert in range(experts.count):
+    for expert in range(count):
         hf = f"{prefix}experts.{expert}."
         for half, name in enumerate(("gate_proj.weight", "up_proj.weight")):
             w13.append(_rows(hf + name, rank * rows, rows, hidden, (2 * expert + half) * rows))
         w2.append(_columns(hf + "down_proj.weight", hidden, rows, rank, expert * hidden * rows))
-    yield Tensor(prefix + "experts.w13_weight", (experts.count, 2 * rows, hidden), tuple(w13))
-    yield Tensor(prefix + "experts.w2_weight", (experts.count, hidden, rows), tuple(w2))
+    yield Tensor(prefix + "experts.w13_weight", (count, 2 * rows, hidden), tuple(w13))
+    yield Tensor(prefix + "experts.w2_weight", (count, hidden, rows), tuple(w2))
 
 
 def _vector(name: str, length: int) -> Piece:

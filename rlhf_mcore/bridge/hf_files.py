@@ -58,6 +58,14 @@ class HFReader:
         """
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor as safetensors spells it (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        return str(self._handle(name).get_slice(name).get_dtype())
+
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """A rectangle of a tensor, in the file's dtype."""
         return self._handle(name).get_slice(name)[where]

@@ -21,12 +21,15 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
+
 
 def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader) -> None:
     """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
 
     Raises:
-        ConfigError: a tensor is missing or has another shape than the config says.
+        ConfigError: a tensor is missing, has another shape than the config says, or is not in one of the dtypes of unquantised
+            weights, whose values a cast to the model's dtype keeps but for rounding.
     """
     expected = hf_shapes(geometry)
     for parameter in parameters:
@@ -34,12 +37,19 @@ def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: 
         if sum(piece.numel for piece in held) < parameter.tensor.numel():
             parameter.tensor.zero_()
         for piece in held:
-            if reader.shape(piece.hf_name) != expected[piece.hf_name]:
-                raise ConfigError(
-                    f"{reader.directory}: tensor {piece.hf_name} has shape {reader.shape(piece.hf_name)}, "
-                    f"but config.json asks for {expected[piece.hf_name]}."
-                )
+            _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
+
+
+def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> None:
+    shape, dtype = reader.shape(name), reader.dtype(name)
+    if shape != expected:
+        raise ConfigError(f"{reader.directory}: tensor {name} has shape {shape}, but config.json asks for {expected}.")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(
+            f"{reader.directory}: tensor {name} has dtype {dtype}, not one of {', '.join(WEIGHT_DTYPES)}: quantised or "
+            "converted weights cannot be trained. Use the unquantised model."
+        )
 
 
 class Gatherer:

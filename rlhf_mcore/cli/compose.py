@@ -162,6 +162,7 @@ def _build_models(cfg: Config, platform: Platform, dtype: str) -> _Models:
         sequence_parallel=cut.sequence_parallel,
         ep=cut.ep,
         etp=cut.etp,
+        layers_per_stage=None if cut.layers_per_stage is None else tuple(cut.layers_per_stage),
     )
     groups = build_groups(layout)
     temperature = cfg.rollout.sampling.temperature

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 
 from rlhf_mcore.config.schema import Config
 
@@ -15,6 +16,12 @@ def default_world_size(cfg: Config) -> int:
     layout = cfg.actor.layout
     experts = (layout.tp if layout.etp is None else layout.etp) * layout.ep * layout.pp
     return math.lcm(layout.tp * layout.pp * layout.cp, experts, cfg.rollout.layout.tp)
+
+
+def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, as equal as can be."""
+    borders = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    return [high - low for low, high in pairwise(borders)]
 
 
 def updates_per_run(cfg: Config) -> int:

@@ -19,6 +19,8 @@ class LayoutConfig:
     tp: int = 1
     pp: int = 1
     vpp: Optional[int] = None  # model chunks per pipeline rank (interleaved schedule); null: no interleaving
+    # layers of each stage (of each chunk, in the order of the network); null: all stages have equally many
+    layers_per_stage: Optional[list[int]] = None
     cp: int = 1
     ep: int = 1
     etp: Optional[int] = None  # tensor-parallel size of an expert; null: tp

@@ -14,10 +14,10 @@ from typing import Any
 
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import default_world_size, max_new_tokens, resolve
+from rlhf_mcore.config.derive import balanced_stages, default_world_size, max_new_tokens, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
-from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
 from rlhf_mcore.config.user_functions import function_problems
 
 __all__ = ["default_world_size", "resolve", "validate"]
@@ -309,12 +309,29 @@ def _actor_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[
     layout = cfg.actor.layout
     yield from _tensor_cut_problems(shape, "actor.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(cfg, shape, model)
-    stages = layout.pp * (layout.vpp or 1)
-    if shape.num_layers % stages:
-        name = "actor.layout.pp" if layout.vpp is None else "actor.layout.pp*vpp"
+    yield from _stage_problems(layout, shape.num_layers, model)
+
+
+def _stage_problems(layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
+    stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
+    name = "actor.layout.pp" if layout.vpp is None else "actor.layout.pp*vpp"
+    example = f"actor.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
+    if stages > num_layers:
+        yield f"{name}={stages} is more than num_hidden_layers={num_layers} of {model}; lower it"
+    elif sizes is None and num_layers % stages:
         yield (
-            f"{name}={stages} does not divide num_hidden_layers={shape.num_layers} of {model}; "
-            f"choose a divisor of {shape.num_layers}"
+            f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
+            f"or say how many layers each stage has: {example}"
+        )
+    elif sizes is not None and len(sizes) != stages:
+        yield (
+            f"actor.layout.layers_per_stage={sizes} has {len(sizes)} numbers for {name}={stages} stages; "
+            f"give one for each, for example {example}"
+        )
+    elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
+        yield (
+            f"actor.layout.layers_per_stage={sizes} does not share out num_hidden_layers={num_layers} of {model}; "
+            f"give positive numbers with this sum, for example {example}"
         )
 
 

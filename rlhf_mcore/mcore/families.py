@@ -17,6 +17,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, dense_layers, inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.stages import UnevenStages
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import ModelGeometry
 
@@ -150,6 +151,7 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        pipeline_model_parallel_layout=None if layout.layers_per_stage is None else UnevenStages(groups),
         context_parallel_size=layout.cp,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=DTYPES[dtype],

@@ -23,6 +23,8 @@ class ParallelLayout:
     sequence_parallel: bool = False
     ep: int = 1
     etp: int | None = None  # tensor-parallel size of an expert; None: as the rest of the model
+    # Layers of every stage, chunk after chunk in the order of the network; None: all stages have equally many.
+    layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         model = self.tp * self.pp * self.cp
@@ -36,11 +38,30 @@ class ParallelLayout:
         per_stage = self.world_size // self.pp
         if per_stage % (self.expert_tp * self.ep):
             raise ValueError(f"{per_stage} ranks of a stage are not a multiple of etp {self.expert_tp} x ep {self.ep}")
+        if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
+            raise ValueError(f"layers_per_stage {self.layers_per_stage} does not name {self.num_stages} stages")
 
     @property
     def dp(self) -> int:
         """Data-parallel size."""
         return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, counting every model chunk of an interleaved pipeline."""
+        return self.pp * (self.vpp or 1)
+
+    def layers_of(self, num_layers: int, pp: int, chunk: int = 0) -> range:
+        """Numbers of the layers of a model that one chunk of a pipeline rank has.
+
+        Raises:
+            ValueError: the stages do not share the layers equally and ``layers_per_stage`` is not given, or has another sum.
+        """
+        sizes = self.layers_per_stage or (num_layers // self.num_stages,) * self.num_stages
+        if sum(sizes) != num_layers:
+            raise ValueError(f"{num_layers} layers are not those of {self.num_stages} stages: layers_per_stage {sizes}")
+        stage = chunk * self.pp + pp
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
     @property
     def expert_tp(self) -> int:

@@ -50,6 +50,7 @@ MODELS = {
     "qwen2_yarn": (Qwen2ForCausalLM, Qwen2Config, dict(head_dim=None, hidden_size=128, rope_parameters=YARN_ROPE)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "qwen3_tied": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_key_value_heads=1)),
+    "qwen3_seven": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_hidden_layers=7)),
 }
 QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
 MOE_MODELS = {

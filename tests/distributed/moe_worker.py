@@ -17,7 +17,7 @@ from rlhf_mcore.data.balance import balance
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import local_parameters
 from tests.distributed import models
-from tests.distributed.parity_worker import distances, gathered_equals_file
+from tests.distributed.parity_worker import distances, gathered_equals_file, names_are_predicted
 from tests.distributed.setting import (
     MOE_LAYOUTS,
     Settings,
@@ -50,7 +50,15 @@ BALANCED = (
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"parity": {}, "gather": {}, "oracle": {}, "updates": {}, "balance": {}, "precision": {}}
+    findings: dict[str, Any] = {
+        "parity": {},
+        "gather": {},
+        "names": {},
+        "oracle": {},
+        "updates": {},
+        "balance": {},
+        "precision": {},
+    }
     for name in models.MOE_MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -78,6 +86,7 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
             key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
             findings["parity"][key] = distances(actor, packing, expected)
         findings["gather"][f"{name}/{layout}"] = gathered_equals_file(model, path)
+        findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
         if layout in SAVED_LAYOUTS:
             exporter = Exporter(
                 local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000

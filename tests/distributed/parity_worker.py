@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.sources import stage_names
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import local_parameters
+from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows, broadcast_json, gather_json, reduce_sums
 from rlhf_mcore.roles.policy import Actor
 from tests.distributed import models
 from tests.distributed.setting import (
-    LAYOUTS,
     Settings,
     batch_for,
     build,
@@ -25,19 +25,20 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
+    layouts_of,
     load_hf,
     response_values,
     rows,
     start,
 )
 
-SAVED_LAYOUTS = ("dp4", "tp2_pp2_vpp2_sp", "pp4")
+SAVED_LAYOUTS = ("dp4", "tp2_pp2_vpp2_sp", "pp4", "tp2_pp2_vpp2_sp_uneven")
 
 
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"parity": {}, "gather": {}, "collectives": collectives()}
+    findings: dict[str, Any] = {"parity": {}, "gather": {}, "names": {}, "collectives": collectives()}
     for name in models.MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -46,13 +47,14 @@ def main(directory: Path) -> None:
         all_rows = rows()
         with torch.no_grad():
             expected = [hf_logprobs(load_hf(path), row) for row in all_rows]
-        for layout in LAYOUTS:
+        for layout in layouts_of(name):
             mine = groups_of(layout, groups)
             model, actor = build(path, mine, platform, Settings())
             for packing in (True, False):
                 key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
                 findings["parity"][key] = distances(actor, packing, expected)
             findings["gather"][f"{name}/{layout}"] = gathered_equals_file(model, path)
+            findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
             if layout in SAVED_LAYOUTS:
                 exporter = Exporter(
                     local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
@@ -82,6 +84,13 @@ def gathered_equals_file(model: Any, path: Path) -> bool:
         names.add(name)
         equal &= torch.equal(tensor, reader.read(name, tuple(slice(None) for _ in tensor.shape)))
     return all(all_gather_json(equal and names == reader.names))
+
+
+def names_are_predicted(model: MegatronModel) -> bool:
+    """What plans without a model assume: every rank's parameters are those that the layout says."""
+    groups = model.groups
+    expected = stage_names(model.spec.geometry, groups.layout)[groups.pp_rank]
+    return all(all_gather_json(sorted(expected) == sorted(p.name for p in local_parameters(model))))
 
 
 def collectives() -> dict[str, Any]:

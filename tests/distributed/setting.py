@@ -41,7 +41,14 @@ LAYOUTS = {
     "tp4_sp": (4, 1, None, True),
     "pp4": (1, 4, None, False),
 }
-# name -> (tp, pp, vpp, sequence parallel, ep, etp), for models with experts.
+# The same for models of seven layers, with the number of layers of every stage: of every chunk, in the order of the network.
+UNEVEN_LAYOUTS = {
+    "pp2_dp2_uneven": (1, 2, None, False, (3, 4)),
+    "pp2_vpp2_dp2_uneven": (1, 2, 2, False, (1, 2, 3, 1)),
+    "tp2_pp2_vpp2_sp_uneven": (2, 2, 2, True, (2, 1, 1, 3)),
+    "pp4_uneven": (1, 4, None, False, (1, 2, 3, 1)),
+}
+# name -> (tp, pp, vpp, sequence parallel, ep, etp), for models with experts; a seventh entry is as above.
 MOE_LAYOUTS = {
     "dp4": (1, 1, None, False, 1, None),
     "ep2_dp4": (1, 1, None, False, 2, None),
@@ -56,6 +63,7 @@ MOE_LAYOUTS = {
     "pp2_vpp2_ep2_dp2": (1, 2, 2, False, 2, None),
     "tp2_sp_pp2_ep2_etp1": (2, 2, None, True, 2, 1),
     "tp2_sp_pp2": (2, 2, None, True, 1, None),
+    "pp2_ep2_dp2_uneven": (1, 2, None, False, 2, None, (1, 3)),
 }
 TEMPERATURE = 0.8
 POOL = GroupPool()  # of the worker process
@@ -79,17 +87,24 @@ def finish(findings: Any, directory: Path) -> None:
 def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     """Groups are made once per layout: every gloo group costs sockets and threads."""
     if name not in cache:
-        tp, pp, vpp, sp = LAYOUTS[name]
-        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp)
+        tp, pp, vpp, sp, *stages = {**LAYOUTS, **UNEVEN_LAYOUTS}[name]
+        layers = stages[0] if stages else None
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, layers_per_stage=layers)
         cache[name] = build_groups(layout, POOL)
     return cache[name]
+
+
+def layouts_of(model: str) -> list[str]:
+    """Layouts that fit the number of layers of a dense model."""
+    return list(UNEVEN_LAYOUTS if model == "qwen3_seven" else LAYOUTS)
 
 
 def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     """The same for the layouts with experts."""
     if name not in cache:
-        tp, pp, vpp, sp, ep, etp = MOE_LAYOUTS[name]
-        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, ep=ep, etp=etp)
+        tp, pp, vpp, sp, ep, etp, *stages = MOE_LAYOUTS[name]
+        layers = stages[0] if stages else None
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, 1, sp, ep, etp, layers)
         cache[name] = build_groups(layout, POOL)
     return cache[name]
 

@@ -40,6 +40,12 @@ def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, l
     assert findings["gather"][f"{model}/{layout}"] is True
 
 
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+@pytest.mark.parametrize("model", models.MOE_MODELS)
+def test_layouts_say_which_parameters_a_rank_has(findings: Any, model: str, layout: str) -> None:
+    assert findings["names"][f"{model}/{layout}"] is True
+
+
 @pytest.mark.parametrize("layout", SAVED_LAYOUTS)
 @pytest.mark.parametrize("model", models.MOE_MODELS)
 def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Path, model: str, layout: str) -> None:

@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 
 from tests.distributed import models
 from tests.distributed.parity_worker import SAVED_LAYOUTS
-from tests.distributed.setting import LAYOUTS, load_hf
+from tests.distributed.setting import layouts_of, load_hf
 from tests.distributed.world import run_world
+
+CASES = [(model, layout) for model in models.MODELS for layout in layouts_of(model)]
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +29,24 @@ def findings(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", models.MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layout: str, kind: str) -> None:
     logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
     assert logprobs < 1e-5
     assert entropy < 1e-4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", models.MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, layout: str) -> None:
     assert findings["gather"][f"{model}/{layout}"] is True
 
 
-@pytest.mark.parametrize("layout", SAVED_LAYOUTS)
-@pytest.mark.parametrize("model", models.MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layouts_say_which_parameters_a_rank_has(findings: Any, model: str, layout: str) -> None:
+    assert findings["names"][f"{model}/{layout}"] is True
+
+
+@pytest.mark.parametrize(("model", "layout"), [case for case in CASES if case[1] in SAVED_LAYOUTS])
 def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Path, model: str, layout: str) -> None:
     """Written by four ranks in many files; read by transformers, which joins or splits experts as it likes."""
     saved = directory / f"{model}_{layout}_saved"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.setting import LAYOUTS
+from tests.distributed.setting import layouts_of
 from tests.distributed.update_worker import MODELS, cuts_of
 from tests.distributed.world import run_world
 
@@ -18,8 +18,10 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_world("update_worker.py", 4, directory)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("model", "cut", "kind"), [(m, *cut) for m in MODELS for cut in cuts_of(m)])
+@pytest.mark.parametrize(
+    ("model", "layout", "cut", "kind"),
+    [(model, layout, *cut) for model in MODELS for layout in layouts_of(model) for cut in cuts_of(model)],
+)
 def test_loss_gradient_and_new_weights_are_the_oracles(
     findings: Any, model: str, layout: str, cut: str, kind: str
 ) -> None:

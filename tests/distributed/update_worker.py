@@ -20,7 +20,6 @@ from rlhf_mcore.trainer.advantages import estimate_advantages
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
 from tests.distributed.setting import (
-    LAYOUTS,
     Settings,
     algorithm,
     batch_for,
@@ -29,12 +28,13 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
+    layouts_of,
     load_hf,
     rows,
     start,
 )
 
-MODELS = ("qwen3_tied", "qwen2", "llama")
+MODELS = ("qwen3_tied", "qwen2", "llama", "qwen3_seven")
 CUTS = {"one": 10_000, "many": 24}
 RECOMPUTE = {
     "selective": RecomputeConfig("selective"),
@@ -62,7 +62,7 @@ def main(directory: Path) -> None:
         dist.barrier()
         after = load_file(directory / f"{name}_after" / "model.safetensors")
         reference = load_hf(directory / f"{name}_reference")
-        for layout in LAYOUTS:
+        for layout in layouts_of(name):
             for cut, kind in cuts_of(name):
                 key = f"{name}/{layout}/{cut}/{kind}"
                 settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed")

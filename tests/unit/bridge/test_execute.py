@@ -101,7 +101,8 @@ class Landing:
 
 
 def held(tp: int, pp: int) -> list[Place]:
-    return trainer_places(stage_names(GEOMETRY, pp, fused_norms=False), GEOMETRY, ParallelLayout(RANKS, tp=tp, pp=pp))
+    layout = ParallelLayout(RANKS, tp=tp, pp=pp)
+    return trainer_places(stage_names(GEOMETRY, layout), GEOMETRY, layout)
 
 
 def needed(parts: int) -> list[Place]:

@@ -240,15 +240,16 @@ def test_padding_is_what_no_piece_fills() -> None:
 
 def test_places_of_a_layout_cover_the_model() -> None:
     geometry = ModelGeometry("qwen3", 3, 16, 4, 2, 4, 24, 50, tied_embeddings=True)
-    names = stage_names(geometry, num_stages=2)
+    layout, whole = ParallelLayout(8, tp=2, pp=2, layers_per_stage=(1, 2)), ParallelLayout(8, tp=2)
+    names = stage_names(geometry, layout)
     assert [name.split(".")[2] for name in names[1] if name.endswith("linear_qkv.weight")] == ["1", "2"]
     assert names[0][0] == "embedding.word_embeddings.weight"
     assert names[1][-1] == "output_layer.weight"
-    assert "output_layer.weight" not in stage_names(geometry, num_stages=1)[0]
-    fused = stage_names(geometry, num_stages=1, fused_norms=True)[0]
+    assert "output_layer.weight" not in stage_names(geometry, whole)[0]
+    fused = stage_names(geometry, whole, fused=True)[0]
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in fused
     assert "decoder.layers.0.pre_mlp_layernorm.weight" not in fused
-    places = trainer_places(names, geometry, ParallelLayout(8, tp=2, pp=2))
+    places = trainer_places(names, geometry, layout)
     owners = {place.ranks for place in places if place.pieces[0].hf_name == "model.embed_tokens.weight"}
     assert owners == {range(0, 4, 2), range(1, 5, 2), range(4, 8, 2), range(5, 9, 2)}
 

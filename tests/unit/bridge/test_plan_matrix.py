@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 
 from benchmarks.bridge_bytes import lower_bound
-from benchmarks.models import LLAMA_70B, QWEN_235B, Experts, Model, destinations, shapes, sources
+from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.coverage import CoverageError, check_coverage
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
 from rlhf_mcore.bridge.rank_plan import Copy, RankPlan
 from rlhf_mcore.bridge.sources import spread_order
-from rlhf_mcore.parallel.layout import ParallelLayout
 
 BUCKET = 256 * 2**20
 
 
 def shallow(model: Model, layers: int, experts: int = 0) -> Model:
     """The same widths with fewer layers and experts: what repeats need not be repeated in a test."""
-    routed = Experts(experts, model.experts.ffn_size) if model.experts else None
-    return replace(model, geometry=replace(model.geometry, num_layers=layers), experts=routed)
+    return replace(model, geometry=replace(model.geometry, num_layers=layers, num_experts=experts))
 
 
 DENSE = shallow(LLAMA_70B, 8)
@@ -43,7 +41,7 @@ LAYOUTS = [
 
 
 def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int) -> tuple[list[Place], list[Place]]:
-    held = sources(model, ParallelLayout(ranks, tp=tp, pp=pp), ep)
+    held = sources(model, trainer_layout(model, ranks, tp, pp, ep))
     return held, destinations(model, engine_tp, ranks // engine_tp)
 
 
@@ -153,5 +151,6 @@ def test_buckets_go_through_the_network_layer_by_layer() -> None:
 def test_a_missing_expert_is_noticed() -> None:
     held, needed = described(MOE, 64, 4, 2, 8, 8)
     lost = [place for place in held if place.pieces[0].hf_name != "model.layers.5.mlp.experts.3.down_proj.weight"]
+    assert len(lost) == len(held) - 1
     with pytest.raises(CoverageError, match=r"layers\.5\.mlp\.experts\.3\.down_proj"):
         check_coverage(lost, needed, shapes(MOE))

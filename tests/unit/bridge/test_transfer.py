@@ -21,6 +21,7 @@ from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
 def write(directory: Path, tensors: dict[str, Tensor]) -> HFReader:
     directory.mkdir(exist_ok=True)
+    tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in tensors.items()}  # of hf_tensors
     save_file(tensors, directory / "model.safetensors")
     return HFReader(directory)
 
@@ -51,6 +52,38 @@ def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
     load([parameter], GEOMETRY, reader)
     assert parameter.tensor.dtype == torch.float32
     assert parameter.tensor[:4].tolist() == [1.0, 2.5, -3.0, 0.10009765625]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),
+        (torch.int64, "I64"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)
+def test_weights_that_are_not_plain_floats_are_refused(tmp_path: Path, dtype: torch.dtype, named: str) -> None:
+    reader = write(tmp_path, {"model.norm.weight": torch.ones(8).to(dtype)})
+    parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
+    with pytest.raises(ConfigError, match=rf"model.norm.weight has dtype {named}, not one of F32, BF16, F16"):
+        load([parameter], GEOMETRY, reader)
+    assert parameter.tensor.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_of_weights_loads_into_every_dtype_of_models(
+    tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    values = [1.0, -2.5, 0.0078125, 96.0] * 2  # exact in all three
+    reader = write(tmp_path, {"model.norm.weight": torch.tensor(values).to(stored)})
+    parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8, dtype=dtype), Shard(0, 1))
+    load([parameter], GEOMETRY, reader)
+    assert parameter.tensor.dtype == dtype
+    assert parameter.tensor.tolist() == values
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
@@ -69,9 +71,9 @@ def write(directory: Path, family: str, **settings: Any) -> PretrainedConfig:
     return config
 
 
-def config_for(directory: Path, layout: ParallelLayout, **changes: Any) -> TransformerConfig:
+def config_for(directory: Path, layout: ParallelLayout, rank: int = 0, **changes: Any) -> TransformerConfig:
     settings: dict[str, Any] = dict(dtype="fp32", recompute=RecomputeConfig(), fused=False, deterministic=False)
-    groups: Any = SimpleNamespace(layout=layout)
+    groups: Any = SimpleNamespace(layout=layout, pp_rank=rank)
     return transformer_config(load_spec(directory), groups, CpuPlatform(), **{**settings, **changes})
 
 
@@ -193,6 +195,19 @@ def test_megatron_neither_divides_the_loss_nor_mixes_interleaved_messages(tmp_pa
     assert (plain.batch_p2p_comm, plain.overlap_p2p_comm, plain.variable_seq_lengths) == (True, False, True)
     assert (interleaved.batch_p2p_comm, interleaved.overlap_p2p_comm) == (False, True)
     assert not config_for(tmp_path, ParallelLayout(1)).variable_seq_lengths
+
+
+def test_uneven_stages_reach_megatron_without_its_globals(tmp_path: Path) -> None:
+    """Stage 0 has layers 0 and 2, one in each chunk; stage 1 has layer 1 and, in its second chunk, layers 3 and 4."""
+    write(tmp_path, "llama", num_hidden_layers=5)
+    layout = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 1, 1, 2))
+    found = []
+    for rank in (0, 1):
+        config = config_for(tmp_path, layout, rank=rank)
+        for chunk in (0, 1):
+            offset = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=rank)
+            found.append((rank, chunk, offset, get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank)))
+    assert found == [(0, 0, 0, 1), (0, 1, 2, 1), (1, 0, 1, 1), (1, 1, 3, 2)]
 
 
 def test_recomputation(tmp_path: Path) -> None:

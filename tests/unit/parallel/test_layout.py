@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.parallel.layout import ParallelLayout
@@ -67,6 +67,7 @@ def test_experts_lie_on_a_grid_of_their_own_by_hand() -> None:
     assert layout.shard_of("decoder.layers.3.mlp.linear_fc1.weight", 7) == Shard(1, 2)
 
 
+@settings(deadline=None)  # the first example imports megatron
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_the_grid_of_experts_is_megatrons(etp: int, ep: int, edp: int, pp: int) -> None:
     from megatron.core.parallel_state import RankGenerator
@@ -80,3 +81,26 @@ def test_the_grid_of_experts_is_megatrons(etp: int, ep: int, edp: int, pp: int) 
             places = [layout.expert_coordinates(rank) for rank in group]
             assert [place.pop(ours) for place in places] == list(range(len(group)))
             assert all(place == places[0] for place in places)
+
+
+def test_layers_of_even_and_uneven_stages() -> None:
+    # Megatron's documentation: 8 layers, 2 stages, 2 chunks: stage 0 has [0, 1] and [4, 5], stage 1 has [2, 3] and [6, 7].
+    even = ParallelLayout(2, pp=2, vpp=2)
+    assert [[list(even.layers_of(8, pp, chunk)) for chunk in (0, 1)] for pp in (0, 1)] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    uneven = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 2, 3, 1))
+    assert [[list(uneven.layers_of(7, pp, chunk)) for chunk in (0, 1)] for pp in (0, 1)] == [
+        [[0], [3, 4, 5]],
+        [[1, 2], [6]],
+    ]
+
+
+def test_stages_that_do_not_fit_the_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="layers_per_stage"):
+        ParallelLayout(2, pp=2).layers_of(7, 0)
+    with pytest.raises(ValueError, match="layers_per_stage"):
+        ParallelLayout(2, pp=2, layers_per_stage=(3, 3)).layers_of(7, 0)
+    with pytest.raises(ValueError, match="does not name 4 stages"):
+        ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(3, 4))
