@@ -61,6 +61,21 @@ class LocalParameter:
 
 
 @dataclass(slots=True)
+class StateShard:
+    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted as it lies flat.
+
+    ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, and ``master`` where the weights that the
+    optimizer steps are not the parameter itself.
+    """
+
+    name: str
+    shard: Shard
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+
+
+@dataclass(slots=True)
 class Prompt:
     """One row of the data, rendered and tokenised.
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.describe import describe_sources, wire_dtypes
 from rlhf_mcore.bridge.execute import Executor
-from rlhf_mcore.bridge.hf_files import SHARD_BYTES, copy_companions
-from rlhf_mcore.bridge.hf_writer import ShardFiles, cut_into_shards, write_index
+from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SHARD_BYTES, copy_companions
+from rlhf_mcore.bridge.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import build_plan
 from rlhf_mcore.bridge.rank_plan import RankPlan
 from rlhf_mcore.bridge.regions import Piece
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.strided import contiguous_strides
-from rlhf_mcore.bridge.tensor_files import TensorTypes
+from rlhf_mcore.bridge.tensor_files import FileImage, FileLayout, TensorTypes
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 
@@ -57,6 +57,9 @@ class Exporter:
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
         self.shards = cut_into_shards(sizes, dist.get_world_size(), shard_bytes)
+        self._mine = [shard for shard in self.shards if shard.rank == dist.get_rank()]
+        self._images: list[FileImage] | None = None
+        self._pinned = any(parameter.tensor.is_cuda for parameter in parameters)
         plan = build_plan(
             describe_sources(parameters, pieces_of),
             [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
@@ -75,22 +78,46 @@ class Exporter:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        files = ShardFiles(temporary, [s for s in self.shards if s.rank == dist.get_rank()], self._types)
-        try:
-            self._executor.run(_FileLanding(files, self._types, self._rank_plan))
-        finally:
-            files.close()
+        self.write(temporary)
         dist.barrier()
         if dist.get_rank() == 0:
-            self._finish(temporary, directory)
+            if directory.exists():
+                shutil.rmtree(directory)
+            temporary.rename(directory)
         dist.barrier()
 
-    def _finish(self, temporary: Path, directory: Path) -> None:
-        write_index(temporary, self.shards, self._types)
-        copy_companions(self._companions, temporary, next(iter(self._types.values()))[0])
-        if directory.exists():
-            shutil.rmtree(directory)
-        temporary.rename(directory)
+    def write(self, directory: Path) -> list[Path]:
+        """Write this rank's files into an existing directory and return their paths. Collective over the world.
+
+        Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
+        """
+        landing = _FileLanding(directory, self._mine, self._types, self._rank_plan)
+        try:
+            self._executor.run(landing)
+        finally:
+            landing.close_files()
+        if landing.error is not None:
+            raise landing.error
+        return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
+
+    def snapshot(self) -> list[FileImage]:
+        """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the world.
+
+        What is returned is valid until the next snapshot; :meth:`write_companions` writes the rest of the directory.
+        """
+        if self._images is None:
+            layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
+            self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
+        self._executor.run(_MemoryLanding(self._images))
+        return self._images
+
+    def write_companions(self, directory: Path) -> list[Path]:
+        """Write the index, the config and the tokenizer. The first rank does; the others return no paths."""
+        if dist.get_rank() != 0:
+            return []
+        write_index(directory, self.shards, self._types)
+        copy_companions(self._companions, directory, next(iter(self._types.values()))[0])
+        return [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
 
 
 def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
@@ -99,12 +126,21 @@ def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
 
 
 class _FileLanding:
-    """Assembles the tensors of this rank's files and writes each to its place when it is complete."""
+    """Assembles the tensors of this rank's files and writes each to its place when it is complete.
 
-    def __init__(self, files: ShardFiles, types: TensorTypes, plan: RankPlan):
-        self._files, self._types = files, types
+    The first error is kept for later and nothing is written any more, because the other ranks go on sending.
+    """
+
+    def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes, plan: RankPlan):
+        self.error: OSError | None = None
+        self._types = types
         self._flats: dict[str, Tensor] = {}
         self._first, self._last = _spans(plan)
+        self._files: ShardFiles | None = None
+        try:
+            self._files = ShardFiles(directory, shards, types)
+        except OSError as error:
+            self.error = error
 
     def open(self, bucket: int) -> Mapping[str, Tensor]:
         for name in self._first.get(bucket, ()):
@@ -114,7 +150,32 @@ class _FileLanding:
 
     def close(self, bucket: int) -> None:
         for name in self._last.get(bucket, ()):
-            self._files.write(name, self._flats.pop(name))
+            flat = self._flats.pop(name)
+            if self._files is not None and self.error is None:
+                try:
+                    self._files.write(name, flat)
+                except OSError as error:
+                    self.error = error
+
+    def close_files(self) -> None:
+        """Make the files durable."""
+        try:
+            if self._files is not None:
+                self._files.close()
+        except OSError as error:
+            self.error = self.error or error
+
+
+class _MemoryLanding:
+    """All tensors of this rank's files, at their places in memory."""
+
+    def __init__(self, images: Sequence[FileImage]):
+        self._flats = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        return self._flats
+
+    def close(self, bucket: int) -> None: ...
 
 
 def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

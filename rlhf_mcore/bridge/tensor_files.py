@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -42,6 +43,31 @@ class FileLayout:
         """The [numel] view of a tensor in a body [body_bytes] uint8 of the file."""
         begin, end = self._spans[name]
         return body[begin:end].view(self.types[name][0])
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """A whole file in host memory, to be written later. ``name`` is its path inside its directory."""
+
+    name: str
+    layout: FileLayout
+    body: Tensor
+
+    @classmethod
+    def empty(cls, name: str, layout: FileLayout, pinned: bool) -> FileImage:
+        """Room for a file; ``pinned`` makes copies from a device fast."""
+        return cls(name, layout, torch.empty(layout.body_bytes, dtype=torch.uint8, pin_memory=pinned))
+
+    def write(self, directory: Path) -> Path:
+        """Write the file, made durable, and return its path. Needs no other rank, and may run in a thread of its own."""
+        path = directory / self.name
+        file = create(path, self.layout)
+        try:
+            write_at(file, self.body.numpy().data, len(self.layout.header))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        return path
 
 
 def create(path: Path, layout: FileLayout) -> int:

@@ -81,3 +81,25 @@ def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="No space left"):
         made.save(target)
     assert [p.name for p in target.iterdir()] == ["kept"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
+    hf = float_tensors()
+    parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
+    (tmp_path / "config.json").write_text("{}")
+    made = Exporter(parameters, GEOMETRY, [str(tmp_path)], bucket_bytes=100, shard_bytes=1000)
+    target = tmp_path / "actor"
+    target.mkdir()
+    images = made.snapshot()
+    for parameter in parameters:  # the optimizer goes on
+        parameter.tensor.zero_()
+    written: dict[str, torch.Tensor] = {}
+    for image in images:
+        written |= load_file(image.write(target))
+    assert written.keys() == hf.keys() and all(torch.equal(written[name], hf[name]) for name in hf)
+    assert {path.name for path in made.write_companions(target)} == {INDEX, "config.json"}
+    bodies = [image.body.data_ptr() for image in images]
+    again = made.snapshot()
+    assert [image.body.data_ptr() for image in again] == bodies, "memory is kept"
+    assert all(not image.body.any() for image in again)

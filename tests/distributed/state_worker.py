@@ -1,0 +1,208 @@
+"""Weights and optimizer state through checkpoints, from layout to layout, on four ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel, local_parameters
+from rlhf_mcore.mcore.optimizer_state import optimizer_scalars, optimizer_shards
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.role_files import RoleFiles
+from tests.distributed import models
+from tests.distributed.setting import Settings, batch_for, build, finish, groups_of, load_hf, moe_groups_of, rows, start
+from tests.distributed.update_worker import fill
+
+CIRCLES = {
+    "qwen3_tied": ("tp2_pp2", "dp4", "pp2_dp2", "tp2_pp2"),
+    "qwen2": ("tp2_pp2_vpp2_sp", "tp4", "pp2_vpp2_dp2", "tp2_pp2_vpp2_sp"),
+    "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "ep4_dp4", "tp2_sp_ep2_etp1_dp2"),
+}
+STEPS_BEFORE = 2
+
+
+def main(directory: Path) -> None:
+    world = World(directory)
+    findings: dict[str, Any] = {"circles": {}, "precision": {}}
+    for name, layouts in CIRCLES.items():
+        findings["circles"][name] = circle(world, name, layouts)
+    for dtype in ("bf16", "fp16"):
+        findings["precision"][dtype] = there_and_back(world, dtype)
+    findings["untrained"] = untrained(world)
+    findings["mixed"] = mixed_up(world)
+    finish(findings, directory)
+
+
+class World:
+    """What the checks share."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.platform: Platform = start()
+        self.groups: dict[str, ModelGroups] = {}
+        for name in CIRCLES:
+            if dist.get_rank() == 0:
+                models.make(name, directory / name)
+                models.make(name, directory / f"{name}_reference", seed=7)
+        dist.barrier()
+
+    def build(self, name: str, path: Path, layout: str, dtype: str = "fp32") -> tuple[MegatronModel, Actor]:
+        make = moe_groups_of if "moe" in name else groups_of
+        return build(path, make(layout, self.groups), self.platform, Settings(dtype=dtype, max_tokens=48))
+
+    def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
+        geometry = model.spec.geometry
+        exporter = Exporter(
+            local_parameters(model), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
+        )
+        return RoleFiles("actor", model, actor.optimizer, exporter)
+
+
+def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
+    groups = actor.model.groups
+    batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
+    fill(batch, actor, reference)
+    return actor.update(batch)
+
+
+def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
+    """Train, save, and go round: load, save again, and see what the next step gives there. All files stay for comparison."""
+    reference = load_hf(world.directory / f"{name}_reference")
+    model, actor = world.build(name, world.directory / name, layouts[0])
+    for _ in range(STEPS_BEFORE):
+        train(actor, reference)
+    files = world.files(model, actor, world.directory / name)
+    saved = [world.directory / f"{name}_{number}" for number in range(len(layouts) + 1)]
+    save(files, saved[0])
+    found = {"uninterrupted": train(actor, reference), "resumed": {}, "steps": []}
+    after = weights(files, world.directory / f"{name}_after")
+    for number, layout in enumerate(layouts):
+        model, actor = world.build(name, saved[number] / "actor", layout)
+        files = world.files(model, actor, world.directory / name)
+        files.load_state(saved[number])
+        found["steps"].append(optimizer_scalars(actor.optimizer)["step"])
+        # A snapshot that is written after the next update is still what it was.
+        write = files.snapshot()
+        found["resumed"][f"{number} {layout}"] = train(actor, reference)
+        save(lambda path, write=write: write(path), saved[number + 1])
+    found["bitwise"] = torch_equal(weights(files, world.directory / f"{name}_again"), after)
+    states = [assemble(path / "actor" / "training") for path in saved]
+    found["moments_equal"] = [torch_equal(states[0], state) for state in states]
+    found["weights_equal"] = [torch_equal(weights_of(saved[0] / "actor"), weights_of(p / "actor")) for p in saved]
+    found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
+    found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
+    return found
+
+
+def save(files: RoleFiles | Callable[[Path], Any], path: Path) -> None:
+    """Straight from the live tensors, or what a snapshot gave."""
+    write = files.write if isinstance(files, RoleFiles) else files
+    write(path)
+    dist.barrier()
+
+
+def weights(files: RoleFiles, path: Path) -> dict[str, torch.Tensor]:
+    save(files, path)
+    return weights_of(path / "actor")
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for path in directory.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+def assemble(directory: Path) -> dict[str, torch.Tensor]:
+    """Whole tensors of a state by kind and name, put together from the index without the reader."""
+    index = json.loads((directory / "index.json").read_text())
+    held = [load_file(directory / name) for name in index["files"]]
+    whole = {}
+    for name, entry in index["tensors"].items():
+        for kind in entry["kinds"]:
+            full = whole[f"{kind}/{name}"] = torch.full(entry["shape"], torch.nan)
+            for file, begin, shape in entry["regions"]:
+                spans = ",".join(f"{a}:{a + n}" for a, n in zip(begin, shape, strict=True))
+                full[tuple(slice(a, a + n) for a, n in zip(begin, shape, strict=True))] = held[file][
+                    f"{kind}/{name}[{spans}]"
+                ]
+    return whole
+
+
+def torch_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def there_and_back(world: World, dtype: str) -> dict[str, Any]:
+    """16-bit weights: the masters are saved too, and a resumed run goes on with the same bits."""
+    name, reference = "qwen3_tied", load_hf(world.directory / "qwen3_tied_reference")
+    model, actor = world.build(name, world.directory / name, "tp2_dp2", dtype)
+    for _ in range(STEPS_BEFORE):
+        train(actor, reference)
+    files = world.files(model, actor, world.directory / name)
+    saved = world.directory / dtype
+    save(files, saved)
+    going_on = [train(actor, reference) for _ in range(2)]
+    expected = weights(files, world.directory / f"{dtype}_after")
+    scalars = optimizer_scalars(actor.optimizer)
+    model, actor = world.build(name, saved / "actor", "tp2_dp2", dtype)
+    files = world.files(model, actor, world.directory / name)
+    files.load_state(saved)
+    resumed = [train(actor, reference) for _ in range(2)]
+    return {
+        "kinds": json.loads((saved / "actor/training/index.json").read_text())["tensors"]["model.norm.weight"]["kinds"],
+        "weights_equal": torch_equal(weights(files, world.directory / f"{dtype}_again"), expected),
+        "state_equal": torch_equal(
+            *(assemble(world.directory / f"{dtype}_{x}" / "actor/training") for x in ("after", "again"))
+        ),
+        "metrics": [going_on, resumed],
+        "scalars": [scalars, optimizer_scalars(actor.optimizer)],
+    }
+
+
+def untrained(world: World) -> dict[str, Any]:
+    """Before the first update there are no moments; they are saved as zeros, and change nothing."""
+    reference = load_hf(world.directory / "qwen2_reference")
+    results = []
+    for saves in (True, False):
+        model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
+        if saves:
+            save(world.files(model, actor, world.directory / "qwen2"), world.directory / "untrained")
+            zeros = assemble(world.directory / "untrained/actor/training")
+        results.append(train(actor, reference))
+    return {"all_zero": not any(t.any() for t in zeros.values()), "metrics": results}
+
+
+def mixed_up(world: World) -> list[str]:
+    """Weights of one step with the state of another: every rank that holds some of it says so."""
+    model, actor = world.build("qwen3_tied", world.directory / "bf16_after" / "actor", "tp2_dp2", "bf16")
+    files = world.files(model, actor, world.directory / "qwen3_tied")
+    message = ""
+    try:
+        files.load_state(world.directory / "bf16")
+    except ConfigError as error:
+        message = str(error)
+    # A state of another precision has no masters.
+    other = ""
+    load(local_parameters(model), model.spec.geometry, HFReader(world.directory / "qwen3_tied_0" / "actor"))
+    try:
+        files.load_state(world.directory / "qwen3_tied_0")
+    except ConfigError as error:
+        other = str(error)
+    assert optimizer_shards(model, actor.optimizer)
+    return [*all_gather_json(message), *all_gather_json(other)]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

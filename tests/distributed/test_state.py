@@ -1,0 +1,71 @@
+"""The optimizer's state in checkpoints: the same bits in Hugging Face coordinates whatever the layout that wrote and read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.state_worker import CIRCLES, STEPS_BEFORE
+from tests.distributed.world import run_world
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("state")
+    return run_world("state_worker.py", 4, directory)
+
+
+@pytest.mark.parametrize("model", CIRCLES)
+def test_weights_and_moments_go_round_the_layouts_bit_for_bit(findings: Any, model: str) -> None:
+    found = findings["circles"][model]
+    stations = len(CIRCLES[model]) + 1
+    assert found["moments_equal"] == [True] * stations
+    assert found["weights_equal"] == [True] * stations
+    assert found["steps"] == [STEPS_BEFORE] * (stations - 1)
+    assert found["moved"] > 0
+
+
+@pytest.mark.parametrize("model", CIRCLES)
+def test_the_next_step_is_that_of_the_run_that_went_on(findings: Any, model: str) -> None:
+    found = findings["circles"][model]
+    for layout, metrics in found["resumed"].items():
+        assert metrics["loss/total"] == pytest.approx(found["uninterrupted"]["loss/total"], rel=1e-5), layout
+        assert metrics["actor/grad_norm"] == pytest.approx(found["uninterrupted"]["actor/grad_norm"], rel=1e-5), layout
+
+
+@pytest.mark.parametrize("model", CIRCLES)
+def test_at_the_first_layout_again_the_next_step_is_the_same_bits(findings: Any, model: str) -> None:
+    found = findings["circles"][model]
+    *_, last = found["resumed"].values()
+    assert {n: v for n, v in last.items() if n != "actor/lr"} == {
+        n: v for n, v in found["uninterrupted"].items() if n != "actor/lr"
+    }
+    assert found["bitwise"]
+
+
+def test_every_rank_writes_its_part(findings: Any) -> None:
+    for found in findings["circles"].values():
+        assert found["files"][0] == ["index.json", *(f"state-0000{rank}.safetensors" for rank in range(4))]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bit_runs_go_on_from_their_fp32_masters(findings: Any, dtype: str) -> None:
+    found = findings["precision"][dtype]
+    assert found["kinds"] == ["master", "exp_avg", "exp_avg_sq"]
+    assert found["weights_equal"] and found["state_equal"]
+    assert found["metrics"][0] == found["metrics"][1]
+    assert found["scalars"][0] == found["scalars"][1]
+    assert (found["scalars"][0]["loss_scale"] is not None) == (dtype == "fp16")
+
+
+def test_before_the_first_update_zeros_are_saved_and_change_nothing(findings: Any) -> None:
+    assert findings["untrained"]["all_zero"]
+    with_save, without = findings["untrained"]["metrics"]
+    assert with_save == without
+
+
+def test_weights_and_state_that_do_not_belong_together_are_refused(findings: Any) -> None:
+    assert all("are not its fp32 master weights in training/, rounded" in message for message in findings["mixed"][:4])
+    assert all("no master of tensor" in message for message in findings["mixed"][4:])

@@ -1,0 +1,267 @@
+"""The optimizer's state through files, from any cut to any other, against tensors that were fused and cut without the rules."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, StateReader, make_index, state_file
+from rlhf_mcore.bridge.state_regions import boxes, regions, writes
+from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.types import ModelGeometry, Shard, StateShard
+from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
+
+FACTORS = {"master": 1.0, "exp_avg": -2.0, "exp_avg_sq": 0.5}
+
+
+def make_shards(g: ModelGeometry, tp: int, dp: int, kinds: tuple[str, ...], fill: bool) -> list[list[StateShard]]:
+    """What each rank of tp x dp keeps: the tensors of a tp rank in a row, cut in ``dp`` equal parts anywhere."""
+    hf, ranks = hf_tensors(g), []
+    for tp_rank in range(tp):
+        tensors = mcore_tensors(g, hf, tp_rank, tp)
+        total = sum(t.numel() for t in tensors.values())
+        part = -(-total // dp)
+        for dp_rank in range(dp):
+            low, high, position, held = dp_rank * part, min((dp_rank + 1) * part, total), 0, []
+            for name, tensor in tensors.items():
+                start, stop = max(low - position, 0), min(high - position, tensor.numel())
+                position += tensor.numel()
+                if start < stop:
+                    flat = tensor.view(-1)[start:stop].float()
+                    state = {k: flat * FACTORS[k] if fill else torch.full_like(flat, torch.nan) for k in kinds}
+                    held.append(StateShard(name, Shard(tp_rank, tp), start, stop, state))
+            ranks.append(held)
+    return ranks
+
+
+def save(
+    directory: Path, g: ModelGeometry, ranks: list[list[StateShard]], scalars: dict[str, Any] | None = None
+) -> None:
+    described = {}
+    for rank, shards in enumerate(ranks):
+        state = RankState(shards, g)
+        described[rank] = state.described
+        if state.described:
+            state.write(directory / state_file(rank))
+    (directory / STATE_INDEX).write_text(json.dumps(make_index(described, g, scalars or {})))
+
+
+# ------------------------------------------------------------------------------------------------------------- geometry
+@pytest.mark.parametrize(
+    ("shape", "begin", "end", "expected"),
+    [
+        ((10,), 3, 7, [((3,), (4,))]),
+        ((4, 5), 0, 20, [((0, 0), (4, 5))]),
+        ((4, 5), 3, 17, [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]),
+        ((4, 5), 6, 9, [((1, 1), (1, 3))]),
+        ((4, 5), 5, 13, [((1, 0), (1, 5)), ((2, 0), (1, 3))]),
+        ((4, 5), 7, 7, []),
+        (
+            (2, 3, 4),
+            5,
+            14,
+            [((0, 1, 1), (1, 1, 3)), ((0, 2, 0), (1, 1, 4)), ((1, 0, 0), (1, 1, 2))],
+        ),
+    ],
+)
+def test_an_interval_of_a_matrix_is_few_rectangles(shape: Any, begin: int, end: int, expected: Any) -> None:
+    assert list(boxes(shape, begin, end)) == expected
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_rectangles_hold_exactly_the_interval_in_order(shape: list[int], data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, prod(shape)))
+    end = data.draw(st.integers(begin, prod(shape)))
+    numbers = torch.arange(prod(shape)).view(shape)
+    found = [
+        numbers[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)
+        for start, size in boxes(tuple(shape), begin, end)
+    ]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(begin, end))
+    assert len(found) <= 2 * len(shape) - 1
+
+
+def test_padding_of_the_vocabulary_is_nobodys() -> None:
+    # 13 rows of 8 in two parts of 7: the last row of the second part is padding.
+    held = pieces("embedding.word_embeddings.weight", GEOMETRY, Shard(1, 2))
+    assert [(r.start, r.shape, r.offset) for r in regions(held, 44, 56)] == [((12, 4), (1, 4), 0)]
+    assert regions(held, 48, 56) == []
+
+
+def test_of_replicas_one_writes() -> None:
+    def writers(name: str, tied: bool = False) -> list[bool]:
+        geometry = GEOMETRY if not tied else ModelGeometry(**{**_fields(GEOMETRY), "tied_embeddings": True})
+        return [writes(name, geometry, Shard(rank, 2)) for rank in range(2)]
+
+    assert writers("decoder.final_layernorm.weight") == [True, False]
+    assert writers("decoder.layers.1.mlp.linear_fc1.weight") == [True, True]
+    assert writers("output_layer.weight") == [True, True]
+    assert writers("output_layer.weight", tied=True) == [False, False]
+    assert writers("embedding.word_embeddings.weight", tied=True) == [True, True]
+
+
+def _fields(g: ModelGeometry) -> dict[str, Any]:
+    return {name: getattr(g, name) for name in ModelGeometry.__dataclass_fields__}
+
+
+# ---------------------------------------------------------------------------------------------------------- there and back
+@settings(max_examples=25, deadline=None)
+@given(geometries(), geometries(), st.integers(1, 5), st.integers(1, 5))
+def test_any_cut_is_read_back_at_any_other(
+    saved: tuple[ModelGeometry, int], other: tuple[ModelGeometry, int], dp: int, other_dp: int
+) -> None:
+    g, tp = saved
+    other_tp = next(size for size in (other[1], tp) if _fits(g, size))
+    kinds = ("master", "exp_avg", "exp_avg_sq") if dp % 2 else ("exp_avg", "exp_avg_sq")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        save(directory, g, make_shards(g, tp, dp, kinds, fill=True), {"step": 7})
+        wanted = make_shards(g, other_tp, other_dp, kinds, fill=True)
+        found = make_shards(g, other_tp, other_dp, kinds, fill=False)
+        reader = StateReader(directory, g)
+        assert reader.scalars == {"step": 7}
+        for rank, shards in enumerate(found):
+            reader.read_into(shards)
+            for shard, expected in zip(shards, wanted[rank], strict=True):
+                for kind in kinds:
+                    assert torch.equal(shard.tensors[kind], expected.tensors[kind]), (shard.name, kind)
+
+
+def _fits(g: ModelGeometry, tp: int) -> bool:
+    rows = g.num_kv_heads * (g.num_heads // g.num_kv_heads + 2) * g.head_dim
+    return rows % tp == 0 and g.num_heads * g.head_dim % tp == 0 and g.ffn_size % tp == 0
+
+
+def test_the_files_are_plain_safetensors_with_every_element_once(tmp_path: Path) -> None:
+    save(tmp_path, GEOMETRY, make_shards(GEOMETRY, 2, 3, ("exp_avg", "exp_avg_sq"), fill=True))
+    held = [load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert len(held) == 6
+    assert sum(t.numel() for part in held for t in part.values()) == 2 * sum(map(prod, hf_shapes(GEOMETRY).values()))
+    with safe_open(tmp_path / state_file(0), framework="pt") as first:
+        key = "exp_avg/model.embed_tokens.weight[0:7,0:8]"
+        expected = hf_tensors(GEOMETRY)["model.embed_tokens.weight"][:7].float() * -2.0
+        assert torch.equal(first.get_tensor(key), expected)
+
+
+def test_a_copy_in_memory_is_what_is_written(tmp_path: Path) -> None:
+    state = RankState(make_shards(GEOMETRY, 1, 2, ("exp_avg", "exp_avg_sq"), fill=True)[1], GEOMETRY)
+    image = FileImage.empty("image", state.layout, pinned=False)
+    state.copy_to(image)
+    state.write(tmp_path / "file")
+    assert image.write(tmp_path) == tmp_path / "image"
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "image").read_bytes()
+
+
+def test_ranks_that_do_not_cover_a_tensor_are_found_out_when_saving() -> None:
+    ranks = make_shards(GEOMETRY, 2, 1, ("exp_avg",), fill=True)
+    described = {rank: RankState(shards, GEOMETRY).described for rank, shards in enumerate(ranks)}
+    with pytest.raises(
+        ValueError, match=r"model.embed_tokens.weight: the ranks hold 56 elements of its state, it has 104"
+    ):
+        make_index({0: described[0]}, GEOMETRY, {})
+    with pytest.raises(ValueError, match=r"the ranks hold .* elements"):
+        make_index({0: described[0], 1: described[1], 2: described[1]}, GEOMETRY, {})
+
+
+# -------------------------------------------------------------------------------------------------------------- bad input
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(tmp_path, GEOMETRY, make_shards(GEOMETRY, 1, 2, ("exp_avg", "exp_avg_sq"), fill=True))
+    return tmp_path
+
+
+def change_index(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = json.loads((directory / STATE_INDEX).read_text())
+    change(index)
+    (directory / STATE_INDEX).write_text(json.dumps(index))
+
+
+def read_all(directory: Path, kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> list[Tensor]:
+    shards = make_shards(GEOMETRY, 1, 1, kinds, fill=False)[0]
+    StateReader(directory, GEOMETRY).read_into(shards)
+    return [shard.tensors["exp_avg"] for shard in shards]
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i: i["files"].__setitem__(0, "../state-00000.safetensors"), "not a plain file"),
+        (lambda i: i["files"].__setitem__(0, "/etc/passwd"), "not a plain file"),
+        (lambda i: i["files"].__setitem__(0, "state-00009.safetensors"), "state-00009.safetensors is missing"),
+        (lambda i: i["files"].__setitem__(0, 3), "not an index"),
+        (lambda i: i.__setitem__("format", 2), "format 2, this version reads 1"),
+        (lambda i: i.pop("scalars"), "not an index"),
+        (lambda i: i["tensors"].pop(NORM), "model.norm.weight .missing"),
+        (lambda i: i["tensors"].__setitem__("other", {}), "other .unknown"),
+        (lambda i: i["tensors"][NORM].__setitem__("shape", [9]), r"model.norm.weight: shape \[9\]"),
+        (lambda i: i["tensors"][NORM].__setitem__("kinds", ["grad"]), "model.norm.weight: kinds"),
+        (lambda i: i["tensors"][NORM]["regions"].clear(), "model.norm.weight: 8 elements are missing"),
+        (lambda i: i["tensors"][NORM]["regions"][0].__setitem__(0, -1), "is no region"),
+        (lambda i: i["tensors"][NORM]["regions"][0].__setitem__(1, [-1]), "is no region"),
+        (lambda i: i["tensors"][NORM]["regions"][0].__setitem__(2, [10**12]), "is no region"),
+        (lambda i: i["tensors"][NORM]["regions"][0].__setitem__(2, [True]), "is no region"),
+        (lambda i: i["tensors"][NORM]["regions"][0].__setitem__(2, [4]), r"\[0:4\] is missing"),
+        (
+            lambda i: i["tensors"][NORM]["regions"].append([1, [0], [8]]),
+            "model.norm.weight: some elements are stored twice",
+        ),
+        (lambda i: i["tensors"].__setitem__(NORM, i["tensors"]["lm_head.weight"]), "model.norm.weight: shape"),
+    ],
+)
+def test_a_hostile_index_is_refused(saved: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
+    change_index(saved, change)
+    with pytest.raises(ConfigError, match=message):
+        read_all(saved)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{" * 100_000, '{"format": 1}', "\xff"])
+def test_an_index_that_is_none_is_refused(saved: Path, text: str) -> None:
+    (saved / STATE_INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="index"):
+        read_all(saved)
+
+
+def test_a_file_that_leads_outside_is_refused(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "state"
+    (saved / state_file(0)).rename(elsewhere)
+    (saved / state_file(0)).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="not a plain file in this directory"):
+        read_all(saved)
+
+
+def test_files_that_do_not_hold_what_the_index_says_are_refused(saved: Path) -> None:
+    path = saved / state_file(1)
+    data = path.read_bytes()
+    whole = safetensors.torch.load(data)  # not mapped: the file is overwritten below
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=r"state-00001.safetensors: not a readable safetensors file"):
+        read_all(saved)
+    path.write_bytes(b"\x80\x04K\x01.")  # a pickle
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        read_all(saved)
+    save_file({name: tensor.double() for name, tensor in whole.items()}, path)
+    with pytest.raises(ConfigError, match="is F64"):
+        read_all(saved)
+
+
+def test_a_kind_that_was_not_saved_is_named(saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no master of tensor model.embed_tokens.weight; was model.dtype another"):
+        read_all(saved, ("master", "exp_avg"))
