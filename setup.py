@@ -27,6 +27,8 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.4.0.dev0",  # the typed configuration tree
     "packaging",  # version ranges, which the doctor compares
     "safetensors",  # the only format weights are written in
+    "xxhash",  # what a checkpoint's files are checked by
+    "zstandard",  # differences between checkpoints, and archives of them
     "pyarrow",  # parquet data
     "rich",  # progress display and tables
     "tensorboard",  # the event files of a run

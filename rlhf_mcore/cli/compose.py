@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +32,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
@@ -51,8 +49,6 @@ from rlhf_mcore.types import Prompt, Sampling
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
-T = TypeVar("T")
-
 
 def run(cfg: Config) -> None:
     """Train. Every rank of the world calls it, under torchrun.
@@ -65,25 +61,12 @@ def run(cfg: Config) -> None:
     connect(platform.collective_backend, COLLECTIVE_TIMEOUT)
     try:
         with ExitStack() as stack:
-            record = _on_every_rank(lambda: _open_record(cfg, platform, stack))
+            record = on_every_rank(lambda: _open_record(cfg, platform, stack))
             _build(cfg, platform, record).run(cfg.trainer.num_steps)
             if record.console is not None:
                 _summary(cfg, record)
     finally:
         dist.destroy_process_group()
-
-
-def _on_every_rank(action: Callable[[], T]) -> T:
-    """Run a part that may find a mistake of the user on some ranks only, and raise it on all, so that none waits for another."""
-    problem, result = None, None
-    try:
-        result = action()
-    except ConfigError as error:
-        problem = str(error)
-    problems = [p for p in all_gather_json(problem) if p is not None]
-    if problems:
-        raise ConfigError(problems[0])
-    return result  # type: ignore[return-value]
 
 
 def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord:
@@ -107,7 +90,7 @@ def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord
 
 def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
     with record.phase("load_data"):
-        data = _on_every_rank(lambda: _load_data(cfg))
+        data = on_every_rank(lambda: _load_data(cfg))
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     with record.phase("build_model"):
         models = _build_models(cfg, platform, dtype)
@@ -193,7 +176,7 @@ def _load_model(
         aux_loss_coef=cfg.actor.moe.aux_loss_coef,
     )
     model = build_model(spec, groups, platform, options)
-    _on_every_rank(lambda: load(local_parameters(model), spec.geometry, HFReader(path)))
+    on_every_rank(lambda: load(local_parameters(model), spec.geometry, HFReader(path)))
     return model
 
 

@@ -1,15 +1,20 @@
-"""Small collectives on host data: JSON instead of pickles, and reductions of named numbers."""
+"""Small collectives on host data: JSON instead of pickles, reductions of named numbers, and failures that all ranks learn of."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rlhf_mcore.config.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def _encode(value: Any) -> Tensor:
@@ -93,3 +98,55 @@ def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -
     for rank, seen in zip(members, digests, strict=True):
         holders.setdefault(bytes(seen.tolist()), []).append(rank)
     return [(broadcast_json(value, ranks[0], group), ranks) for ranks in holders.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """What went wrong on a rank: the error's class, its errno (OSErrors only) and its text."""
+
+    rank: int
+    kind: str
+    errno: int | None
+    text: str
+
+    def __str__(self) -> str:
+        named = self.errno is not None or self.kind == ConfigError.__name__
+        return f"rank {self.rank}: {self.text if named else f'{self.kind}: {self.text}'}"
+
+
+class RanksFailed(RuntimeError):
+    """Raised on the ranks where all was well when others have failed."""
+
+    def __init__(self, failures: list[RankFailure]) -> None:
+        self.failures = failures
+        super().__init__("; ".join(str(failure) for failure in failures))
+
+
+def gather_failures(error: Exception | None) -> list[RankFailure]:
+    """What went wrong on any rank, in rank order and the same on all; [] when every rank passes None. Collective."""
+    mine = None
+    if error is not None:
+        mine = (type(error).__name__, error.errno if isinstance(error, OSError) else None, str(error))
+    return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(mine)) if parts is not None]
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """Run a part that may fail on some ranks only, and raise on all of them, so that none waits for another. Collective.
+
+    The action itself must not wait for other ranks once it has failed on one.
+
+    Raises:
+        ConfigError: on every rank, when a mistake of the user was all that went wrong.
+        RanksFailed: on the ranks where nothing went wrong; the others raise what they met.
+    """
+    caught: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        caught = error
+    failures = gather_failures(caught)
+    if not failures:
+        return result
+    if all(failure.kind == ConfigError.__name__ for failure in failures):
+        raise ConfigError(failures[0].text) from caught
+    raise caught if caught is not None else RanksFailed(failures)

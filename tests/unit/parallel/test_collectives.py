@@ -7,11 +7,15 @@ import math
 import pytest
 import torch
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import (
+    RankFailure,
     all_gather_json,
     all_gather_rows,
     broadcast_json,
+    gather_failures,
     gather_json,
+    on_every_rank,
     reduce_sums,
 )
 
@@ -54,3 +58,25 @@ def test_sums_keep_double_precision_and_their_names() -> None:
     values = {"b": 1 / 3, "a_max": -2.0, "tokens": float(2**40 + 1)}
     assert reduce_sums(values) == {"a_max": -2.0, "b": 1 / 3, "tokens": 1099511627777.0}
     assert reduce_sums({}) == {}
+
+
+def test_a_part_that_may_fail_hands_on_what_it_returns_or_raises() -> None:
+    assert on_every_rank(lambda: 3) == 3
+    with pytest.raises(ConfigError, match=r"^a\.b=1 is wrong$"):
+        on_every_rank(lambda: _raise(ConfigError("a.b=1 is wrong")))
+    with pytest.raises(ZeroDivisionError):
+        on_every_rank(lambda: _raise(ZeroDivisionError("by zero")))
+
+
+def test_failures_say_which_rank_and_what() -> None:
+    assert gather_failures(None) == []
+    full = OSError(28, "No space left on device", "/data/x")
+    (failure,) = gather_failures(full)
+    assert failure == RankFailure(0, "OSError", 28, "[Errno 28] No space left on device: '/data/x'")
+    assert str(failure) == "rank 0: [Errno 28] No space left on device: '/data/x'"
+    (other,) = gather_failures(KeyError("step"))
+    assert str(other) == "rank 0: KeyError: 'step'"
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,127 @@
+"""The commit protocol for a world: every rank writes its files, the first one names and seals them.
+
+No rank waits for another that has failed: after each part the ranks tell each other how it went, and a failure on any of them is
+raised on all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.manifest import About
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gather_json
+
+Entries = Mapping[str, Mapping[str, Any]]
+ATTEMPTS = 3
+
+
+class CheckpointWriter:
+    """Commits checkpoints of a run directory. Built, and called, on every rank; the directory is shared by all of them.
+
+    Args:
+        run: the run directory, locked and recovered.
+        disk: how files are changed.
+        attempts: how often a save is tried when storage fails for a moment on some rank.
+    """
+
+    def __init__(self, run: Path, disk: Disk | None = None, attempts: int = ATTEMPTS):
+        self.run = run
+        self._disk = disk or Disk()
+        self._attempts = attempts
+
+    def save(self, about: About, write: Callable[[Path], Iterable[str | Path]]) -> Path:
+        """Write and commit the checkpoint of ``about.step``. Collective. Returns its directory.
+
+        ``write(directory)`` writes this rank's files and returns their paths. It may be collective, then it has to come to its end
+        on every rank whatever happens to its files on this one, and raise afterwards. It is called again after a transient error.
+
+        Raises:
+            SaveError: on every rank, when any of them failed. Earlier checkpoints are as they were.
+        """
+        for attempt in range(1, self._attempts + 1):
+            partial = self.begin(about.step)
+            entries, error = self.attempt(partial, write)
+            try:
+                return self.finish(about, partial, entries, error)
+            except TransientSaveError:
+                if attempt == self._attempts:
+                    raise
+        raise AssertionError("attempts is at least 1")
+
+    def begin(self, step: int) -> Path:
+        """Make the directory that a step's files are written into. Collective."""
+        token = broadcast_json(secrets.token_hex(4) if dist.get_rank() == 0 else None, 0)
+        made: list[Path] = []
+        error = _caught(lambda: made.append(prepare(self.run, step, token, self._disk))) if _is_first() else None
+        _agree(step, error)
+        return Path(broadcast_json(str(made[0]) if _is_first() else None, 0))
+
+    def attempt(
+        self, partial: Path, write: Callable[[Path], Iterable[str | Path]]
+    ) -> tuple[dict[str, dict[str, Any]], Exception | None]:
+        """Write, fsync and hash this rank's files. Local if ``write`` is, so it may run in the background; never raises."""
+        try:
+            return seal_files(partial, write(partial), self._disk), None
+        except Exception as error:
+            return {}, error
+
+    def finish(self, about: About, partial: Path, entries: Entries, error: Exception | None = None) -> Path:
+        """Commit what the ranks have written, or raise on all of them what went wrong on any. Collective.
+
+        Raises:
+            SaveError: on every rank; the partial directory is removed.
+        """
+        try:
+            _agree(about.step, error)
+            files = _merged(gather_json(entries))
+            _agree(about.step, _caught(lambda: self._commit(about, partial, files)) if _is_first() else None)
+        except SaveError:
+            if _is_first():
+                _caught(lambda: abandon(partial, self._disk))  # what cannot be removed is quarantined by the next run
+            raise
+        return self.run / f"checkpoint-{about.step}"
+
+    def _commit(self, about: About, partial: Path, files: Entries) -> None:
+        seal(partial, files, about, self._disk)
+        publish(self.run, about.step, partial, self._disk)
+
+
+class TransientSaveError(SaveError):
+    """A save failed on storage that may work again in a moment."""
+
+
+def _is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def _caught(action: Callable[[], object]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _merged(parts: list[Entries]) -> dict[str, Mapping[str, Any]]:
+    merged: dict[str, Mapping[str, Any]] = {}
+    for part in parts:
+        assert not merged.keys() & part.keys(), f"two ranks wrote {sorted(merged.keys() & part.keys())}"
+        merged.update(part)
+    return merged
+
+
+def _agree(step: int, error: Exception | None) -> None:
+    """Raise on every rank if there is an error on any."""
+    failures = gather_failures(error)
+    if failures:
+        kind = TransientSaveError if all(failure.errno in TRANSIENT for failure in failures) else SaveError
+        text = "; ".join(str(failure) for failure in failures)
+        raise kind(f"checkpoint-{step} was not saved: {text}. Earlier checkpoints are untouched.") from error

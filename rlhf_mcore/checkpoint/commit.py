@@ -1,0 +1,90 @@
+"""The commit protocol of one checkpoint: a temporary directory, the manifest last, a rename, then the link.
+
+Killed at any instant, the run directory holds every checkpoint that was there before, or the new one in its place; what was half
+written has a hidden name, which ``recovery.recover`` clears away. Everything here is for one process; ``collective`` lets the ranks
+of a world go through it together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.checkpoint.disk import Disk, fsync
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan_transitional, transitional_path
+from rlhf_mcore.checkpoint.links import point
+from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
+from rlhf_mcore.checkpoint.recovery import quarantine
+
+_THREADS = 4
+
+
+def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
+    """An empty directory for the files of a step. What an earlier attempt at this step has left is quarantined first."""
+    for left in scan_transitional(run):
+        if left.step == step and left.state == "partial":
+            quarantine(left.path, disk)
+    partial = transitional_path(run, step, "partial", token)
+    disk.make_directory(partial)
+    return partial
+
+
+def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[str, dict[str, Any]]:
+    """Make the files that this process wrote durable, and hash them. Returns their entries for the manifest."""
+    names = [partial / path for path in paths]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda path: disk.perform("fsync", lambda: fsync(path), path), names))
+    return hash_files(partial, names)
+
+
+def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:
+    """Make the directories durable and write the manifest. Returns its digest.
+
+    Raises:
+        SaveError: a file is there that nobody has hashed, or an entry has no file.
+    """
+    present = set(files_below(partial)) - {MANIFEST}
+    if present != set(files):
+        unclaimed, absent = sorted(present - set(files)), sorted(set(files) - present)
+        raise SaveError(
+            f"{partial}: files and entries of the manifest differ: no entry for {unclaimed}, no file for {absent}"
+        )
+    for folder, _, _ in os.walk(partial):
+        disk.sync_directory(Path(folder))
+    digest = write_manifest(partial, files, about, disk)
+    disk.sync_directory(partial)
+    return digest
+
+
+def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
+    """Give a sealed directory its name, in the place of an earlier checkpoint of the same step, and move ``latest`` to it."""
+    target = checkpoint_path(run, step)
+    replaced = transitional_path(run, step, "replaced")
+    _make_way(target, replaced, disk)
+    try:
+        disk.rename(partial, target)
+    except OSError:
+        if replaced.is_dir():
+            disk.rename(replaced, target)
+        raise
+    disk.sync_directory(run)
+    point(run / LATEST, target.name, disk)
+    disk.remove_tree(replaced)
+    return target
+
+
+def abandon(partial: Path, disk: Disk) -> None:
+    """Remove what a failed save has written: on a full disk it is in the way of everything else."""
+    disk.remove_tree(partial)
+
+
+def _make_way(target: Path, replaced: Path, disk: Disk) -> None:
+    if (target / MANIFEST).is_file():
+        disk.remove_tree(replaced)
+        disk.rename(target, replaced)
+    elif target.exists() or target.is_symlink():
+        quarantine(target, disk)  # it has our name, but it is no checkpoint

@@ -1,0 +1,91 @@
+"""Names in a run directory, and what is there.
+
+A name says in what state a thing is: only ``checkpoint-<step>`` with a manifest is a checkpoint, whatever the links say.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+BEST = "best"
+QUARANTINE = "quarantine"
+ARCHIVE = "archive"
+SAVE_REQUEST = "SAVE"
+
+_COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d*)")
+_TRANSITIONAL = re.compile(r"\.checkpoint-(0|[1-9]\d*)\.(partial|replaced|removed|full)(-[0-9a-z]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint: it has its final name and a manifest. Whether it is intact, ``manifest.verify`` says."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Transitional:
+    """A directory on its way in or out. ``state``: partial | replaced | removed | full (a delta made readable)."""
+
+    step: int
+    state: str
+    path: Path
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run / f"checkpoint-{step}"
+
+
+def transitional_path(run: Path, step: int, state: str, token: str = "") -> Path:
+    """A hidden name of a step's directory. A ``token`` keeps writers that outlive a killed run away from the next run's files."""
+    return run / f".checkpoint-{step}.{state}{f'-{token}' if token else ''}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in ``checkpoint-<step>``, None for other names."""
+    match = _COMMITTED.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def scan(run: Path) -> list[Checkpoint]:
+    """The committed checkpoints in a run directory, by rising step."""
+    found = []
+    for path in _folders(run):
+        step = step_of(path.name)
+        if step is not None and (path / MANIFEST).is_file():
+            found.append(Checkpoint(step, path))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def scan_transitional(run: Path) -> list[Transitional]:
+    """What a killed run has left half way in or out, by rising step."""
+    found = []
+    for path in _folders(run):
+        match = _TRANSITIONAL.fullmatch(path.name)
+        if match:
+            found.append(Transitional(int(match[1]), match[2], path))
+    return sorted(found, key=lambda item: (item.step, item.path.name))
+
+
+def linked_step(run: Path, link: str) -> int | None:
+    """The step that a link of the run directory names, None when it is missing or does not name a committed checkpoint."""
+    path = run / link
+    if not path.is_symlink():
+        return None
+    target = path.readlink()
+    step = step_of(target.name)
+    if step is None or target != Path(target.name) or not (run / target / MANIFEST).is_file():
+        return None
+    return step
+
+
+def _folders(run: Path) -> list[Path]:
+    if not run.is_dir():
+        return []
+    return [path for path in run.iterdir() if path.is_dir() and not path.is_symlink()]

@@ -1,0 +1,75 @@
+"""The links ``latest`` and ``best``. They are for people and tools; what is true is found by scanning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import BEST, LATEST, Checkpoint, linked_step, scan
+from rlhf_mcore.checkpoint.manifest import read_manifest
+from rlhf_mcore.config.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BestRule:
+    """Which checkpoint is the best: by a metric of the evaluation at its step."""
+
+    metric: str
+    greater_is_better: bool = True
+
+    def improves(self, value: float, on: float | None) -> bool:
+        """Whether ``value`` is better than ``on``; anything is better than None, NaN is better than nothing."""
+        if value != value:
+            return False
+        return on is None or (value > on if self.greater_is_better else value < on)
+
+
+def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | None:
+    """The earliest of the best checkpoints. Those without the metric, or without a readable manifest, do not count."""
+    best, best_value = None, None
+    for checkpoint in checkpoints:
+        try:
+            value = read_manifest(checkpoint.path).about.metrics.get(rule.metric)
+        except ConfigError:
+            continue
+        if value is not None and rule.improves(value, best_value):
+            best, best_value = checkpoint, value
+    return best
+
+
+def point(link: Path, target: str, disk: Disk) -> None:
+    """Move a link to ``target`` in one step: a reader sees the old or the new one, never none."""
+    temporary = link.with_name(f".{link.name}.new")
+    disk.unlink(temporary)
+    disk.symlink(temporary, target)
+    disk.rename(temporary, link)
+    disk.sync_directory(link.parent)
+
+
+def refresh_links(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
+    """Let ``latest`` name the newest checkpoint and ``best`` the best one, where they do not. Returns what was changed.
+
+    Without a rule a ``best`` that names a checkpoint stays as it is. A link to nothing is removed.
+    """
+    checkpoints = scan(run)
+    latest = checkpoints[-1].step if checkpoints else None
+    best = linked_step(run, BEST)
+    if rule is not None:
+        found = find_best(checkpoints, rule)
+        best = found.step if found else None
+    changed = [_refresh(run / LATEST, latest, disk), _refresh(run / BEST, best, disk)]
+    return [note for note in changed if note]
+
+
+def _refresh(link: Path, step: int | None, disk: Disk) -> str | None:
+    disk.unlink(link.with_name(f".{link.name}.new"))
+    if step is None:
+        if not link.is_symlink():
+            return None
+        disk.unlink(link)
+        return f"link {link.name} removed: it named no checkpoint"
+    if linked_step(link.parent, link.name) == step:
+        return None
+    point(link, f"checkpoint-{step}", disk)
+    return f"link {link.name} now names checkpoint-{step}"

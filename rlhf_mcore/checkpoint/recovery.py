@@ -1,0 +1,92 @@
+"""What is done at the start of a run, under its lock: what a killed run left half way is cleared away, the links are made true.
+
+Nothing is deleted that might be wanted: it is moved to ``quarantine/``, of which retention keeps the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from itertools import count
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import (
+    ARCHIVE,
+    QUARANTINE,
+    Transitional,
+    checkpoint_path,
+    scan,
+    scan_transitional,
+)
+from rlhf_mcore.checkpoint.links import BestRule, refresh_links
+
+
+def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
+    """Bring a run directory into a state that a save leaves. Returns one line per thing that was done.
+
+    A checkpoint that was being replaced comes back if its successor did not arrive; partial directories are quarantined; removals
+    are finished; ``latest`` and ``best`` are rebuilt by scanning.
+    """
+    notes = []
+    for left in scan_transitional(run):
+        notes.append(_resolve(run, left, disk))
+    notes += _clear_archives(run / ARCHIVE, disk)
+    return notes + refresh_links(run, rule, disk)
+
+
+def quarantine(path: Path, disk: Disk) -> Path:
+    """Move a directory (or file) of a run to ``quarantine/<name>-<time>``. Returns where it went."""
+    folder = path.parent / QUARANTINE
+    disk.make_directory(folder)
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+    names = (f"{path.name.lstrip('.')}-{stamp}{suffix}" for suffix in _suffixes())
+    target = next(folder / name for name in names if not (folder / name).exists())
+    disk.rename(path, target)
+    disk.sync_directory(folder)
+    disk.sync_directory(path.parent)
+    return target
+
+
+def set_aside(run: Path, steps: Iterable[int], rule: BestRule | None, disk: Disk) -> list[str]:
+    """Quarantine checkpoints: damaged ones, or those of a future that a run resumed from an earlier step will not have.
+
+    Afterwards the newest checkpoint is the one that the run continues from. Returns one line per thing that was done.
+    """
+    notes = []
+    for step in sorted(steps, reverse=True):
+        where = quarantine(checkpoint_path(run, step), disk)
+        notes.append(f"checkpoint-{step} moved to {where.relative_to(run)}")
+    return notes + refresh_links(run, rule, disk)
+
+
+def steps_after(run: Path, step: int) -> list[int]:
+    """The steps of the committed checkpoints that come after ``step``."""
+    return [checkpoint.step for checkpoint in scan(run) if checkpoint.step > step]
+
+
+def _resolve(run: Path, left: Transitional, disk: Disk) -> str:
+    if left.state == "partial":
+        where = quarantine(left.path, disk)
+        return f"unfinished {left.path.name} moved to {where.relative_to(run)}"
+    target = checkpoint_path(run, left.step)
+    if left.state == "replaced" and not target.exists():
+        disk.rename(left.path, target)
+        disk.sync_directory(run)
+        return f"{target.name} restored: it was being replaced when the run ended"
+    disk.remove_tree(left.path)
+    return f"{left.path.name} removed"
+
+
+def _clear_archives(folder: Path, disk: Disk) -> list[str]:
+    notes = []
+    for path in sorted(folder.glob(".*.partial")):
+        disk.unlink(path)
+        notes.append(f"unfinished {ARCHIVE}/{path.name} removed")
+    return notes
+
+
+def _suffixes() -> Iterable[str]:
+    yield ""
+    for number in count(2):
+        yield f".{number}"

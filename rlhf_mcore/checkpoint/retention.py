@@ -1,0 +1,90 @@
+"""Which checkpoints stay. Decided from what is on the disk, and only after a commit.
+
+What is dropped first loses its name, then its files: a kill in between leaves no half checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import (
+    BEST,
+    LATEST,
+    QUARANTINE,
+    Checkpoint,
+    linked_step,
+    scan,
+    step_of,
+    transitional_path,
+)
+from rlhf_mcore.checkpoint.manifest import read_manifest
+from rlhf_mcore.config.errors import ConfigError
+
+QUARANTINED = 2  # things in quarantine/ that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How many checkpoints stay: the newest ``limit`` (None: all) and those whose step is a multiple of ``keep_every``.
+
+    The best one, the one that ``latest`` names, and the full checkpoint that a delta which stays needs, stay beside them.
+    """
+
+    limit: int | None = None
+    keep_every: int | None = None
+
+
+def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
+    """The checkpoints that the policy does not keep, oldest first."""
+    checkpoints = scan(run)
+    if policy.limit is None:
+        return []
+    kept = {checkpoint.step for checkpoint in checkpoints[-policy.limit :]}
+    kept |= {step for link in (LATEST, BEST) if (step := linked_step(run, link)) is not None}
+    if policy.keep_every:
+        kept |= {checkpoint.step for checkpoint in checkpoints if checkpoint.step % policy.keep_every == 0}
+    kept |= _bases([checkpoint for checkpoint in checkpoints if checkpoint.step in kept])
+    return [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
+
+
+def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
+    """Remove what the policy drops, and all but the newest of the quarantine. Returns the checkpoints that went."""
+    gone = dropped(run, policy)
+    for checkpoint in gone:
+        remove(checkpoint, disk)
+    for path in _oldest(run / QUARANTINE):
+        disk.remove_tree(path)
+    return [checkpoint.path for checkpoint in gone]
+
+
+def remove(checkpoint: Checkpoint, disk: Disk) -> None:
+    """Remove one checkpoint: whole, or finished by the next start."""
+    doomed = transitional_path(checkpoint.path.parent, checkpoint.step, "removed")
+    disk.remove_tree(doomed)
+    disk.rename(checkpoint.path, doomed)
+    disk.sync_directory(checkpoint.path.parent)
+    disk.remove_tree(doomed)
+
+
+def _bases(kept: Sequence[Checkpoint]) -> set[int]:
+    """Steps of the full checkpoints that deltas among these are differences to."""
+    steps = set()
+    for checkpoint in kept:
+        try:
+            base = read_manifest(checkpoint.path).about.base
+        except ConfigError:  # damaged: it is refused when it is loaded, not here
+            continue
+        step = step_of(base.name) if base else None
+        if step is not None:
+            steps.add(step)
+    return steps
+
+
+def _oldest(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]

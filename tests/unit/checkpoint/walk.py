@@ -1,0 +1,120 @@
+"""Kills a save, or a recovery, at every boundary, each time in a fresh run directory and a forked process.
+
+``python -m tests.unit.checkpoint.walk DIRECTORY`` prints what was found after each kill, by scenario, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
+from rlhf_mcore.checkpoint.manifest import verify
+from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.retention import Retention, prune
+from tests.unit.checkpoint.saving import KillingDisk, contents, save
+
+Action = Callable[[Path, Disk], object]
+
+
+def two_checkpoints(run: Path) -> None:
+    save(run, 10)
+    save(run, 20)
+
+
+def interrupted(run: Path) -> None:
+    """What a kill between the renames of a repeated save leaves, and a removal that has begun."""
+    two_checkpoints(run)
+    (run / "checkpoint-20").rename(run / ".checkpoint-20.replaced")
+    save(run, 30)
+    (run / "checkpoint-30").rename(run / ".checkpoint-30.partial-77")
+    save(run, 5)
+    (run / "checkpoint-5").rename(run / ".checkpoint-5.removed")
+    (run / "latest").unlink()
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], object], Action]] = {
+    "new": (two_checkpoints, lambda run, disk: save(run, 30, disk=disk)),
+    "first": (lambda run: None, lambda run, disk: save(run, 10, disk=disk)),
+    "again": (two_checkpoints, lambda run, disk: save(run, 20, "second", disk=disk)),
+    "recover": (interrupted, lambda run, disk: recover(run, None, disk)),
+    "prune": (two_checkpoints, lambda run, disk: prune(run, Retention(limit=1), disk)),
+}
+
+
+def main(directory: Path) -> None:
+    print(json.dumps({name: walk(directory / name, *SCENARIOS[name]) for name in SCENARIOS}))
+
+
+def walk(directory: Path, arrange: Callable[[Path], object], act: Action) -> list[dict[str, Any]]:
+    """One finding per boundary; the last one of each half is that of an action that came to its end."""
+    template, run = directory / "template", directory / "run"
+    template.mkdir(parents=True)
+    arrange(template)
+    found: list[dict[str, Any]] = []
+    for torn in (False, True):
+        boundary, killed = 0, True
+        while killed:
+            boundary += 1
+            shutil.copytree(template, run, symlinks=True)
+            killed = _killed(partial(act, run, KillingDisk(boundary, torn=torn)))
+            found.append({"boundary": boundary, "torn": torn, "killed": killed, **_look(run)})
+            shutil.rmtree(run)
+    return found
+
+
+def _killed(action: Callable[[], object]) -> bool:
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the action failed"
+    return False
+
+
+def _look(run: Path) -> dict[str, Any]:
+    """What a reader meets before the next start, and what is there after it and after the step is saved once more."""
+    before = _intact(run)
+    link_before = linked_step(run, "latest")
+    recover(run, None, Disk())
+    after = _intact(run)
+    report = {
+        "before": before,
+        "link_before": link_before,
+        "after": after,
+        "left": [item.path.name for item in scan_transitional(run)],
+        "link_after": linked_step(run, "latest"),
+        "again": recover(run, None, Disk()),
+    }
+    save(run, 30, "later")
+    return {**report, "later": _intact(run).get("30")}
+
+
+def _intact(run: Path) -> dict[str, str]:
+    """For each committed checkpoint the version of its content, or what is wrong with it."""
+    return {str(item.step): _version(item.path, item.step) for item in scan(run)}
+
+
+def _version(path: Path, step: int) -> str:
+    problems = verify(path)
+    if problems:
+        return str(problems[0])
+    data = (path / "actor" / "model.safetensors").read_bytes()
+    known = {version: contents(step, version) for version in ("first", "second", "later")}
+    return next(name for name, files in known.items() if files["actor/model.safetensors"] == data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
