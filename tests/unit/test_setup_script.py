@@ -141,3 +141,26 @@ def test_missing_python_is_said_with_the_remedy(checkout: Checkout, tmp_path: Pa
     assert done.returncode == 1
     assert "error: no usable Python 3.11" in done.stderr and "PYTHON=/path/to/python3.11" in done.stderr
     assert not (checkout.root / ".venv").exists()
+
+
+def test_the_gpu_stack_builds_on_the_containers_torch(checkout: Checkout) -> None:
+    done = checkout.setup(RLHF_MCORE_STACK="gpu", PIP_CONSTRAINT="/etc/pip/constraint.txt")
+    assert done.returncode == 0, done.stderr
+    venv, bootstrap, lock, vllm, package = checkout.calls()
+    assert "--system-site-packages" in venv
+    assert bootstrap.endswith("requirements/bootstrap.lock")
+    assert "--require-hashes" in lock and lock.endswith("requirements/gpu.lock")
+    assert "--require-hashes" in vllm and vllm.endswith("requirements/vllm.lock")
+    assert "--no-build-isolation --no-binary vllm" in vllm
+    assert package.endswith(f"--editable {checkout.root}")
+    assert checkout.setup(RLHF_MCORE_STACK="gpu").stdout == ""
+
+
+def test_changing_the_stack_installs_again(checkout: Checkout) -> None:
+    checkout.setup()
+    assert "setup: done" in checkout.setup(RLHF_MCORE_STACK="gpu").stdout
+
+
+def test_an_unknown_stack_is_refused(checkout: Checkout) -> None:
+    done = checkout.setup(RLHF_MCORE_STACK="tpu")
+    assert (done.returncode, done.stderr) == (1, "error: RLHF_MCORE_STACK=tpu is not a choice; it is cpu or gpu\n")

@@ -1,0 +1,113 @@
+"""The image installs by launch/setup.sh alone, as a user without rights, and asks the doctor for its health."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = (ROOT / "launch" / "setup.sh").read_text(encoding="utf-8")
+
+
+@dataclass
+class Stage:
+    base: str
+    steps: list[tuple[str, str]] = field(default_factory=list)  # instruction, arguments
+
+    def of(self, instruction: str) -> list[str]:
+        return [arguments for name, arguments in self.steps if name == instruction]
+
+    def position(self, instruction: str, part: str) -> int:
+        return next(i for i, (name, text) in enumerate(self.steps) if name == instruction and part in text)
+
+
+def stages() -> dict[str, Stage]:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    found: dict[str, Stage] = {}
+    defaults: dict[str, str] = {}
+    current: Stage | None = None
+    for line in filter(None, lines):
+        name, _, arguments = line.partition(" ")
+        if name == "FROM":
+            base, _, stage = arguments.partition(" AS ")
+            current = found[stage] = Stage(defaults[base.strip("${}")])
+        elif current is None:
+            key, _, value = arguments.partition("=")
+            defaults[key] = value
+        else:
+            current.steps.append((name, " ".join(arguments.split())))
+    return found
+
+
+STAGES = stages()
+
+
+def test_there_is_an_image_for_each_stack_and_the_last_one_is_for_gpus() -> None:
+    assert list(STAGES) == ["cpu", "gpu"]
+    for name, stage in STAGES.items():
+        assert any(f"RLHF_MCORE_STACK={name}" in text for text in stage.of("ENV"))
+        assert re.search(rf"^    {name}\) version=", SETUP, re.MULTILINE), "setup.sh knows this stack"
+        assert re.fullmatch(r"[a-z./]+:\d[\w.-]+", stage.base), "a base image has a fixed version"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_setup_sh_alone_installs(name: str) -> None:
+    stage = STAGES[name]
+    installing = [text for text in stage.of("RUN") if re.search(r"pip|uv |conda|setup\.sh|setup\.py", text)]
+    assert installing == ["./launch/setup.sh"]
+    assert not stage.of("ADD")
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_what_setup_sh_reads_is_there_before_it_runs(name: str) -> None:
+    stage = STAGES[name]
+    run = stage.position("RUN", "./launch/setup.sh")
+    copied = {word for instruction, text in stage.steps[:run] if instruction == "COPY" for word in text.split()[:-1]}
+    read = set(re.findall(r"requirements/[\w.]+|setup\.py|launch/\w+\.sh", SETUP))
+    assert {"setup.py", "requirements/gpu.lock", "launch/common.sh"} <= read
+    assert {path.partition("/")[0] for path in read} <= copied
+    assert {"README.md", "rlhf_mcore/__init__.py"} <= copied, "setup.py reads them"
+    assert all((ROOT / path).exists() for path in copied)
+    assert run < stage.position("COPY", ". ."), "a change of the code does not install everything again"
+
+
+def test_nothing_that_setup_needs_is_left_out_of_the_context() -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert not {"setup.py", "requirements", "launch", "rlhf_mcore", "README.md", "pyproject.toml"}.intersection(ignored)
+    assert {".git", ".venv"} <= set(ignored)
+
+
+def test_the_bases_have_the_python_of_the_locks() -> None:
+    versions = dict(re.findall(r"^    (cpu|gpu)\) version=([\d.]+)", SETUP, re.MULTILINE))
+    assert STAGES["cpu"].base.startswith(f"python:{versions['cpu']}-")
+    assert f"--python-version {versions['gpu']} " in (ROOT / "launch" / "lock.sh").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_it_runs_as_a_user_and_asks_the_doctor(name: str) -> None:
+    stage = STAGES[name]
+    (user,) = stage.of("USER")
+    assert int(user) > 0
+    (check,) = stage.of("HEALTHCHECK")
+    assert stage.position("USER", user) < stage.position("HEALTHCHECK", "CMD")
+    command = json.loads(check.partition("CMD ")[2])
+    assert command[:2] == ["rlhf-mcore", "doctor"]
+    args = doctor._parser().parse_args(command[2:])
+    assert args.quick and args.run_dir == stage.of("VOLUME")[0]
+
+
+def test_hadolint_finds_nothing() -> None:
+    program = shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([program, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
