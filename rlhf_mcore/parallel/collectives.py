@@ -75,13 +75,18 @@ def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = N
 
 def gather_json(value: Any) -> list[Any]:
     """Every rank's JSON-able value on the first rank of the world, in rank order; [] on the others."""
-    data = _encode(value)
+    return [json.loads(part) for part in gather_bytes(json.dumps(value).encode())]
+
+
+def gather_bytes(value: bytes) -> list[bytes]:
+    """Every rank's bytes on the first rank of the world, in rank order; [] on the others."""
+    data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
     sizes = _gather_sizes(data.numel(), None)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: data.numel()] = data
     out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
     dist.gather(padded, out, dst=0)
-    return [_decode(part[:size]) for part, size in zip(out or [], sizes if out else [], strict=True)]
+    return [part[:size].numpy().tobytes() for part, size in zip(out or [], sizes if out else [], strict=True)]
 
 
 def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -> list[tuple[Any, list[int]]]:

@@ -164,7 +164,9 @@ def test_vllm_is_locked_for_its_own_step() -> None:
 
 def test_the_container_keeps_its_own_builds() -> None:
     locked = {requirement.partition("==")[0] for requirement in lock_entries("gpu.lock")}
-    assert locked.isdisjoint({"torch", "torchvision", "torchaudio", "triton", "transformer-engine", "apex", "flash-attn"})
+    assert locked.isdisjoint(
+        {"torch", "torchvision", "torchaudio", "triton", "transformer-engine", "apex", "flash-attn"}
+    )
 
 
 def test_torch_is_left_to_its_own_step() -> None:

@@ -1,0 +1,87 @@
+"""Everything of a run that has a state, in one place, so that nothing is forgotten when saving and nothing ignored when loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from rlhf_mcore.config.errors import ConfigError
+
+_REMEDY = "It was written by another version or another configuration of the trainer; start a new experiment instead"
+
+
+class Stateful(Protocol):
+    """Something that goes on where it was."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state. Every key must be read, by ``state[key]``."""
+        ...
+
+
+class Registry:
+    """Objects with a state, by name. A name is registered once."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def register(self, name: str, holder: Stateful) -> None:
+        """Have the state of ``holder`` saved and loaded under ``name``."""
+        assert name not in self._objects, f"{name} is registered already"
+        self._objects[name] = holder
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The states of all objects by name."""
+        return {name: holder.state_dict() for name, holder in self._objects.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any], source: str = "the saved state") -> None:
+        """Give every object its state back.
+
+        Raises:
+            ConfigError: a registered name has no state, a state has no registered name, or an object did not read all of its keys
+                or asked for one that is not there. Names are listed; ``source`` says where they were read.
+        """
+        if unknown := sorted(states.keys() - self._objects.keys()):
+            raise ConfigError(f"{source} holds the state of {unknown}, which this run does not have. {_REMEDY}")
+        if missing := sorted(self._objects.keys() - states.keys()):
+            raise ConfigError(f"{source} does not hold the state of {missing}. {_REMEDY}")
+        for name, holder in self._objects.items():
+            if not isinstance(states[name], Mapping):
+                raise ConfigError(f"{source}: the state of {name!r} is no mapping. {_REMEDY}")
+            watched = _Watched(states[name])
+            try:
+                holder.load_state_dict(watched)
+            except _Absent as error:
+                raise ConfigError(f"{source}: the state of {name!r} has no {error.args[0]!r}. {_REMEDY}") from error
+            if watched.unread:
+                raise ConfigError(f"{source}: nobody read {sorted(watched.unread)} of the state of {name!r}. {_REMEDY}")
+
+
+class _Absent(KeyError):
+    """A key that a state does not have."""
+
+
+class _Watched(Mapping[str, Any]):
+    """A mapping that knows which of its keys were read."""
+
+    def __init__(self, content: Mapping[str, Any]):
+        self._content = content
+        self.unread = set(content)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._content:
+            raise _Absent(key)
+        self.unread.discard(key)
+        return self._content[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._content
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhf_mcore.checkpoint import rng
+from rlhf_mcore.config.errors import ConfigError
+
+
+def draw() -> list[float]:
+    """From every generator, with the pairs that Gaussian draws keep for the next time."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.randn(1)),
+    ]
+
+
+@pytest.mark.usefixtures("world")
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    draw()  # one of each pair is kept now
+    states = rng.gather_states(rng.capture())
+    assert states is not None
+    assert rng.write_states(tmp_path, states) == tmp_path / "rng.safetensors"
+    expected = [draw(), draw()]
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert draw() != expected[0]
+    found = rng.read_states(tmp_path, rank=0, world_size=1)
+    assert found is not None
+    rng.restore(found)
+    assert [draw(), draw()] == expected
+
+
+@pytest.mark.usefixtures("world")
+def test_further_generators_are_kept_beside(tmp_path: Path) -> None:
+    states = rng.gather_states({**rng.capture(), "tracker/model": torch.arange(5, dtype=torch.uint8)})
+    assert states is not None and "rank-0/tracker/model" in states
+    rng.write_states(tmp_path, states)
+    found = rng.read_states(tmp_path, 0, 1)
+    assert found is not None and found["tracker/model"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path) -> None:
+    rng.write_states(tmp_path, {f"rank-{r}/torch.cpu": torch.tensor([r], dtype=torch.uint8) for r in range(12)})
+    found = rng.read_states(tmp_path, rank=1, world_size=12)
+    assert found is not None and found["torch.cpu"].tolist() == [1]
+    assert rng.read_states(tmp_path, rank=1, world_size=4) is None
+    assert rng.read_states(tmp_path, rank=1, world_size=16) is None
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rng\.safetensors: not a readable safetensors file"):
+        rng.read_states(tmp_path, 0, 1)
+    (tmp_path / rng.RNG_FILE).write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        rng.read_states(tmp_path, 0, 1)
