@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ class HFReader:
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """A rectangle of a tensor, in the file's dtype."""
         return self._handle(name).get_slice(name)[where]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in the file's dtype, file by file."""
+        for name in sorted(self.names, key=lambda name: (self._shard_of[name], name)):
+            yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._shard_of:

@@ -39,7 +39,7 @@ from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor, Policy
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.trainer.evaluation import Evaluator
+from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.parts import PromptBatches
@@ -199,11 +199,6 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
     reward = build_reward(cfg.reward)
     pgs = models.groups.collection
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    greedy = Sampling(
-        temperature=cfg.evaluate.temperature,
-        max_new_tokens=cfg.evaluate.max_new_tokens or sampling.max_new_tokens,
-        seed=cfg.seed,
-    )
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     exchange = Exchange(
         dp_rank=pgs.dp.rank(),
@@ -230,7 +225,9 @@ def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, r
         algorithm=cfg.algorithm,
         dp_group=pgs.dp,
         bridge=_bridge(cfg, models, engine),
-        evaluator=Evaluator(data.evaluation, engine, reward, greedy, cfg.evaluate.every),
+        evaluator=Evaluator(
+            data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
+        ),
         checkpointer=ModelSaver(exporter.save, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,
     )

@@ -49,19 +49,18 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
 
-    under_torchrun = all(name in os.environ for name in TORCHRUN_VARIABLES)
     cfg = load_config(path, overrides)
     try:
-        validate(cfg, int(os.environ["WORLD_SIZE"]) if under_torchrun else None)
+        validate(cfg, torchrun_world_size())
     except ConfigError:
         if print_config:
-            _print(cfg)  # what is wrong with it is easier to see beside it
+            show(cfg)  # what is wrong with it is easier to see beside it
         raise
     cfg = resolve(cfg)
     if print_config:
-        _print(cfg)
-    elif under_torchrun:
-        _quiet()
+        show(cfg)
+    elif torchrun_world_size() is not None:
+        quiet()
         from rlhf_mcore.cli.compose import run
 
         run(cfg)
@@ -72,14 +71,20 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
     return exit_codes.DONE
 
 
-def _quiet() -> None:
+def torchrun_world_size() -> int | None:
+    """Number of processes of the torchrun that started this one, or None without torchrun."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
+
+
+def quiet() -> None:
     """The libraries' import-time notes on absent kernels would drown the display of a run. RLHF_MCORE_DEBUG keeps them."""
     if "RLHF_MCORE_DEBUG" not in os.environ:
         warnings.filterwarnings("ignore")
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
-def _print(cfg: Config) -> None:
+def show(cfg: Config) -> None:
+    """Print a configuration, on rank 0 only."""
     from rlhf_mcore.config.show import to_yaml
 
     if os.environ.get("RANK", "0") == "0":

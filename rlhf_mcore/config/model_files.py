@@ -73,6 +73,29 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
         )
 
 
+def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
+    """As ``inspect_model``, of a directory that only has to generate: any architecture will do that the engine knows.
+
+    The shape is None also where config.json does not say it in the usual keys.
+    """
+    prefix = f"{field}={path}"
+    problems = list(_weight_problems(Path(path), prefix))
+    try:
+        hf_config = _read_json(Path(path) / "config.json", prefix)
+    except ConfigError as error:
+        return None, [*error.problems, *problems]
+    if "auto_map" in hf_config:
+        problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
+    if "quantization_config" in hf_config:
+        problems.append(
+            f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
+        )
+    try:
+        return _shape(hf_config, prefix), problems
+    except (ConfigError, TypeError, AttributeError, ValueError):
+        return None, problems
+
+
 def _read_json(file: Path, prefix: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -279,12 +279,20 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Evaluation on held-out prompts (data.eval), before, during and after training."""
+    """Evaluation on held-out prompts (data.eval): before, during and after training, and by ``rlhf-mcore evaluate``."""
 
     every: int = 0  # steps; 0: only before and after
     max_prompts: Optional[int] = None
+    samples: int = 1  # responses per prompt
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
     max_new_tokens: Optional[int] = None  # null: rollout.sampling.max_new_tokens
+    prompts_per_batch: Optional[int] = None  # of an engine; null: as many as keep it busy
+    # of the command only
+    checkpoint: Optional[str] = None  # Hugging Face directory, checkpoint or run directory
+    compare: Optional[str] = None  # a second one, on the same prompts
+    output_dir: Optional[str] = None  # null: evaluations/ beside the checkpoint
 
 
 @dataclass

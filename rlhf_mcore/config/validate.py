@@ -18,6 +18,7 @@ from rlhf_mcore.config.derive import balanced_stages, default_world_size, max_ne
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
+from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
 from rlhf_mcore.config.user_functions import function_problems
 
 __all__ = ["default_world_size", "resolve", "validate"]
@@ -135,7 +136,10 @@ RANGES: dict[str, Range] = {
     "checkpoint.save_steps": AT_LEAST_0,
     "evaluate.every": AT_LEAST_0,
     "evaluate.max_prompts": AT_LEAST_1,
+    "evaluate.samples": AT_LEAST_1,
     "evaluate.temperature": AT_LEAST_0,
+    "evaluate.top_p": SHARE,
+    "evaluate.prompts_per_batch": AT_LEAST_1,
     "evaluate.max_new_tokens": AT_LEAST_1,
     "logging.rollouts_every": AT_LEAST_0,
 }
@@ -178,9 +182,15 @@ def _range_problems(cfg: Config) -> Iterator[str]:
         value = _get(cfg, key)
         if value is not None and not allowed.holds(value):
             yield f"{key}={value} is out of range; it must be {allowed}"
-    top_k = cfg.rollout.sampling.top_k
-    if top_k != -1 and top_k < 1:
-        yield f"rollout.sampling.top_k={top_k} is out of range; it must be at least 1, or -1 for off"
+    for key in ("rollout.sampling.top_k", "evaluate.top_k"):
+        top_k = _get(cfg, key)
+        if top_k != -1 and top_k < 1:
+            yield f"{key}={top_k} is out of range; it must be at least 1, or -1 for off"
+    if cfg.evaluate.samples > 1 and cfg.evaluate.temperature == 0:
+        yield (
+            f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0 draws the same greedy response again and "
+            "again; raise evaluate.temperature or set evaluate.samples=1"
+        )
 
 
 def _unsupported_problems(cfg: Config) -> Iterator[str]:
@@ -225,14 +235,20 @@ def _data_problems(cfg: Config) -> Iterator[str]:
         yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
     if cfg.evaluate.every > 0 and not cfg.data.eval:
         yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
-    graded_by_rule = cfg.reward.function is None
-    needs_answer = graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
     for key in ("data.train", "data.eval"):
-        yield from data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer)
+        yield from data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer(cfg))
+
+
+def needs_answer(cfg: Config) -> bool:
+    """Whether some grader compares a response with a ground truth from the data."""
+    graded_by_rule = cfg.reward.function is None
+    return graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
 
 
 def _tokenizer_problems(cfg: Config) -> Iterator[str]:
     path = cfg.model.tokenizer_path
+    owner = cfg.model.path if path is None else path
+    yield from token_problems(cfg.model.path, tokenizer_size(owner), "model.path", owner)
     if path is None:
         yield from tokenizer_problems(cfg.model.path, "model.path")
     elif not Path(path).is_dir():

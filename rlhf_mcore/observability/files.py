@@ -36,6 +36,26 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
 
 
+def pretty_json(content: Mapping[str, Any]) -> bytes:
+    """A file of ``json_line`` content for people: indented."""
+    return json.dumps(json.loads(json_line(content)), indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+
+
+def end_of_last_line(path: Path) -> int:
+    """The size of the file up to and including its last newline."""
+    block = 1 << 16
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(end - block, 0)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int):
         return value

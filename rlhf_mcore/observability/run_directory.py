@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
 import tempfile
-import weakref
 from itertools import count
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import write_atomically
+from rlhf_mcore.observability.lock import DirectoryLock
 
 
 class RunDirectory:
     """``<output_dir>/<project>/<experiment>``, held by one run at a time.
 
-    The lock is the kernel's (flock): it goes with the process, however that ends. Only one rank of a job may create it.
+    Only one rank of a job may create it.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock) -> None:
         self.path = path
         self._lock = lock
-        _drop_in_forked_children(self)
 
     @classmethod
     def create(cls, output_dir: str, project: str, experiment: str) -> RunDirectory:
@@ -42,12 +38,11 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
-            lock = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = DirectoryLock(path / "run.lock", "change experiment or output_dir")
         except OSError as error:
             raise ConfigError(
                 f"output_dir={output_dir!r}: cannot write to {path} ({error.strerror}); choose another"
             ) from error
-        _take_lock(lock, path)
         return cls(path, lock)
 
     @property
@@ -79,31 +74,4 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def _take_lock(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = os.pread(lock, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
-        os.close(lock)
-        raise ConfigError(
-            f"{path} is in use by another run ({holder}); wait for it to end, or change experiment or output_dir"
-        ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _drop_in_forked_children(directory: RunDirectory) -> None:
-    """A forked child shares the lock, and one that outlives a killed run would keep the next run out."""
-    reference = weakref.ref(directory)
-
-    def drop() -> None:
-        held = reference()
-        if held is not None:
-            held.close()
-
-    os.register_at_fork(after_in_child=drop)
+        self._lock.close()

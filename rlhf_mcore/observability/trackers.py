@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import json_line
+from rlhf_mcore.observability.files import end_of_last_line, json_line
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker
@@ -25,7 +25,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        os.ftruncate(self._file, _end_of_last_line(path))
+        os.ftruncate(self._file, end_of_last_line(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line.
@@ -85,18 +85,3 @@ class MultiTracker:
         with ExitStack() as stack:
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-
-
-def _end_of_last_line(path: Path) -> int:
-    """The size of the file up to and including its last newline."""
-    block = 1 << 16
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(end - block, 0)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0

@@ -116,6 +116,23 @@ def last_boxed(text: str) -> str | None:
     return None if found is None else text[found[0] : found[1]]
 
 
+def answer_of(response: str) -> str:
+    """What a response votes for in a majority, or "" for nothing.
+
+    The number that ``final_number`` would compare, in one spelling (4.5 and 4.50 are both 9/2); else the content of the
+    last box, else a whole response of at most ``MAX_NUMBER_CHARS`` characters, both without whitespace.
+    """
+    if not _fits(response):
+        return ""
+    number = _marked_number(response)
+    if number is not None:
+        numerator, denominator = number.as_integer_ratio()
+        return str(numerator) if denominator == 1 else f"{numerator}/{denominator}"
+    content = last_boxed(response)
+    text = _without_spaces(response if content is None else content)
+    return text if content is not None or len(text) <= MAX_NUMBER_CHARS else ""
+
+
 def _boxes(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of the content of every balanced box, in closing order. Escaped braces are not braces."""
     if "\\boxed" not in text:

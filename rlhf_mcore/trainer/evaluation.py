@@ -1,14 +1,26 @@
-"""Held-out evaluation with the resident engine: one greedy response per prompt, scored by the run's own reward."""
+"""Evaluation of a policy: one way to draw, to grade and to count, for training and for ``rlhf-mcore evaluate``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine
-from rlhf_mcore.trainer.rollouts import generate, score
-from rlhf_mcore.types import Prompt, Sampling
+from rlhf_mcore.rewards.graders import answer_of
+from rlhf_mcore.trainer import statistics
+from rlhf_mcore.trainer.statistics import Graded
+from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+
+# Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
+# counts its steps from 1: its rollouts never share a seed with these.
+SEED_STEP = 0
+BATCHES_IN_FLIGHT = 4  # responses of a batch over those that an engine decodes at a time: few wait for the longest
 
 
 @dataclass(slots=True)
@@ -20,6 +32,7 @@ class Evaluator:
     reward: RewardFunction
     sampling: Sampling
     every: int
+    prompts_per_batch: int
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -28,24 +41,119 @@ class Evaluator:
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
     def run(self, step: int) -> dict[str, float]:
-        """Means over all prompts, and per data source where there are several. Collective over the world.
+        """Means over all prompts, and the accuracy per data source where there are several. Collective over the world.
+
+        The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
 
         ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
         function of the user's gives none).
         """
-        rollouts = generate(self.engine, self.prompts, self.sampling, step=step)
-        scores = score(self.reward, rollouts)
-        rows = [
-            (
-                t.prompt.data_source,
-                s.value,
-                float(is_correct(s.value, s.parts)),
-                len(t.response_ids),
-                t.finish_reason == "length",
-            )
-            for t, s in zip(rollouts.trajectories, scores, strict=True)
-        ]
-        return summarize([tuple(row) for part in all_gather_json(rows) for row in part])
+        mine: list[Graded] = []
+        for batch in batches(self.prompts, self.engine, self.prompts_per_batch):
+            mine += [row for _, _, row in grade(self.engine, self.reward, self.sampling, batch)]
+        gathered = all_gather_json([astuple(row) for row in mine])
+        return metrics([Graded(*row) for part in gathered for row in part])
+
+
+def grade(
+    engine: RolloutEngine, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
+) -> list[tuple[Trajectory, Score, Graded]]:
+    """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
+    trajectories = engine.generate(prompts, sampling, step=SEED_STEP)
+    scores = reward.score(trajectories)
+    return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
+
+
+def evaluate(
+    prompts: Sequence[Prompt],
+    draw: Callable[[Sequence[Prompt]], list[tuple[Trajectory, Score, Graded]]],
+    engine: RolloutEngine,
+    size: int,
+    done: Collection[int],
+    keep: Callable[[Sequence[list[dict[str, Any]]]], None],
+) -> None:
+    """Draw and score the prompts whose index is not in ``done``, and hand every batch over as records, one list per prompt.
+
+    Batches are cut as if nothing were done, so an evaluation that goes on draws in the same batches. Collective over the
+    ranks of an engine; only its lead is handed something to keep.
+    """
+    for batch in batches(prompts, engine, size):
+        missing = [prompt for prompt in batch if prompt.index not in done]
+        if not missing:
+            continue
+        rows = [sample_record(*row) for row in draw(missing)]
+        if engine.is_lead:
+            keep([list(group) for _, group in groupby(rows, key=lambda record: record["index"])])
+
+
+def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> dict[str, Any]:
+    """A line of samples.jsonl. Nothing that rounding may change from machine to machine, such as logprobs, is in it."""
+    return {
+        "prompt_id": row.prompt_id,
+        "index": row.index,
+        "sample": row.sample,
+        "data_source": row.data_source,
+        "prompt": trajectory.prompt.text,
+        "response": trajectory.response_text,
+        "ground_truth": trajectory.prompt.ground_truth,
+        "score": row.score,
+        "parts": verdict.parts,
+        "correct": row.correct,
+        "answer": row.answer,
+        "num_tokens": row.num_tokens,
+        "truncated": row.truncated,
+    }
+
+
+def evaluation_sampling(cfg: Config) -> Sampling:
+    """How an evaluation draws its responses, in training and in the command. ``cfg`` is resolved."""
+    own = cfg.evaluate
+    return Sampling(
+        n=own.samples,
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        max_new_tokens=own.max_new_tokens or cfg.rollout.sampling.max_new_tokens,
+        seed=cfg.seed,
+    )
+
+
+def prompts_per_batch(cfg: Config) -> int:
+    """Prompts that an engine is handed at a time."""
+    return cfg.evaluate.prompts_per_batch or max(
+        BATCHES_IN_FLIGHT * cfg.rollout.max_num_seqs // cfg.evaluate.samples, 1
+    )
+
+
+def batches(prompts: Sequence[Prompt], engine: RolloutEngine, size: int) -> Iterator[list[Prompt]]:
+    """What this rank's engine evaluates: every ``num_engines``-th prompt, ``size`` at a time.
+
+    Training and the command cut alike, so that the engine sees the same batches and rounds the same way.
+    """
+    mine = list(prompts[engine.engine_index :: engine.num_engines])
+    for start in range(0, len(mine), size):
+        yield mine[start : start + size]
+
+
+def graded(trajectory: Trajectory, verdict: Score) -> Graded:
+    """What statistics need of a scored response."""
+    prompt = trajectory.prompt
+    return Graded(
+        prompt_id=prompt.prompt_id,
+        index=prompt.index,
+        data_source=prompt.data_source,
+        sample=trajectory.sample,
+        score=verdict.value,
+        correct=is_correct(verdict.value, verdict.parts),
+        answer=answer_of(trajectory.response_text),
+        num_tokens=len(trajectory.response_ids),
+        truncated=trajectory.finish_reason == "length",
+    )
+
+
+def graded_of(record: Mapping[str, Any]) -> Graded:
+    """What statistics need of a line of samples.jsonl."""
+    return Graded(**{item.name: record[item.name] for item in fields(Graded)})
 
 
 def is_correct(value: float, parts: dict[str, float]) -> bool:
@@ -53,20 +161,11 @@ def is_correct(value: float, parts: dict[str, float]) -> bool:
     return all(part >= 1.0 for part in parts.values()) if parts else value >= 1.0
 
 
-def summarize(rows: Sequence[tuple[str, float, float, int, bool]]) -> dict[str, float]:
-    """Means of (data source, score, correct, response tokens, truncated) rows, under the names of metrics.jsonl."""
-    metrics = {
-        "evaluate/reward": _mean([row[1] for row in rows]),
-        "evaluate/accuracy": _mean([row[2] for row in rows]),
-        "evaluate/response_length_mean": _mean([float(row[3]) for row in rows]),
-        "evaluate/truncated_fraction": _mean([float(row[4]) for row in rows]),
-    }
-    sources = sorted({row[0] for row in rows})
-    if len(sources) > 1:
-        for source in sources:
-            metrics[f"evaluate/accuracy/{source}"] = _mean([row[2] for row in rows if row[0] == source])
-    return metrics
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def metrics(rows: Sequence[Graded]) -> dict[str, float]:
+    """``statistics.means`` under the names of metrics.jsonl."""
+    named = {f"evaluate/{name}": value for name, value in statistics.means(rows).items()}
+    by_source = statistics.sources(rows)
+    if len(by_source) > 1:
+        for source, held in by_source.items():
+            named[f"evaluate/accuracy/{source}"] = statistics.means(held)["accuracy"]
+    return named

@@ -73,6 +73,15 @@ def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     assert part.dtype == torch.bfloat16 and part.tolist() == [[6, 7], [10, 11]]
 
 
+def test_all_tensors_come_whole_and_once(sharded: Path) -> None:
+    scalar = sharded.parent / "scalar"
+    scalar.mkdir()
+    save_file({"s": torch.tensor(3.0)}, scalar / SINGLE)
+    assert [(name, tensor.tolist()) for name, tensor in HFReader(scalar).tensors()] == [("s", 3.0)]
+    found = [(name, tensor.tolist()) for name, tensor in HFReader(sharded).tensors()]
+    assert found == [("a", [[0, 1, 2], [3, 4, 5]]), ("b", [0, 1, 2, 3])]
+
+
 def test_a_missing_tensor_is_named(sharded: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{sharded}: tensor model.norm.weight is missing"):
         HFReader(sharded).shape("model.norm.weight")

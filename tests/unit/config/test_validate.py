@@ -141,6 +141,7 @@ def test_the_tables_cover_the_schema() -> None:
     assert numbers - RANGES.keys() == {
         "actor.layout.cp",
         "rollout.sampling.top_k",
+        "evaluate.top_k",
     }
     assert RANGES.keys() <= numbers
     assert CHOICES.keys() <= KEYS.keys()

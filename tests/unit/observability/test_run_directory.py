@@ -40,9 +40,9 @@ from rlhf_mcore.observability.run_directory import RunDirectory
 run = RunDirectory.create(sys.argv[1], "p", "e")
 child = os.fork()
 if child == 0:
+    print(os.getpid(), flush=True)
     time.sleep(60)
     os._exit(0)
-print(child, flush=True)
 time.sleep(60)
 """
 

@@ -10,6 +10,7 @@ from rlhf_mcore.rewards.graders import (
     GRADERS,
     MAX_RESPONSE_CHARS,
     answer_format,
+    answer_of,
     boxed,
     exact_match,
     final_number,
@@ -267,3 +268,25 @@ def test_any_number_survives_its_notations(value, noise: str):
         assert final_number(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
         assert boxed(f"{noise}\\boxed{{{written}}}{noise}", str(value)) == 1.0
         assert final_number(f"#### {written}", str(value + 1)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("so #### 42", "42"),
+        ("#### 1,000.0", "1000"),
+        ("#### 4.50", "9/2"),
+        ("#### -.5", "-1/2"),
+        (r"\boxed{4.5}", "9/2"),
+        (r"\boxed{\frac{1}{2} \pi}", r"\frac{1}{2}\pi"),
+        (r"\boxed{ }", ""),
+        (" B \n", "B"),
+        ("", ""),
+        ("I cannot say, because this question has more than one answer, and both are wrong.", ""),
+        (r"\boxed{5^{5^{5^{5^5}}}}", "5^{5^{5^{5^5}}}"),
+        ("#### 1e1000" + "0" * 60, ""),
+        ("#### 42" + " " * MAX_RESPONSE_CHARS, ""),
+    ],
+)
+def test_what_a_response_votes_for(response: str, answer: str) -> None:
+    assert answer_of(response) == answer

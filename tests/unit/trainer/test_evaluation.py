@@ -2,17 +2,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
-from rlhf_mcore.trainer.evaluation import Evaluator, is_correct, summarize
+from rlhf_mcore.trainer.evaluation import (
+    Evaluator,
+    batches,
+    evaluate,
+    grade,
+    graded,
+    graded_of,
+    is_correct,
+    metrics,
+    sample_record,
+)
 from rlhf_mcore.trainer.rollouts import generate
+from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 from tests.unit.trainer.records import prompt, trajectory
 
 
 class Engine:
-    """Answers prompt i with i + 1 tokens; the last prompt runs into the limit."""
+    """Answers prompt i with i + 1 tokens; prompt 3 runs into the limit."""
 
     def __init__(self, num_engines: int = 1, engine_index: int = 0, is_lead: bool = True) -> None:
         self.num_engines, self.engine_index, self.is_lead = num_engines, engine_index, is_lead
@@ -32,9 +45,13 @@ class Reward:
         return [Score(float(t.prompt.index % 2), {"answer": float(t.prompt.index % 2)}) for t in trajectories]
 
 
-def evaluator(every: int, count: int = 4) -> Evaluator:
-    prompts = [replace(prompt(i), data_source="even" if i % 2 == 0 else "odd") for i in range(count)]
-    return Evaluator(prompts, Engine(), Reward(), Sampling(temperature=0.0), every)  # type: ignore[arg-type]
+def prompts(count: int = 4) -> list[Prompt]:
+    return [replace(prompt(i), data_source="even" if i % 2 == 0 else "odd") for i in range(count)]
+
+
+def evaluator(every: int, count: int = 4, size: int = 3) -> Evaluator:
+    sampling = Sampling(temperature=0.0)
+    return Evaluator(prompts(count), Engine(), Reward(), sampling, every, size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +76,27 @@ def test_means_over_all_prompts_and_per_source() -> None:
         "evaluate/accuracy/even": 0.0,
         "evaluate/accuracy/odd": 1.0,
     }
-    assert which.engine.asked == [([0, 1, 2, 3], 5)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("world")
+def test_the_seeds_are_those_of_step_0_whatever_the_step_is() -> None:
+    which = evaluator(1)
+    which.run(5)
+    assert which.engine.asked == [([0, 1, 2], 0), ([3], 0)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("world")
+def test_several_samples_have_pass_and_majority() -> None:
+    which = replace(evaluator(1), sampling=Sampling(n=2, temperature=1.0))
+    found = which.run(1)
+    assert found["evaluate/pass_at_2"] == 0.5
+    assert found["evaluate/majority_at_2"] == 0.5
+    assert found["evaluate/accuracy"] == 0.5
 
 
 def test_a_single_source_is_not_repeated() -> None:
-    assert summarize([("a", 0.5, 1.0, 3, False), ("a", -0.5, 0.0, 5, True)]) == {
+    rows = [Graded("a", 0, "s", 0, 0.5, True, "", 3, False), Graded("b", 1, "s", 0, -0.5, False, "", 5, True)]
+    assert metrics(rows) == {
         "evaluate/reward": 0.0,
         "evaluate/accuracy": 0.5,
         "evaluate/response_length_mean": 4.0,
@@ -87,16 +120,70 @@ def test_correct_means_full_marks(value: float, parts: dict[str, float], correct
     assert is_correct(value, parts) is correct
 
 
+def test_every_prompt_is_in_one_batch_of_one_engine() -> None:
+    found = [[p.index for p in batch] for i in range(2) for batch in batches(prompts(7), Engine(2, i), 3)]  # type: ignore[arg-type]
+    assert found == [[0, 2, 4], [6], [1, 3, 5]]
+
+
+def run_command(engine: Any, kept: list[list[dict[str, Any]]], stop_after: int | None = None) -> None:
+    """The evaluation of seven prompts, two samples each, in batches of three; killed while a batch is being kept."""
+
+    def keep(batch: Sequence[list[dict[str, Any]]]) -> None:
+        kept.extend(batch)
+        if stop_after is not None and len(kept) >= stop_after:
+            raise KeyboardInterrupt
+
+    draw = partial(grade, engine, Reward(), Sampling(n=2, temperature=1.0))  # type: ignore[arg-type]
+    evaluate(prompts(7), draw, engine, 3, {records[0]["index"] for records in kept}, keep)
+
+
+def test_a_batch_is_kept_prompt_by_prompt_with_all_samples() -> None:
+    kept: list[list[dict[str, Any]]] = []
+    run_command(Engine(), kept)
+    assert [[(r["index"], r["sample"]) for r in records] for records in kept] == [[(i, 0), (i, 1)] for i in range(7)]
+
+
+def test_killed_and_started_again_no_prompt_is_drawn_twice_and_batches_are_cut_alike() -> None:
+    whole: list[list[dict[str, Any]]] = []
+    run_command(Engine(), whole)
+    kept: list[list[dict[str, Any]]] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_command(Engine(), kept, stop_after=3)
+    del kept[2]  # the last line was cut short
+    again = Engine()
+    run_command(again, kept)
+    assert [asked for asked, _ in again.asked] == [[2], [3, 4, 5], [6]]
+    assert sorted(kept, key=lambda records: records[0]["index"]) == whole
+
+
+def test_ranks_that_follow_take_part_and_keep_nothing() -> None:
+    follower, kept = Engine(2, 1, is_lead=False), [[]]
+    draw = partial(grade, follower, Reward(), Sampling())  # type: ignore[arg-type]
+    evaluate(prompts(4), draw, follower, 8, set(), lambda batch: kept.append(list(batch)))  # type: ignore[arg-type]
+    assert (follower.asked, kept) == ([([1, 3], 0)], [[]])
+
+
+def test_a_record_is_what_statistics_need() -> None:
+    response = replace(trajectory(prompt(2), 1, 5, "length"), response_text="so #### 12.0")
+    verdict = Score(0.5, {"answer": 1.0, "format": 0.0})
+    row = graded(response, verdict)
+    assert row == Graded("p2", 2, "set", 1, 0.5, False, "12", 5, True)
+    record = sample_record(response, verdict, row)
+    assert graded_of(record) == row
+    assert record["parts"] == {"answer": 1.0, "format": 0.0}
+    assert (record["prompt"], record["response"]) == ("prompt 2", "so #### 12.0")
+
+
 def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
-    prompts = [prompt(i) for i in range(5)]
+    five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
         engine = Engine(2, index)
-        rollouts = generate(engine, prompts, Sampling(n=2), step=3)  # type: ignore[arg-type]
+        rollouts = generate(engine, five, Sampling(n=2), step=3)  # type: ignore[arg-type]
         assert [t.prompt.index for t in rollouts.trajectories] == rollouts.positions
         seen.append(rollouts.positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
     follower = Engine(2, 1, is_lead=False)
-    rollouts = generate(follower, prompts, Sampling(n=2), step=3)  # type: ignore[arg-type]
+    rollouts = generate(follower, five, Sampling(n=2), step=3)  # type: ignore[arg-type]
     assert (rollouts.positions, rollouts.trajectories) == ([], [])
     assert follower.asked == [([1, 3], 3)]  # it takes part in the engine's work all the same

@@ -1,0 +1,64 @@
+"""``rlhf-mcore evaluate CONFIG.yaml evaluate.checkpoint=DIR [a.b=c ...]``, also under the user's own torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.train import quiet, torchrun_world_size
+from rlhf_mcore.config import ConfigError
+
+MODULE = "rlhf_mcore.cli.evaluate"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the configuration, then evaluate: in this process under torchrun, else in a torchrun of our own.
+
+    Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
+    """
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        return _evaluate(args.config, args.overrides)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore evaluate",
+        description=(
+            "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
+            "a Hugging Face directory, a checkpoint or a run directory; evaluate.compare=DIR a second one to compare it "
+            "with. Killed and started again, it goes on where it was."
+        ),
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file: the one of the training run will do")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    return parser
+
+
+def _evaluate(path: str, overrides: Sequence[str]) -> int:
+    from rlhf_mcore.config.derive import default_world_size
+    from rlhf_mcore.config.evaluation import validate_evaluation
+    from rlhf_mcore.config.load import load_config
+
+    cfg = load_config(path, overrides)
+    validate_evaluation(cfg, torchrun_world_size())
+    if torchrun_world_size() is None:
+        from rlhf_mcore.cli.launch import launch
+
+        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE)
+    quiet()
+    from rlhf_mcore.cli.evaluation import run
+
+    run(cfg)
+    return exit_codes.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""The composition root of ``rlhf-mcore evaluate``: from a checked configuration to results. No Megatron in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.progress import Progress, TextColumn
+
+from rlhf_mcore.bridge.hf_files import COMPANIONS, HFReader
+from rlhf_mcore.cli.rendezvous import connect
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.evaluation import checkpoint_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.tokenizer_files import token_problems
+from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.digests import digest_of_file, digest_of_json, sketch_of_file
+from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
+from rlhf_mcore.observability.files import pretty_json, write_atomically
+from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.protocols import RewardFunction, RolloutEngine
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.evaluation import evaluate, evaluation_sampling, grade, graded_of, prompts_per_batch
+from rlhf_mcore.trainer.evaluation_results import (
+    Table,
+    comparison,
+    comparison_table,
+    results,
+    results_table,
+    sources_table,
+)
+from rlhf_mcore.types import Prompt
+
+# Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
+TIMEOUT = timedelta(days=2)
+
+
+@dataclass(slots=True)
+class _Task:
+    """One checkpoint to evaluate. ``cfg.model`` is that checkpoint."""
+
+    cfg: Config
+    given: str  # as the user named it
+    prompts: list[Prompt]
+    output: Path | None  # null: beside the checkpoint
+    settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
+    directory: EvaluationDirectory | None = None
+
+
+def run(cfg: Config) -> None:
+    """Evaluate, and compare. Every rank of the world calls it, under torchrun.
+
+    Raises:
+        ConfigError: what could only be found out with the parts in hand; raised on every rank.
+    """
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
+    connect(platform.collective_backend, TIMEOUT)
+    dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
+    try:
+        with ExitStack() as stack:
+            reward = on_every_rank(lambda: build_reward(cfg.reward))
+            tasks = on_every_rank(lambda: _tasks(cfg))
+            engines = stack.enter_context(closing(_Engines(dtype)))
+            samples = [_evaluate(task, engines, reward, stack) for task in tasks]
+            if dist.get_rank() == 0:
+                _report(cfg, tasks, samples)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tasks(cfg: Config) -> list[_Task]:
+    own = cfg.evaluate
+    tasks: list[_Task] = []
+    output = Path(own.output_dir) if own.output_dir else None
+    for name, path in (("checkpoint", own.checkpoint), ("compare", own.compare)):
+        if path is not None:
+            model_cfg = checkpoint_config(cfg, path, f"evaluate.{name}")
+            prompts = _load_prompts(model_cfg, f"evaluate.{name}")
+            tasks.append(_Task(model_cfg, path, prompts, output / "compare" if output and tasks else output))
+    return tasks
+
+
+def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
+    where = cfg.model.tokenizer_path or cfg.model.path
+    tokenizer = load_tokenizer(where)
+    num_tokens = max(tokenizer.get_vocab().values()) + 1
+    if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
+        raise ConfigError.many(problems)
+    return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval")[: cfg.evaluate.max_prompts]
+
+
+def _evaluate(task: _Task, engines: _Engines, reward: RewardFunction, stack: ExitStack) -> list[Sample]:
+    """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
+    opened = on_every_rank(partial(_open, task, engines.dtype, stack))
+    path, done = broadcast_json(opened, 0)
+    if len(done) < len(task.prompts):
+        engine, sampling = engines.start(task.cfg), evaluation_sampling(task.cfg)
+        part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
+        with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
+
+            def keep(batch: Sequence[list[Sample]]) -> None:
+                assert part is not None
+                part.append(batch)
+                advance(len(batch))
+
+            draw = partial(grade, engine, reward, sampling)
+            evaluate(task.prompts, draw, engine, prompts_per_batch(task.cfg), set(done), keep)
+    dist.barrier()
+    return task.directory.samples() if task.directory is not None else []
+
+
+def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
+    """On rank 0: take the directory, and say what is scored already (indices of prompts)."""
+    if dist.get_rank() != 0:
+        return None
+    task.settings = _settings(task, dtype)
+    output = task.output or _default_output(task.cfg.model.path, task.settings)
+    task.directory = stack.enter_context(closing(EvaluationDirectory(output, task.settings)))
+    return str(output), sorted({sample["index"] for sample in task.directory.samples()})
+
+
+def _default_output(model: str, settings: dict[str, Any]) -> Path:
+    folder = _subject(model)
+    return folder.parent / "evaluations" / f"{folder.name}-{digest_of_json(settings)[:8]}"
+
+
+def _subject(model: str) -> Path:
+    """What a model directory is called after: of checkpoint-7/actor the checkpoint."""
+    folder = Path(model).resolve()
+    return folder.parent if folder.name == "actor" else folder
+
+
+def _settings(task: _Task, dtype: str) -> dict[str, Any]:
+    """Everything that the samples depend on."""
+    cfg = task.cfg
+    code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
+    return {
+        "model": {
+            "weights": [sketch_of_file(file) for file in sorted(Path(cfg.model.path).glob("*.safetensors"))],
+            "files": _companions(cfg.model.path),
+            "tokenizer": _companions(cfg.model.tokenizer_path or cfg.model.path),
+        },
+        "data": {
+            "files": [digest_of_file(Path(file)) for file in cfg.data.eval],
+            "max_prompts": cfg.evaluate.max_prompts,
+            **{
+                key: getattr(cfg.data, key)
+                for key in ("prompt_key", "answer_key", "max_prompt_tokens", "overlong_prompts")
+            },
+        },
+        "sampling": asdict(evaluation_sampling(cfg)),
+        "reward": {**asdict(cfg.reward), "code": code},
+        "engine": {
+            "name": cfg.rollout.engine,
+            "dtype": dtype,
+            "max_model_len": cfg.rollout.max_model_len,
+            "prompts_per_batch": prompts_per_batch(cfg),
+        },
+    }
+
+
+def _companions(directory: str) -> dict[str, str]:
+    return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
+
+
+@contextmanager
+def _progress(task: _Task, engine: RolloutEngine, done: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
+    mode, total = task.cfg.logging.console, len(task.prompts)
+    if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
+        yield lambda count: None
+        return
+    with Progress(*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} prompts")) as bar:
+        row = bar.add_task(task.given, total=total, completed=done)
+        yield lambda count: bar.advance(row, count * engine.num_engines)
+
+
+def _report(cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]) -> None:
+    console = Console(cfg.logging.console, 0, "evaluate")
+    graded = [[graded_of(sample) for sample in held] for held in samples]
+    for task, held, rows in zip(tasks, samples, graded, strict=True):
+        assert task.directory is not None and len(rows) == len(task.prompts) * cfg.evaluate.samples
+        content = results(task.given, task.settings, rows, cfg.seed)
+        task.directory.finish(held, content)
+        _show(console, f"{task.given} on {', '.join(cfg.data.eval)}", results_table(content))
+        if (by_source := sources_table(content))[1]:
+            _show(console, "by data source", by_source)
+        console.note(f"results   {os.path.relpath(task.directory.path)}")
+    if len(tasks) == 2:
+        first, second = tasks
+        assert first.directory is not None
+        content = comparison((first.given, second.given), graded[0], graded[1], cfg.seed)
+        file = first.directory.path / f"comparison-{_subject(second.cfg.model.path).name}.json"
+        write_atomically(file, pretty_json(content))
+        _show(console, "difference (second - first)", comparison_table(content))
+        console.note(f"written   {os.path.relpath(file)}")
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    header, rows = table
+    console.summary(title, rows, header, [])
+
+
+class _Engines:
+    """The engine, kept for the next checkpoint where that differs in its weights only."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self._engine: Any = None
+        self._built_for: dict[str, Any] = {}
+        self._version = 0
+
+    def start(self, cfg: Config) -> RolloutEngine:
+        """An engine with the weights of ``cfg.model``. Collective."""
+        reader = on_every_rank(lambda: HFReader(cfg.model.path))
+        shapes = {name: reader.shape(name) for name in sorted(reader.names)}
+        tokenizer = cfg.model.tokenizer_path or cfg.model.path
+        wanted = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
+        if wanted != self._built_for:
+            self.close()
+            self._engine = build_engine(
+                cfg.rollout,
+                model_dir=cfg.model.path,
+                tokenizer_dir=tokenizer,
+                dtype=self.dtype,
+                max_model_len=cfg.rollout.max_model_len,
+                seed=cfg.seed,
+                **({"hf_shapes": shapes} if cfg.rollout.engine == "vllm" else {}),
+            )
+            self._built_for = wanted
+        on_every_rank(lambda: self._load(cfg.model.path, reader))
+        engine: RolloutEngine = self._engine
+        return engine
+
+    def _load(self, path: str, reader: HFReader) -> None:
+        try:
+            self._engine.load_weights(reader.tensors(), version=self._version)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
+        self._version += 1
+
+    def close(self) -> None:
+        """Free the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None

@@ -1,0 +1,104 @@
+"""``rlhf-mcore evaluate``: which directories a configuration means, and what is wrong with it for that purpose."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_mcore.config import validate as checks
+from rlhf_mcore.config.data_files import data_problems
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import TOKENIZER_FILES, inspect_generator, tokenizer_problems
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+
+CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
+
+
+def find_model(path: str, field: str) -> str:
+    """The Hugging Face directory that a user means by ``path``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for inside in CANDIDATES:
+        folder = Path(path, inside)
+        if (folder / "config.json").is_file():
+            return str(folder)
+    problem = "holds no config.json" if Path(path).is_dir() else f"is not a directory (looked from {Path.cwd()})"
+    raise ConfigError(
+        f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N) or a run directory"
+    )
+
+
+def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
+    """The resolved configuration with the model that ``path`` means in the place of the one that was trained.
+
+    The model's own tokenizer is used where it has one.
+    """
+    cfg = copy.deepcopy(cfg)
+    folder = find_model(path, field)
+    if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        cfg.model.tokenizer_path = None
+    elif cfg.model.tokenizer_path is None:
+        cfg.model.tokenizer_path = cfg.model.path
+    cfg.model.path = folder
+    return resolve(cfg)
+
+
+def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
+    """Check what evaluation needs, and only that: a configuration of a training run will do, and a shorter one too.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    out_of_range = list(checks._range_problems(cfg))
+    problems = [*checks._choice_problems(cfg), *out_of_range, *checks._reward_problems(cfg), *_data_problems(cfg)]
+    if not out_of_range:
+        problems += _world_problems(cfg, world_size)
+    for field in ("checkpoint", "compare"):
+        path = getattr(cfg.evaluate, field)
+        if path is not None:
+            problems += _checkpoint_problems(cfg, path, f"evaluate.{field}", check_sizes=not out_of_range)
+    if cfg.evaluate.checkpoint is None:
+        problems.append("evaluate.checkpoint is not set; name a model directory, as in evaluate.checkpoint=DIR")
+    if problems:
+        raise ConfigError.many(problems)
+
+
+def _data_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.data.eval:
+        yield "data.eval=[] names no file; give a list of .parquet or .jsonl files"
+    yield from data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=checks.needs_answer(cfg))
+
+
+def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
+    tp, engine = cfg.rollout.layout.tp, cfg.rollout.engine
+    world = checks.default_world_size(cfg) if world_size is None else world_size
+    if world % tp:
+        yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
+    if engine == "hf" and tp > 1:
+        yield f"rollout.layout.tp={tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+
+
+def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: bool) -> Iterator[str]:
+    try:
+        own = checkpoint_config(cfg, path, field)
+    except ConfigError as error:
+        yield str(error)
+        return
+    folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
+    shape, problems = inspect_generator(folder, field)
+    yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
+    yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
+    if shape is None or not check_sizes:
+        return
+    yield from checks._tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
+    longest = own.rollout.max_model_len or 0
+    if longest > shape.max_positions:
+        yield (
+            f"{field}={path}: max_position_embeddings={shape.max_positions} is less than the {longest} tokens of a prompt and "
+            "its response; lower data.max_prompt_tokens, evaluate.max_new_tokens or rollout.sampling.max_new_tokens"
+        )

@@ -1,0 +1,113 @@
+"""What an evaluation leaves behind, and how it goes on after it was killed.
+
+settings.json    what the numbers depend on: another evaluation may not go on here
+parts/*.jsonl    while it runs: one line per prompt with all its samples, one file per engine, appended and fsynced
+samples.jsonl    one line per response, sorted by prompt and sample
+results.json     the statistics; written last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.files import end_of_last_line, json_line, pretty_json, write_atomically
+from rlhf_mcore.observability.lock import DirectoryLock
+
+FIELD = "evaluate.output_dir"
+Sample = dict[str, Any]
+
+
+class EvaluationDirectory:
+    """The directory of one evaluation, held by one job at a time. Only one rank of a job may open it."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Make the directory or take up what an earlier job has left; lines that a crash cut short are removed.
+
+        Raises:
+            ConfigError: it is not writable, in use, or holds an evaluation with other settings.
+        """
+        self.path = path
+        try:
+            (path / "parts").mkdir(parents=True, exist_ok=True)
+            self._lock = DirectoryLock(path / "evaluation.lock", f"change {FIELD}")
+        except OSError as error:
+            raise ConfigError(f"{FIELD}: cannot write to {path} ({error.strerror}); set {FIELD}") from error
+        self._check_settings(settings)
+        for part in self._parts():
+            os.truncate(part, end_of_last_line(part))
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        file = self.path / "settings.json"
+        if not file.exists():
+            write_atomically(file, pretty_json(settings))
+            return
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+        ours = json.loads(pretty_json(settings))
+        different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+        if different:
+            raise ConfigError(
+                f"{FIELD}: {self.path} holds an evaluation with another {' and another '.join(different)}; "
+                f"choose another {FIELD}, or remove the directory"
+            )
+
+    def _parts(self) -> list[Path]:
+        return sorted((self.path / "parts").glob("*.jsonl"))
+
+    def samples(self) -> list[Sample]:
+        """Everything that was scored so far, by prompt and sample."""
+        whole = self.path / "samples.jsonl"
+        found = {(s["index"], s["sample"]): s for s in (_read_lines(whole) if whole.is_file() else ())}
+        for part in self._parts():
+            for line in _read_lines(part):
+                found.update({(s["index"], s["sample"]): s for s in line["samples"]})
+        return [found[key] for key in sorted(found)]
+
+    def finish(self, samples: Sequence[Sample], results: Mapping[str, Any]) -> None:
+        """Write the samples and the statistics, each whole or not at all."""
+        write_atomically(self.path / "samples.jsonl", b"".join(map(json_line, samples)))
+        write_atomically(self.path / "results.json", pretty_json(results))
+        shutil.rmtree(self.path / "parts")
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        self._lock.close()
+
+
+class PartFile:
+    """Where one engine's scored prompts go. An fsync per batch: what was reported is on the disk."""
+
+    def __init__(self, directory: Path, engine: int, num_engines: int) -> None:
+        path = directory / "parts" / f"engine-{engine:05d}-of-{num_engines:05d}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
+        """One line per prompt, with all its samples.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        content = memoryview(b"".join(json_line({"samples": samples}) for samples in prompts))
+        while content:
+            content = content[os.write(self._file, content) :]
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}, line {number}: not valid JSON ({error}); remove the file to evaluate its prompts again"
+                ) from error

@@ -1,0 +1,113 @@
+"""results.json and comparison.json of ``rlhf-mcore evaluate``, and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlhf_mcore.trainer import statistics
+from rlhf_mcore.trainer.statistics import Graded, prompt_values
+
+COMPARED = ("accuracy", "reward")
+METHODS = {
+    "interval": f"{statistics.CONFIDENCE:.0%} percentile bootstrap over prompts, {statistics.RESAMPLES} resamples",
+    "pass_at_k": "unbiased estimator of Chen et al. 2021 (arXiv 2107.03374)",
+    "majority_at_k": "most frequent answer of k responses, ties in expectation, mean over disjoint runs of k",
+}
+COMPARISON_METHODS = {
+    "interval": f"{statistics.CONFIDENCE:.0%} paired percentile bootstrap over prompts, {statistics.RESAMPLES} resamples",
+    "sign_test_p": "exact two-sided sign test over the prompts that differ",
+}
+
+
+def results(checkpoint: str, settings: Mapping[str, Any], rows: Sequence[Graded], seed: int) -> dict[str, Any]:
+    """The content of results.json: nothing in it depends on when or how fast it was made."""
+    by_source = statistics.sources(rows)
+    parts = {"all": rows} | (
+        {f"source: {name}": held for name, held in by_source.items()} if len(by_source) > 1 else {}
+    )
+    return {
+        "checkpoint": checkpoint,
+        "settings": settings,
+        "methods": METHODS,
+        "results": {name: _part(held, seed) for name, held in parts.items()},
+    }
+
+
+def _part(rows: Sequence[Graded], seed: int) -> dict[str, Any]:
+    return {
+        "num_prompts": len({row.index for row in rows}),
+        "num_responses": len(rows),
+        **{name: asdict(estimate) for name, estimate in statistics.estimates(rows, seed).items()},
+        **statistics.length_quantiles(rows),
+    }
+
+
+def comparison(names: tuple[str, str], first: Sequence[Graded], second: Sequence[Graded], seed: int) -> dict[str, Any]:
+    """The content of comparison.json: (second - first) over the prompts that both have."""
+    ours, theirs = _values(first), _values(second)
+    shared = [prompt_id for prompt_id in ours if prompt_id in theirs]
+    out: dict[str, Any] = {
+        "first": names[0],
+        "second": names[1],
+        "num_prompts": len(shared),
+        "num_prompts_not_shared": len(ours) + len(theirs) - 2 * len(shared),
+        "methods": COMPARISON_METHODS,
+    }
+    for name in COMPARED if shared else ():
+        pairs = [{prompt_id: values[prompt_id][name] for prompt_id in shared} for values in (ours, theirs)]
+        means = {"first": statistics.mean(list(pairs[0].values())), "second": statistics.mean(list(pairs[1].values()))}
+        out[name] = means | asdict(statistics.compare(pairs[0], pairs[1], seed))
+    return out
+
+
+def _values(rows: Sequence[Graded]) -> dict[str, dict[str, float]]:
+    return {group[0].prompt_id: prompt_values(group) for group in statistics.by_prompt(rows).values()}
+
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+INTERVAL = f"{statistics.CONFIDENCE:.0%} interval"
+
+
+def results_table(content: Mapping[str, Any]) -> Table:
+    """Header and rows: a line per figure over all prompts."""
+    rows: list[tuple[str, ...]] = []
+    for name, value in content["results"]["all"].items():
+        label = name.replace("_at_", "@").replace("_", " ")
+        is_estimate = isinstance(value, dict)
+        rows.append((label, *(_estimate(value) if is_estimate else (f"{value:g}", ""))))
+    return ("", "value", INTERVAL), rows
+
+
+def sources_table(content: Mapping[str, Any]) -> Table:
+    """Header and rows: a line per data source; no rows where there is only one."""
+    rows: list[tuple[str, ...]] = [
+        (
+            name.removeprefix("source: "),
+            str(part["num_prompts"]),
+            *_estimate(part["accuracy"]),
+            *_estimate(part["reward"]),
+        )
+        for name, part in content["results"].items()
+        if name != "all"
+    ]
+    return ("data source", "prompts", "accuracy", INTERVAL, "reward", INTERVAL), rows
+
+
+def comparison_table(content: Mapping[str, Any]) -> Table:
+    """Header and rows: a line per compared figure."""
+    rows: list[tuple[str, ...]] = []
+    for name in COMPARED:
+        if name in content:
+            figure = content[name]
+            counts = f"{figure['wins']} / {figure['losses']} / {figure['ties']}"
+            means = (f"{figure['first']:.4f}", f"{figure['second']:.4f}")
+            difference = _estimate(figure["difference"], sign="+")
+            rows.append((name, *means, *difference, counts, f"{figure['sign_test_p']:.3g}"))
+    return ("", "first", "second", "difference", INTERVAL, "better / worse / same", "p (sign test)"), rows
+
+
+def _estimate(value: Mapping[str, float], sign: str = "") -> tuple[str, str]:
+    shown = {name: f"{number:{sign}.4f}" for name, number in value.items()}
+    return shown["value"], f"{shown['low']} to {shown['high']}"

@@ -1,0 +1,188 @@
+"""Statistics of an evaluation: pure numbers, no torch. The unit of chance is the prompt: samples of one prompt are not independent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+_INDICES_PER_BLOCK = 1 << 22  # of the bootstrap, so that its memory does not grow with the number of prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One response with its grade. ``answer`` is what it votes for in a majority; "" abstains."""
+
+    prompt_id: str
+    index: int  # row of the prompt in the data
+    data_source: str
+    sample: int
+    score: float
+    correct: bool
+    answer: str
+    num_tokens: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two policies on the same prompts: mean of (second - first), its interval, and how many prompts each wins."""
+
+    difference: Estimate
+    wins: int  # prompts on which the second is better
+    losses: int
+    ties: int
+    sign_test_p: float
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that one of ``k`` of ``n`` responses is correct when ``c`` are: 1 - C(n-c, k) / C(n, k), without bias.
+
+    Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv 2107.03374), eq. 1.
+    """
+    assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
+    """Share of right answers when the most frequent answer is taken; a tie is broken by a fair draw, in expectation.
+
+    Self-consistency, Wang et al. 2022 (arXiv 2203.11171). An empty answer does not vote; if nobody votes the result is 0.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, right in zip(answers, correct, strict=True):
+        if answer:
+            votes.setdefault(answer, []).append(right)
+    most = max(map(len, votes.values()), default=0)
+    leaders = [sum(held) / len(held) for held in votes.values() if len(held) == most]
+    return math.fsum(leaders) / len(leaders) if leaders else 0.0
+
+
+def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float:
+    """Mean of ``majority`` over the n // k disjoint runs of ``k`` responses."""
+    runs = range(0, len(answers) - k + 1, k)
+    return math.fsum(majority(answers[i : i + k], correct[i : i + k]) for i in runs) / len(runs)
+
+
+def ks_of(n: int) -> list[int]:
+    """The k of pass@k and majority@k for ``n`` samples: powers of two, and n itself."""
+    return sorted({n, *(1 << i for i in range(n.bit_length()) if 1 << i <= n)})
+
+
+def by_prompt(rows: Sequence[Graded]) -> dict[int, list[Graded]]:
+    """Responses of each prompt in the order of samples; prompts in the order of the data."""
+    groups: dict[int, list[Graded]] = {}
+    for row in sorted(rows, key=lambda row: (row.index, row.sample)):
+        groups.setdefault(row.index, []).append(row)
+    return groups
+
+
+def prompt_values(group: Sequence[Graded]) -> dict[str, float]:
+    """What one prompt contributes to every mean. ``pass_at_1`` is called accuracy."""
+    n, c = len(group), sum(row.correct for row in group)
+    answers, correct = [row.answer for row in group], [row.correct for row in group]
+    values = {
+        "reward": math.fsum(row.score for row in group) / n,
+        "accuracy": c / n,
+        "response_length_mean": sum(row.num_tokens for row in group) / n,
+        "truncated_fraction": sum(row.truncated for row in group) / n,
+    }
+    for k in ks_of(n)[1:]:
+        values[f"pass_at_{k}"] = pass_at_k(n, c, k)
+    for k in ks_of(n)[1:]:
+        values[f"majority_at_{k}"] = majority_at_k(answers, correct, k)
+    return values
+
+
+def means(rows: Sequence[Graded]) -> dict[str, float]:
+    """Means over prompts of ``prompt_values``; independent of the order of ``rows``."""
+    table = [prompt_values(group) for group in by_prompt(rows).values()]
+    return {name: mean([values[name] for values in table]) for name in table[0]}
+
+
+def sources(rows: Sequence[Graded]) -> dict[str, list[Graded]]:
+    """The rows of each data source, by name."""
+    names = sorted({row.data_source for row in rows})
+    return {name: [row for row in rows if row.data_source == name] for name in names}
+
+
+def estimates(rows: Sequence[Graded], seed: int) -> dict[str, Estimate]:
+    """``means`` with confidence intervals by bootstrap over prompts."""
+    table = [prompt_values(group) for group in by_prompt(rows).values()]
+    names = list(table[0])
+    columns = np.array([[values[name] for name in names] for values in table])
+    low, high = bootstrap_interval(columns, seed)
+    values = means(rows)
+    return {name: Estimate(values[name], float(low[i]), float(high[i])) for i, name in enumerate(names)}
+
+
+def length_quantiles(rows: Sequence[Graded]) -> dict[str, float]:
+    """Median, 95th percentile and maximum of response tokens; a quantile is a length that occurred (nearest rank)."""
+    lengths = sorted(row.num_tokens for row in rows)
+
+    def rank(share: float) -> float:
+        return float(lengths[max(math.ceil(share * len(lengths)), 1) - 1])
+
+    return {"response_length_p50": rank(0.5), "response_length_p95": rank(0.95), "response_length_max": rank(1.0)}
+
+
+def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) -> Comparison:
+    """Paired comparison of one value per prompt. Both have the same keys.
+
+    The interval is a paired bootstrap (Efron & Tibshirani 1993, ch. 13: prompts are drawn, each with both its values), the p
+    value an exact two-sided sign test: prompts without a difference say nothing.
+    """
+    assert first.keys() == second.keys(), "compared on different prompts"
+    differences = [second[key] - first[key] for key in first]
+    low, high = bootstrap_interval(np.array(differences)[:, None], seed)
+    wins, losses = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    return Comparison(
+        Estimate(mean(differences), float(low[0]), float(high[0])),
+        wins=wins,
+        losses=losses,
+        ties=len(differences) - wins - losses,
+        sign_test_p=sign_test(wins, losses),
+    )
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided p value of ``wins`` against ``losses`` if both were equally likely: exact binomial, at most 1."""
+    n = wins + losses
+    tail = sum(math.comb(n, i) for i in range(min(wins, losses) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Percentile interval of the column means of ``values`` [P, M] when P rows are drawn with replacement: low, high [M].
+
+    The draws are raw words of Philox4x64-10 (as for the order of prompts), so they are the same with every version of numpy.
+    """
+    num_rows = len(values)
+    words = np.random.Philox(key=seed)
+    per_block = max(_INDICES_PER_BLOCK // num_rows, 1)
+    drawn = []
+    for start in range(0, RESAMPLES, per_block):
+        count = min(per_block, RESAMPLES - start)
+        indices = (words.random_raw(count * num_rows) % np.uint64(num_rows)).astype(np.int64).reshape(count, num_rows)
+        drawn += [values[row].mean(axis=0) for row in indices]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(np.stack(drawn), [tail, 1 - tail], axis=0)
+    return low, high
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, summed without rounding, so that it does not depend on the order."""
+    return math.fsum(values) / len(values)
