@@ -36,3 +36,37 @@ def token_rewards(scores: Tensor, loss_mask: Tensor, kl: Tensor | None = None, k
     if kl is None:
         raise ValueError(f"kl_coef is {kl_coef} but no kl was given: pass the per-token KL, or kl_coef=0")
     return rewards - torch.where(loss_mask, kl_coef * kl.float(), 0.0)
+
+
+def overlong_penalty(response_lengths: Tensor, max_tokens: int, cache_tokens: int, penalty: float = 1.0) -> Tensor:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), to be added to the scores.
+
+    For a response of length n: 0 up to max_tokens - cache_tokens, then falling linearly to -penalty at max_tokens, and
+    -penalty beyond. The paper's penalty is 1.
+
+    Args:
+        response_lengths: [B] tokens.
+
+    Returns:
+        [B] float32, none above 0.
+    """
+    excess = response_lengths.float() - (max_tokens - cache_tokens)
+    return -penalty * (excess / cache_tokens).clamp(0.0, 1.0)
+
+
+def groups_that_differ(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Which groups have responses of different scores: those that a group-relative advantage learns from.
+
+    The condition of DAPO's dynamic sampling (arXiv 2503.14476, eq. 11) for scores of any kind.
+
+    Args:
+        scores: [B]; group_ids: [B] int64.
+
+    Returns:
+        [B] bool, equal for the members of a group.
+    """
+    _, index = torch.unique(group_ids, return_inverse=True)
+    empty = scores.new_zeros(int(index.max()) + 1 if index.numel() else 0)
+    smallest = empty.scatter_reduce(0, index, scores, "amin", include_self=False)
+    largest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
+    return (largest > smallest)[index]

@@ -68,17 +68,11 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.whiten_advantages=True has no effect with algorithm.advantage={algorithm.advantage}; "
             "set it to false, or use normalize_std"
         )
-    if algorithm.dual_clip is None:
-        return
-    if algorithm.policy_loss in POLICY_LOSSES and algorithm.policy_loss != "ppo_clip":
+    ignores_dual_clip = algorithm.policy_loss in set(POLICY_LOSSES) - {"ppo_clip"}
+    if algorithm.dual_clip is not None and ignores_dual_clip:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="
             f"{algorithm.policy_loss}; set it to null"
-        )
-    elif algorithm.dual_clip <= 1 + algorithm.clip_high:
-        yield (
-            f"algorithm.dual_clip={algorithm.dual_clip:g} is not above 1 + algorithm.clip_high="
-            f"{1 + algorithm.clip_high:g}; raise it, 3 is usual"
         )
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.algorithms.shaping import token_rewards
+from rlhf_mcore.algorithms.advantages import group_relative
+from rlhf_mcore.algorithms.shaping import groups_that_differ, overlong_penalty, token_rewards
 
 NAN = float("nan")
 # Trainable: tokens 1-2; tokens 1 and 3 (a gap, as a tool's output leaves it); none; all.
@@ -54,3 +55,39 @@ def test_against_a_loop(mask: list[list[bool]], data: st.DataObject):
             if trainable and not any(row[t + 1 :]):
                 expected += scores[i]
             assert rewards[i, t].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_overlong_penalty_by_hand():
+    # Equation 13 with a limit of 20 and a cache of 8: nothing up to 12, then an eighth per token, all of it from 20 on.
+    lengths = torch.tensor([0, 12, 13, 16, 20, 25])
+    assert overlong_penalty(lengths, max_tokens=20, cache_tokens=8).tolist() == [0, 0, -0.125, -0.5, -1, -1]
+    assert overlong_penalty(lengths, 20, 8, penalty=4.0).tolist() == [0, 0, -0.5, -2, -4, -4]
+    assert overlong_penalty(torch.tensor([0, 10, 20]), 20, 20).tolist() == [0, -0.5, -1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(length=st.integers(0, 60), limit=st.integers(1, 50), data=st.data())
+def test_overlong_penalty_against_the_papers_cases(length: int, limit: int, data: st.DataObject):
+    cache = data.draw(st.integers(1, limit))
+    if length <= limit - cache:
+        expected = 0.0
+    elif length <= limit:
+        expected = ((limit - cache) - length) / cache
+    else:
+        expected = -1.0
+    assert overlong_penalty(torch.tensor([length]), limit, cache).item() == pytest.approx(expected)
+
+
+def test_groups_that_differ_by_hand():
+    scores = torch.tensor([1.0, 0.5, 1.0, 0.5, 2.0, 7.0])
+    group_ids = torch.tensor([3, 1, 3, 1, 1, 0])  # 3: equal, 1: not, 0: alone
+    assert groups_that_differ(scores, group_ids).tolist() == [False, True, False, True, True, False]
+    assert groups_that_differ(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
+
+
+def test_a_group_differs_exactly_where_its_advantages_do():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 2, (200,), generator=generator).float()
+    group_ids = torch.randint(0, 60, (200,), generator=generator)
+    advantages = group_relative(scores, group_ids, normalize_std=False)
+    assert torch.equal(groups_that_differ(scores, group_ids), advantages != 0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, resolve
+from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
@@ -50,6 +50,12 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
+        *[([f"algorithm={preset}"], None) for preset in PRESETS],
+        (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
+        (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
+        (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),
+        (["algorithm.kl={coef: 0.01, controller: {name: adaptive, target: 0.02}}"], None),
+        (["algorithm.rollout_correction={mode: sequence, mask_low: 0.5, mask_high: 2}"], None),
     ],
 )
 def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: int | None) -> None:
@@ -92,6 +98,44 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["rollout.sampling.top_k=0"], None, ["rollout.sampling.top_k=0", "-1"]),
         (["rollout.sampling.top_p=1.5"], None, ["rollout.sampling.top_p=1.5", "at most 1"]),
         (["algorithm.kl.coef=-0.1"], None, ["algorithm.kl.coef=-0.1", "at least 0"]),
+        (["algorithm.advantage=gea"], None, ["algorithm.advantage='gea'", "gae, grpo, rloo", "path/to/file.py:name"]),
+        (["algorithm.policy_loss=ppo"], None, ["algorithm.policy_loss='ppo'", "ppo_clip, gspo, cispo"]),
+        (["algorithm.advantage=absent.py:mine"], None, ["algorithm.advantage=absent.py:mine", "does not exist"]),
+        (["algorithm.policy_loss=mine.py"], None, ["algorithm.policy_loss=mine.py", "path/to/file.py:name"]),
+        (["algorithm=rloo", "rollout.sampling.n=1"], None, ["rollout.sampling.n=1", "advantage=rloo", "2 or more"]),
+        (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.dynamic_sampling.enabled=true"], None, ["2 or more"]),
+        (["algorithm=ppo", "algorithm.use_critic=false"], None, ["use_critic=false", "needs a critic", "auto"]),
+        (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "no use for a critic", "auto"]),
+        (["algorithm.whiten_advantages=true"], None, ["whiten_advantages=True", "advantage=grpo", "normalize_std"]),
+        (["algorithm=gspo", "algorithm.dual_clip=3"], None, ["dual_clip=3", "policy_loss=gspo", "null"]),
+        (["algorithm.dual_clip=1"], None, ["dual_clip=1", "greater than 1"]),
+        (
+            ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"],
+            None,
+            ["estimator=k1", "k2 or k3", "placement=reward"],
+        ),
+        (["algorithm.kl.controller={name: linear, final: 0.1}"], None, ["kl.coef=0", "name=linear", "start from"]),
+        (
+            ["algorithm.kl.coef=0.1", "algorithm.kl.controller.name=adaptive"],
+            None,
+            ["algorithm.kl.controller.target=null", "adaptive", "number"],
+        ),
+        (
+            ["algorithm.kl.coef=0.1", "algorithm.kl.controller.name=linear"],
+            None,
+            ["algorithm.kl.controller.final=null", "linear", "number"],
+        ),
+        (["algorithm.rollout_correction.mask_low=0.5"], None, ["mask_low=0.5", "mode=off", "token or sequence"]),
+        (
+            ["algorithm.rollout_correction={mode: token, mask_low: 2, mask_high: 2}"],
+            None,
+            ["mask_low=2", "mask_high=2", "lower it"],
+        ),
+        (
+            ["algorithm.overlong={enabled: true, cache_tokens: 257}"],
+            None,
+            ["algorithm.overlong.cache_tokens=257", "256 tokens", "lower it"],
+        ),
         (["actor.optimizer.beta2=1"], None, ["actor.optimizer.beta2=1", "below 1"]),
         (["actor.optimizer.lr=1e-7", "actor.optimizer.schedule.min_lr=1e-6"], None, ["min_lr=1e-06", "lr=1e-07"]),
         (["trainer.max_tokens_per_microbatch=767"], None, ["max_tokens_per_microbatch=767", "768"]),
@@ -146,6 +190,37 @@ def test_the_tables_cover_the_schema() -> None:
     assert RANGES.keys() <= numbers
     assert CHOICES.keys() <= KEYS.keys()
     assert set(CHOICES["algorithm.preset"]) == set(PRESETS)
+
+
+def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace: Any) -> None:
+    workspace.write("mine.py", "import no_such_module\n\n\ndef estimate(inputs, cfg): ...\n")  # parsed, not run
+    assert check("algorithm.advantage=mine.py:estimate", "algorithm.use_critic=true", "rollout.sampling.n=1") == []
+    problem = only(check("algorithm.policy_loss=mine.py:loss"))
+    assert problem.startswith("algorithm.policy_loss=mine.py:loss") and "estimate" in problem
+
+
+def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
+    cfg = resolve(load_config("run.yaml", ["algorithm=dapo", "rollout.sampling.max_new_tokens=100"]))
+    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (100, 20)
+    assert cfg.algorithm.constant_length == 100
+    assert cfg.algorithm.kl.controller.steps == cfg.trainer.num_steps == 100
+    set_by_user = ["algorithm.overlong={max_tokens: 50, cache_tokens: 7}", "algorithm.kl.controller.steps=3"]
+    cfg = resolve(load_config("run.yaml", set_by_user))
+    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (50, 7)
+    assert cfg.algorithm.kl.controller.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["algorithm=ppo"], True),
+        (["algorithm.advantage=mine.py:f"], False),
+        (["algorithm.advantage=mine.py:f", "algorithm.use_critic=true"], True),
+    ],
+)
+def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) -> None:
+    assert needs_critic(load_config("run.yaml", overrides)) is needed
 
 
 def test_all_problems_come_at_once(workspace: Any) -> None:

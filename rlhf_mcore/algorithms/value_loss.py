@@ -1,0 +1,125 @@
+"""What a critic is trained with: its loss, how well it explains the returns, and a normalisation of what it predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from rlhf_mcore.algorithms.kl import at_least_float32
+from rlhf_mcore.algorithms.masking import weighted_sum
+from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Squared error of the values, clipped around the old ones (Schulman et al., OpenAI baselines ppo2; Engstrom et al. 2020,
+    arXiv 2005.12729, section 3).
+
+    loss = 1/2 sum_t w_t max((V_t - R_t)^2, (V_old,t + clip(V_t - V_old,t, -clip, clip) - R_t)^2)
+
+    Args:
+        values: current, differentiable; padded [b, T] or packed [1, N].
+        old_values, returns, weights: same shape, constants. What stands where the weight is 0 reaches neither loss nor gradient.
+        clip: largest step away from the old value that is rewarded; None: the plain squared error.
+
+    Returns:
+        The scalar loss share of these tokens, and detached sums over the tokens of weight above 0: ``clip_fraction`` (tokens whose
+        gradient the bound removes) and ``values``.
+    """
+    trainable = weights > 0
+    current = torch.where(trainable, at_least_float32(values), 0)
+    targets = torch.where(trainable, returns, 0)
+    losses = (current - targets).square()
+    outside = torch.zeros_like(trainable)
+    if clip is not None:
+        old = torch.where(trainable, old_values, 0)
+        bounded = (old + (current - old).clamp(-clip, clip) - targets).square()
+        outside = (bounded > losses) & ((current - old).abs() > clip)
+        losses = torch.maximum(losses, bounded)
+    metrics = {"clip_fraction": outside.sum().float(), "values": current.detach().sum()}
+    return 0.5 * weighted_sum(losses, weights), metrics
+
+
+@torch.no_grad()
+def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """Sums over the tokens in ``mask`` from which :func:`explained_variance` follows; add them over microbatches or ranks."""
+    target = returns[mask].double()
+    error = target - values[mask].double()
+    return {
+        "count": float(target.numel()),
+        "returns": float(target.sum()),
+        "returns_squared": float(target.square().sum()),
+        "errors": float(error.sum()),
+        "errors_squared": float(error.square().sum()),
+    }
+
+
+def explained_variance(sums: Mapping[str, float]) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows the mean only.
+
+    0 where the returns do not vary.
+    """
+    count = max(sums["count"], 1.0)
+    variance = sums["returns_squared"] / count - (sums["returns"] / count) ** 2
+    unexplained = sums["errors_squared"] / count - (sums["errors"] / count) ** 2
+    # What the subtraction leaves of equal returns is rounding.
+    if variance <= 1e-12 * max(sums["returns_squared"] / count, 1e-30):
+        return 0.0
+    return 1.0 - unexplained / variance
+
+
+@dataclass(slots=True)
+class ReturnNormalizer:
+    """Running mean and deviation of the returns, so that a critic predicts numbers around 0 and 1 (value whitening).
+
+    The critic's outputs are ``denormalize``d before advantages are computed, its targets ``normalize``d. Moments are those of all
+    returns seen (Chan et al. 1983), not of the last step: a prediction keeps its meaning from step to step (Yu et al. 2022, MAPPO,
+    arXiv 2103.01955, section 3). Before the first update both functions are the identity.
+    """
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared distances from the mean
+
+    @property
+    def deviation(self) -> float:
+        variance = self.squares / self.count if self.count else 1.0
+        return math.sqrt(variance) if variance > 1e-12 else 1.0
+
+    def update(self, returns: Tensor, mask: Tensor) -> None:
+        """Take in the returns [B, T] of a step, all rows, where the bool mask holds."""
+        inside = returns[mask].double()
+        if inside.numel() == 0:
+            return
+        count, mean = float(inside.numel()), float(inside.mean())
+        distance, total = mean - self.mean, self.count + count
+        self.squares += float((inside - mean).square().sum()) + distance**2 * self.count * count / total
+        self.mean += distance * count / total
+        self.count = total
+
+    def normalize(self, returns: Tensor) -> Tensor:
+        return (returns - self.mean) / self.deviation
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        return values * self.deviation + self.mean
+
+    def state_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Raises ConfigError where the keys are not those of :meth:`state_dict`."""
+        names = {field.name for field in fields(self)}
+        if set(state) != names:
+            raise ConfigError(
+                f"the state of the return normalizer has the keys {sorted(state)}, expected {sorted(names)}"
+            )
+        for name in names:
+            setattr(self, name, float(state[name]))

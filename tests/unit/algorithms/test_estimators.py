@@ -1,0 +1,285 @@
+"""Every advantage estimator: hand-worked values, slow loops over lists, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.algorithms.advantages import gae, grpo, reinforce, reinforce_plus_plus, rloo, whiten
+from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rlhf_mcore.config.schema import AlgorithmConfig
+
+NAN = float("nan")
+
+
+@dataclass
+class Response:
+    """One response as plain numbers: per trainable token a reward and a value, and what a critic says of its end."""
+
+    group: int
+    rewards: list[float]
+    values: list[float]
+    end: float = 0.0
+    truncated: bool = False
+
+
+def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> AdvantageInputs:
+    """Padded rows with ``gap`` positions of garbage in front of, and between, the trainable tokens."""
+    width = 2 + (1 + gap) * max((len(r.rewards) for r in responses), default=0)
+    shape = (len(responses), width)
+    made = AdvantageInputs(
+        rewards=torch.full(shape, garbage),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        group_ids=torch.tensor([r.group for r in responses], dtype=torch.int64),
+        truncated=torch.tensor([r.truncated for r in responses], dtype=torch.bool),
+        old_values=torch.full(shape, garbage),
+        bootstrap_values=torch.tensor([r.end if r.truncated else garbage for r in responses]),
+    )
+    for row, response in enumerate(responses):
+        places = [1 + gap + t * (1 + gap) for t in range(len(response.rewards))]
+        made.loss_mask[row, places] = True
+        made.rewards[row, places] = torch.tensor(response.rewards)
+        made.old_values[row, places] = torch.tensor(response.values)
+    return made
+
+
+def per_token(tensor: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
+    return [row[mask].tolist() for row, mask in zip(tensor, made.loss_mask, strict=True)]
+
+
+def test_gae_by_hand():
+    # lam 1/2, gamma 1. delta_2 = 1 - 1/2, delta_1 = 1/2 - 1/4, delta_0 = 1/4 - 1/2; A = delta + A_next / 2: 0, 1/2, 1/2.
+    # Cut off in a state worth 2: delta_2 = 1 + 2 - 1/2 = 5/2, so 1/2, 3/2, 5/2. The end of the other one is worth nothing.
+    responses = [
+        Response(0, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=9.0),
+        Response(1, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=2.0, truncated=True),
+    ]
+    made = inputs(responses)
+    result = gae(made, AlgorithmConfig(gamma=1.0, lam=0.5))
+    assert per_token(result.advantages, made) == [[0.0, 0.5, 0.5], [0.5, 1.5, 2.5]]
+    assert result.returns is not None
+    assert per_token(result.returns, made) == [[0.5, 0.75, 1.0], [1.0, 1.75, 3.0]]
+
+
+def test_gae_discounts():
+    # gamma 1/2, lam 1: returns are discounted rewards: 4, 0 + 4/2, 2 + 2/2; truncated, at a state worth 8: 4 + 8/2, 8/2, 2 + 4/2.
+    rewards, values = [2.0, 0.0, 4.0], [1.0, -1.0, 0.5]
+    made = inputs([Response(0, rewards, values), Response(0, rewards, values, end=8.0, truncated=True)])
+    result = gae(made, AlgorithmConfig(gamma=0.5, lam=1.0))
+    assert result.returns is not None
+    assert per_token(result.returns, made) == [[3.0, 2.0, 4.0], [4.0, 4.0, 8.0]]
+    assert per_token(result.advantages, made) == [[2.0, 3.0, 3.5], [3.0, 5.0, 7.5]]
+
+
+def test_gae_without_an_end_of_a_truncated_response_is_refused():
+    made = inputs([Response(0, [1.0], [0.0], truncated=True)])
+    made.bootstrap_values = None
+    with pytest.raises(AssertionError, match="truncated"):
+        gae(made, AlgorithmConfig())
+
+
+def test_whitened_gae_keeps_its_returns():
+    made = inputs([Response(0, [0.0, 3.0], [0.0, 0.0]), Response(1, [1.0, 0.0], [0.0, 0.0])])
+    plain = gae(made, AlgorithmConfig(gamma=1.0, lam=1.0))
+    whitened = gae(made, AlgorithmConfig(gamma=1.0, lam=1.0, whiten_advantages=True))
+    # 3, 3, 1, 0: mean 7/4, mean square 19/4, variance 19/4 - 49/16 = 27/16.
+    scale = math.sqrt(27) / 4
+    expected = [[1.25 / scale, 1.25 / scale], [-0.75 / scale, -1.75 / scale]]
+    assert per_token(whitened.advantages, made) == [pytest.approx(row, rel=1e-6) for row in expected]
+    torch.testing.assert_close(whitened.returns, plain.returns, rtol=0, atol=0)
+
+
+def test_rloo_by_hand():
+    # Rewards 1, 0, 5 of one prompt: 1 - 5/2, 0 - 6/2, 5 - 1/2. Of another: 2 - 4, 4 - 2.
+    responses = [Response(g, [0.0, r], [0.0, 0.0]) for g, r in [(0, 1.0), (7, 2.0), (0, 0.0), (7, 4.0), (0, 5.0)]]
+    made = inputs(responses)
+    advantages = per_token(rloo(made, AlgorithmConfig()).advantages, made)
+    assert advantages == [[-1.5, -1.5], [-2.0, -2.0], [-3.0, -3.0], [2.0, 2.0], [4.5, 4.5]]
+
+
+def test_rewards_of_all_tokens_count_in_an_outcome():
+    made = inputs([Response(0, [0.25, 0.75], [0.0, 0.0]), Response(0, [0.0, 3.0], [0.0, 0.0])])
+    advantages = per_token(grpo(made, AlgorithmConfig(normalize_std=False)).advantages, made)
+    assert advantages == [[-1.0, -1.0], [1.0, 1.0]]  # 1 and 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_group_of_one_is_refused(name: str):
+    made = inputs([Response(0, [1.0], [0.0]), Response(1, [1.0], [0.0]), Response(1, [2.0], [0.0])])
+    with pytest.raises(ValueError, match=r"single response.*at least 2"):
+        ADVANTAGE_ESTIMATORS[name](made, AlgorithmConfig())
+
+
+def test_reinforce_by_hand():
+    made = inputs([Response(0, [1.0, -2.0, 4.0], [9.0] * 3), Response(0, [2.0], [9.0], end=5.0, truncated=True)])
+    # 4; -2 + 4/2; 1 + 0. No critic, so nothing is added for a truncated one.
+    advantages = reinforce(made, AlgorithmConfig(gamma=0.5)).advantages
+    assert per_token(advantages, made) == [[1.0, 0.0, 4.0], [2.0]]
+
+
+def test_reinforce_plus_plus_by_hand():
+    # Rewards to go with gamma 1: 1, 2 and 3, 3. Mean 9/4, variance (1 + 4 + 9 + 9)/4 - 81/16 = 11/16.
+    made = inputs([Response(0, [-1.0, 2.0], [0.0, 0.0]), Response(1, [0.0, 3.0], [0.0, 0.0])])
+    advantages = per_token(reinforce_plus_plus(made, AlgorithmConfig()).advantages, made)
+    scale = math.sqrt(11) / 4
+    assert advantages[0] == pytest.approx([-1.25 / scale, -0.25 / scale], rel=1e-6)
+    assert advantages[1] == pytest.approx([0.75 / scale, 0.75 / scale], rel=1e-6)
+
+
+def test_reinforce_plus_plus_with_baseline_by_hand():
+    # Outcomes 1, 3 | 0, 0, 6 over the groups' means: -1, 1 | -2, -2, 4; the tokens: -1, 1, 1, -2, -2, 4.
+    numbers = [(0, [1.0]), (0, [0.0, 3.0]), (1, [0.0]), (1, [0.0]), (1, [6.0])]
+    made = inputs([Response(g, rewards, [0.0] * len(rewards)) for g, rewards in numbers])
+    tokens = [-1.0, 1.0, 1.0, -2.0, -2.0, 4.0]
+    mean, scale = statistics.mean(tokens), statistics.pstdev(tokens)
+    expected = [(x - mean) / scale for x in tokens]
+    advantages = per_token(
+        ADVANTAGE_ESTIMATORS["reinforce_plus_plus_baseline"](made, AlgorithmConfig()).advantages, made
+    )
+    assert [x for row in advantages for x in row] == pytest.approx(expected, rel=1e-6)
+
+
+def test_whitening_an_empty_mask_gives_zeros():
+    assert whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
+
+
+# Slow versions: each a direct reading of the paper's formula, over lists of one response or group.
+
+
+def slow_gae(response: Response, gamma: float, lam: float) -> list[float]:
+    """The double sum of eq. 16."""
+    length = len(response.rewards)
+    values = [*response.values, response.end if response.truncated else 0.0]
+    deltas = [response.rewards[t] + gamma * values[t + 1] - values[t] for t in range(length)]
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+
+
+def slow_normalized(tokens: list[list[float]]) -> list[list[float]]:
+    flat = [x for row in tokens for x in row]
+    if not flat:
+        return tokens
+    mean, deviation = statistics.fmean(flat), statistics.pstdev(flat)
+    return [[(x - mean) / (deviation + 1e-8) for x in row] for row in tokens]
+
+
+def spread(responses: list[Response], advantage: Callable[[float, list[float]], float]) -> list[list[float]]:
+    """The advantage of each outcome beside those of the others in its group, at every token."""
+    totals = [sum(r.rewards) for r in responses]
+    out = []
+    for i, response in enumerate(responses):
+        others = [totals[j] for j, other in enumerate(responses) if other.group == response.group and j != i]
+        out.append([advantage(totals[i], others)] * len(response.rewards))
+    return out
+
+
+def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[list[float]]:
+    rewards_to_go = [
+        [sum(cfg.gamma**k * x for k, x in enumerate(r.rewards[t:])) for t in range(len(r.rewards))] for r in responses
+    ]
+    over_mean = spread(responses, lambda mine, others: mine - statistics.fmean([mine, *others]))
+    if name == "gae":
+        return [slow_gae(r, cfg.gamma, cfg.lam) for r in responses]
+    if name == "grpo":
+        if not cfg.normalize_std:
+            return over_mean
+        return spread(
+            responses,
+            lambda mine, others: (
+                (mine - statistics.fmean([mine, *others])) / (statistics.stdev([mine, *others]) + 1e-6)
+            ),
+        )
+    if name == "rloo":
+        return spread(responses, lambda mine, others: mine - statistics.fmean(others))
+    if name == "reinforce":
+        return rewards_to_go
+    return slow_normalized(rewards_to_go if name == "reinforce_plus_plus" else over_mean)
+
+
+number = st.integers(-12, 12).map(lambda n: n / 4)
+token = st.tuples(number, number)
+
+
+@st.composite
+def steps(draw: st.DrawFn, equal: bool = False) -> list[Response]:
+    """Groups of 2 to 4 responses of 0 to 5 tokens, shuffled; ``equal``: one score for all, on the last token."""
+    sizes = draw(st.lists(st.integers(2, 4), min_size=1, max_size=3))
+    score, made = draw(number), []
+    for group, size in enumerate(sizes):
+        for _ in range(size):
+            tokens = draw(st.lists(token, min_size=1 if equal else 0, max_size=5))
+            rewards = [0.0] * (len(tokens) - 1) + [score] if equal else [r for r, _ in tokens]
+            made.append(Response(group, rewards, [v for _, v in tokens], draw(number), draw(st.booleans())))
+    return draw(st.permutations(made))
+
+
+configs = st.builds(
+    AlgorithmConfig,
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    normalize_std=st.booleans(),
+)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(max_examples=40, deadline=None)
+@given(responses=steps(), cfg=configs, gap=st.integers(0, 2))
+def test_against_the_slow_version(name: str, responses: list[Response], cfg: AlgorithmConfig, gap: int):
+    made = inputs(responses, gap=gap)
+    result = ADVANTAGE_ESTIMATORS[name](made, cfg)
+    expected = slow(name, responses, cfg)
+    assert per_token(result.advantages, made) == [pytest.approx(row, rel=1e-4, abs=2e-5) for row in expected]
+    assert result.advantages[~made.loss_mask].eq(0).all()
+    if name == "gae":
+        assert result.returns is not None
+        expected = [
+            [a + v for a, v in zip(row, r.values, strict=True)] for row, r in zip(expected, responses, strict=True)
+        ]
+        assert per_token(result.returns, made) == [pytest.approx(row, rel=1e-4, abs=2e-5) for row in expected]
+        assert result.returns[~made.loss_mask].eq(0).all()
+    else:
+        assert result.returns is None
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(responses=steps(equal=True), whitened=st.booleans())
+def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list[Response], whitened: bool):
+    """One score for every response. REINFORCE is zero once it is whitened; GAE against a critic that is right."""
+    if name == "gae":
+        score = responses[0].rewards[-1]
+        responses = [replace(r, values=[score] * len(r.values), truncated=False) for r in responses]
+    made = inputs(responses)
+    cfg = AlgorithmConfig(gamma=1.0, lam=0.95, whiten_advantages=whitened or name == "reinforce")
+    result = ADVANTAGE_ESTIMATORS[name](made, cfg)
+    assert result.advantages.eq(0).all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(responses=steps(), cfg=configs, garbage=st.sampled_from([NAN, float("inf"), -float("inf"), 1e30]))
+def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmConfig, garbage: float):
+    clean = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=0.0), cfg)
+    dirty = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=garbage), cfg)
+    assert torch.equal(clean.advantages, dirty.advantages)
+    assert clean.returns is None or torch.equal(clean.returns, dirty.returns)
+    assert clean.advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(responses=steps(), cfg=configs, data=st.data())
+def test_permuting_responses_permutes_advantages(
+    name: str, responses: list[Response], cfg: AlgorithmConfig, data: st.DataObject
+):
+    order = data.draw(st.permutations(range(len(responses))))
+    renamed = [replace(responses[i], group=100 - responses[i].group) for i in order]
+    straight = ADVANTAGE_ESTIMATORS[name](inputs(responses), cfg).advantages
+    permuted = ADVANTAGE_ESTIMATORS[name](inputs(renamed), cfg).advantages
+    torch.testing.assert_close(permuted, straight[order], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,202 @@
+"""Dual clip, GSPO and CISPO by hand, every loss against a slow one, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES, LossInputs
+from rlhf_mcore.algorithms.masking import token_weights
+from rlhf_mcore.algorithms.policy_loss import cispo, gspo, ppo_clip
+from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.unit.algorithms.tokens import loss_inputs
+
+NAN, INF = float("nan"), float("inf")
+
+
+def tokens(ratios: list[list[float]], advantages: list[list[float]], weight: float) -> tuple[torch.Tensor, LossInputs]:
+    """Rows of tokens with these ratios, all of one weight, and the logprobs to differentiate by."""
+    old = torch.full((len(ratios), len(ratios[0])), -1.0)
+    logprobs = (old + torch.tensor(ratios).log()).requires_grad_()
+    weights = torch.full_like(old, weight)
+    return logprobs, loss_inputs(logprobs, old, torch.tensor(advantages), weights)
+
+
+def test_dual_clip_by_hand():
+    # c = 3, clip 0.2. Negative advantages at ratios 5, 2.5, 0.5: -10 is raised to 3 * -2 = -6; -5 stays; min(-1, -1.6) = -1.6 stays.
+    # A positive advantage at ratio 5 is clipped from above as ever: 1.2 * 2.
+    logprobs, made = tokens([[5.0, 2.5, 0.5, 5.0]], [[-2.0, -2.0, -2.0, 2.0]], weight=0.25)
+    loss, metrics = ppo_clip(made, AlgorithmConfig(dual_clip=3.0))
+    loss.backward()
+    assert loss.item() == pytest.approx((6 + 5 + 1.6 - 2.4) / 4)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, 5.0 / 4, 0.0, 0.0]]))
+    assert metrics["clip_fraction_dual"].item() == 1
+    assert metrics["clip_fraction_low"].item() == 1 and metrics["clip_fraction_high"].item() == 1
+
+
+def test_gspo_by_hand():
+    # Ratios 2 and 1/2: the sequence's is exp((log 2 - log 2) / 2) = 1. Ratios 4 and 1: exp(log 4 / 2) = 2, above 1 + 0.5.
+    logprobs, made = tokens([[2.0, 0.5], [4.0, 1.0]], [[3.0, 3.0], [1.0, 1.0]], weight=0.25)
+    loss, metrics = gspo(made, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(3 + 3 + 1.5 + 1.5) / 4)
+    # The second sequence is clipped as a whole. In the first each token has -w A s.
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.75, -0.75], [0.0, 0.0]]))
+    assert metrics["clip_fraction_high"].item() == 2 and metrics["clip_fraction_low"].item() == 0
+    assert metrics["importance_ratio"].item() == pytest.approx(1 + 1 + 2 + 2)
+
+
+def test_gspo_is_the_papers_sequence_loss():
+    """Equation 5 with s differentiated as a whole, and weights of ``sequence`` aggregation."""
+    torch.manual_seed(0)
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    old, noise = -torch.rand(3, 5), 0.3 * torch.randn(3, 5)
+    advantages = torch.tensor([[1.0], [-2.0], [0.5]]).expand(3, 5)
+    weights = token_weights(mask, "sequence", num_tokens=6, num_rows=3)
+    logprobs = (old + noise).requires_grad_()
+    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.05)
+    loss, _ = gspo(loss_inputs(logprobs, old, advantages, weights), cfg)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    expected = torch.zeros(())
+    for row in range(3):
+        s = (logprobs - old)[row][mask[row]].mean().exp()
+        a = advantages[row, 0]
+        expected = expected - torch.min(s * a, s.clamp(0.9, 1.05) * a) / 3
+    (expected_gradient,) = torch.autograd.grad(expected, logprobs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_cispo_by_hand():
+    # Ratios 6, 6, 0.25 with bounds 0.5 and 5; logprobs are -1 + log ratio. loss = -w clip(r) A logprob, its gradient -w clip(r) A.
+    logprobs, made = tokens([[6.0, 6.0, 0.25]], [[1.0, -1.0, 2.0]], weight=1.0)
+    loss, metrics = cispo(made, AlgorithmConfig(clip_low=0.5, clip_high=4.0))
+    loss.backward()
+    above, below = math.log(6) - 1, math.log(0.25) - 1
+    assert loss.item() == pytest.approx(-5 * above + 5 * above - 0.5 * 2 * below, rel=1e-5)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-5.0, 5.0, -1.0]]))
+    # A bound acts whatever the sign of the advantage.
+    assert metrics["clip_fraction_high"].item() == 2 and metrics["clip_fraction_low"].item() == 1
+
+
+# Slow versions: one token after the other, in floats.
+
+
+def slow_loss(name: str, rows: list[list[tuple[float, float, float]]], cfg: AlgorithmConfig) -> float:
+    """Mean over all tokens (logprob, old logprob, advantage) of the rows."""
+    total, count = 0.0, 0
+    for row in rows:
+        for logprob, old, advantage in row:
+            ratio = math.exp(logprob - old)
+            if name == "gspo":
+                ratio = math.exp(sum(a - b for a, b, _ in row) / len(row))
+            clipped = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
+            value = min(ratio * advantage, clipped * advantage)
+            if name == "cispo":
+                value = clipped * advantage * logprob
+            elif name == "ppo_clip" and cfg.dual_clip is not None and advantage < 0:
+                value = max(value, cfg.dual_clip * advantage)
+            total -= value
+            count += 1
+    return total / max(count, 1)
+
+
+logprob = st.floats(-2, 0, width=32)
+token = st.tuples(logprob, logprob, st.floats(-2, 2, width=32))
+batches = st.lists(st.lists(token, max_size=5), min_size=1, max_size=5)
+configs = st.builds(
+    AlgorithmConfig,
+    clip_low=st.sampled_from([0.1, 0.5, 1.0]),
+    clip_high=st.sampled_from([0.1, 0.5]),
+    dual_clip=st.sampled_from([None, 2.0, 3.0]),
+)
+
+
+def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tuple[torch.Tensor, LossInputs]:
+    """The rows behind two positions of garbage each, in one microbatch."""
+    width = 7
+    filled = [[(garbage,) * 3] * 2 + row + [(garbage,) * 3] * (width - 2 - len(row)) for row in rows]
+    new, old, advantages = (part.contiguous() for part in torch.tensor(filled).unbind(-1))
+    mask = torch.tensor([[2 <= t < 2 + len(row) for t in range(width)] for row in rows])
+    weights = token_weights(mask, "token", num_tokens=sum(map(len, rows)), num_rows=len(rows))
+    new.requires_grad_()
+    return new, loss_inputs(new, old, advantages, weights)
+
+
+def packed(made: LossInputs) -> LossInputs:
+    """All rows of a padded microbatch one behind the other."""
+    flat = [getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "weights")]
+    return LossInputs(*flat, made.sequence_ids.reshape(1, -1), made.num_sequences)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(max_examples=40, deadline=None)
+@given(rows=batches, cfg=configs)
+def test_against_the_slow_version_padded_and_packed(name: str, rows: list, cfg: AlgorithmConfig):
+    logprobs, made = padded(rows, garbage=NAN)
+    loss, metrics = POLICY_LOSSES[name](made, cfg)
+    loss.backward()
+    assert loss.item() == pytest.approx(slow_loss(name, rows, cfg), rel=1e-4, abs=1e-5)
+    assert logprobs.grad is not None and logprobs.grad[made.weights == 0].eq(0).all()
+    assert logprobs.grad.isfinite().all()
+    again, packed_metrics = POLICY_LOSSES[name](packed(made), cfg)
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+    for key, value in metrics.items():
+        assert packed_metrics[key].item() == pytest.approx(value.item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30])
+def test_garbage_in_padding_reaches_nothing(name: str, garbage: float):
+    rows = [[(-1.0, -1.2, 1.0), (-0.5, -0.1, 1.0)], [(-2.0, -1.0, -1.0)]]
+    cfg = AlgorithmConfig(dual_clip=3.0)
+
+    def run(poison: float) -> list[float]:
+        logprobs, made = padded(rows, poison)
+        loss, metrics = POLICY_LOSSES[name](made, cfg)
+        loss.backward()
+        assert logprobs.grad is not None
+        return [loss.item(), *logprobs.grad.flatten().tolist(), *(m.item() for m in metrics.values())]
+
+    assert run(0.0) == run(garbage)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_gradients_are_those_of_reinforce(name: str):
+    # At ratio 1 every loss has the gradient -w A.
+    logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], requires_grad=True)
+    advantages = torch.tensor([[0.7, -0.3], [2.0, 0.0]])
+    weights = torch.tensor([[0.25, 0.5], [0.1, 0.2]])
+    loss, metrics = POLICY_LOSSES[name](
+        loss_inputs(logprobs, logprobs.detach(), advantages, weights), AlgorithmConfig()
+    )
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -weights * advantages)
+    assert metrics["importance_ratio"].item() == pytest.approx(4.0) and metrics["approx_kl"].item() == 0.0
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("logprob", [0.0, -500.0])
+def test_runaway_ratios_stay_finite(name: str, advantage: float, logprob: float):
+    logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
+    made = loss_inputs(
+        logprobs, torch.tensor([[-500.0 - logprob, -1.0]]), torch.full((1, 2), advantage), torch.ones(1, 2)
+    )
+    loss, metrics = POLICY_LOSSES[name](made, AlgorithmConfig())
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
+    assert all(metric.isfinite() for metric in metrics.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_loss_reports_the_same_four_sums(name: str):
+    one: Callable[..., torch.Tensor] = torch.ones
+    _, metrics = POLICY_LOSSES[name](loss_inputs(one(1, 2), one(1, 2), one(1, 2), one(1, 2)), AlgorithmConfig())
+    assert set(metrics) == {"clip_fraction_low", "clip_fraction_high", "approx_kl", "importance_ratio"}

@@ -1,0 +1,100 @@
+"""Names in a configuration and the functions behind them, ours and a user's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, AdvantageInputs
+from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy_loss
+from rlhf_mcore.config.algorithm_rules import ADVANTAGES, GROUP_RELATIVE, WITH_WHITENING
+from rlhf_mcore.config.algorithm_rules import POLICY_LOSSES as LOSS_NAMES
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import PRESETS, AlgorithmConfig
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+def inputs() -> AdvantageInputs:
+    """One prompt, two responses of two tokens, scores 1 and 0."""
+    return AdvantageInputs(
+        rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+        loss_mask=torch.tensor([[False, True, True], [False, True, True]]),
+        group_ids=torch.tensor([0, 0]),
+        truncated=torch.tensor([False, False]),
+    )
+
+
+def test_the_names_that_validation_knows_are_those_of_the_tables():
+    assert set(ADVANTAGES) == set(ADVANTAGE_ESTIMATORS)
+    assert set(LOSS_NAMES) == set(POLICY_LOSSES)
+    assert {*GROUP_RELATIVE, *WITH_WHITENING} <= set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_functions_that_are_there(preset: str):
+    find_advantage_estimator(PRESETS[preset]["advantage"])
+    find_policy_loss(PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss))
+
+
+@pytest.mark.parametrize("page", ["algorithms.md", "configuration.md"])
+def test_the_documents_name_every_function(page: str):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert [name for name in (*ADVANTAGES, *LOSS_NAMES) if f"`{name}`" not in text] == []
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage='gea' is unknown.*gae, grpo.*path/to/file\.py:name"):
+        find_advantage_estimator("gea")
+    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss='ppo' is unknown.*ppo_clip, gspo, cispo"):
+        find_policy_loss("ppo")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_function_of_a_users_file(tmp_path: Path):
+    path = write(
+        tmp_path,
+        "from rlhf_mcore.algorithms.interfaces import Advantages\n"
+        "def constant(inputs, cfg):\n"
+        "    return Advantages(cfg.clip_low * inputs.loss_mask)\n"
+        "def nothing(inputs, cfg):\n"
+        "    return inputs.logprobs.sum() * 0, {}\n",
+    )
+    result = find_advantage_estimator(f"{path}:constant")(inputs(), AlgorithmConfig(clip_low=0.5))
+    assert result.advantages.tolist() == [[0, 0.5, 0.5], [0, 0.5, 0.5]]
+    assert find_policy_loss(f"{path}:nothing").__name__ == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return inputs.rewards", "returned Tensor: return an Advantages"),
+        ("return Advantages(inputs.rewards.sum(1))", "returned advantages of shape [2], not [2, 3]"),
+        ("return Advantages(inputs.rewards, inputs.rewards[:, :1])", "returned returns of shape [2, 1], not [2, 3]"),
+    ],
+)
+def test_a_result_of_the_wrong_kind_is_named(tmp_path: Path, body: str, complaint: str):
+    imports = "from rlhf_mcore.algorithms.interfaces import Advantages\n"
+    path = write(tmp_path, f"{imports}def mine(inputs, cfg):\n    {body}\n")
+    with pytest.raises(ValueError, match=re.escape(f"mine.py:mine {complaint}")):
+        find_advantage_estimator(f"{path}:mine")(inputs(), AlgorithmConfig())
+
+
+@pytest.mark.parametrize(
+    ("find", "key"),
+    [(find_advantage_estimator, "algorithm.advantage"), (find_policy_loss, "algorithm.policy_loss")],
+)
+def test_a_missing_file_or_name_is_said_under_its_key(tmp_path: Path, find, key: str):
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*there is no file"):
+        find(f"{tmp_path}/absent.py:f")
+    path = write(tmp_path, "x = 1\n")
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*defines no 'f'"):
+        find(f"{path}:f")
