@@ -17,7 +17,10 @@ from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_f
 from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.manifest import About
-from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gather_json
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import Decision, Triggers
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gather_json, reduce_sums
 
 Entries = Mapping[str, Mapping[str, Any]]
 ATTEMPTS = 3
@@ -92,6 +95,36 @@ class CheckpointWriter:
     def _commit(self, about: About, partial: Path, files: Entries) -> None:
         seal(partial, files, about, self._disk)
         publish(self.run, about.step, partial, self._disk)
+
+
+def decide_together(
+    triggers: Triggers | None, requests: SignalRequests, step: int, metrics: Mapping[str, float]
+) -> Decision:
+    """What all ranks do after a step. Collective; a signal counts whichever rank it came to.
+
+    Args:
+        triggers: on the first rank, None on the others.
+        requests: of this process; its request to save is taken.
+        step: the step that was just finished.
+        metrics: of the evaluation at this step, empty if there was none.
+
+    Raises:
+        ConfigError: on every rank, see ``Triggers.decide``.
+    """
+    asked = reduce_sums({"save_max": float(requests.take_save()), "stop_max": float(requests.stop_requested)})
+    answer: dict[str, Any] = {}
+    if triggers is not None:
+        try:
+            made = triggers.decide(
+                step, metrics, save_requested=asked["save_max"] > 0, stop_requested=asked["stop_max"] > 0
+            )
+            answer = made.to_json()
+        except ConfigError as error:
+            answer = {"error": str(error)}
+    answer = broadcast_json(answer, 0)
+    if "error" in answer:
+        raise ConfigError(answer["error"])
+    return Decision.from_json(answer)
 
 
 class TransientSaveError(SaveError):

@@ -12,11 +12,13 @@ from rlhf_mcore.config.errors import ConfigError
 
 DONE = 0
 USER_ERROR = 2
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved and not finished, start the same command again
 
 EPILOG = """\
 exit codes:
   0          done
   2          a mistake in the configuration, the command line or the data; the message says which
+  75         a signal or the time limit ended the run after a save; start the same command again
   others     failure (128 + N: ended by signal N)"""
 
 

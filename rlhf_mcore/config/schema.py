@@ -272,9 +272,26 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the actor is written as a Hugging Face model directory. It is always written at the end."""
+    """When checkpoints are saved, which of them stay, and how a run goes on. The last step is always saved."""
 
-    save_steps: int = 0  # 0: only at the end
+    save_steps: int = 0  # 0: not by steps
+    save_minutes: float = 0.0  # 0: not by time
+    metric_for_best_model: Optional[str] = None  # of the evaluation; a checkpoint is saved whenever it has improved
+    greater_is_better: bool = True
+    load_best_model_at_end: bool = False
+    save_by: Optional[str] = (
+        "auto"  # time limit: minutes from the start | 2026-01-01T00:00 | auto (SLURM's); null: none
+    )
+    save_total_limit: Optional[int] = None  # newest checkpoints that stay; null: all
+    keep_every: Optional[int] = None  # checkpoints of steps that this divides stay too
+    archive: bool = False  # what does not stay becomes archive/checkpoint-<step>.tar.zst
+    async_save: bool = False  # write in the background
+    delta: bool = False  # between full saves, weights as compressed differences to the last full one
+    full_every: int = 10  # delta: every so many saves is a full one
+    resume: str = "auto"  # auto (the newest checkpoint, if there is one) | never | path of a checkpoint
+    on_damaged: str = "fallback"  # auto: fallback (to the checkpoint before a damaged one) | error
+    on_failed_save: str = "stop"  # stop | continue (and try again when the next save is due)
+    verify: bool = True  # check every hash before loading
 
 
 @dataclass

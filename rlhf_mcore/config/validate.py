@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
+from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import balanced_stages, default_world_size, max_new_tokens, resolve
 from rlhf_mcore.config.errors import ConfigError
@@ -43,6 +44,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.mode": ("off", "token", "sequence"),
     "algorithm.loss_aggregation": ("token", "sequence", "constant"),
     "data.overlong_prompts": ("error", "drop"),
+    "checkpoint.on_damaged": ("fallback", "error"),
+    "checkpoint.on_failed_save": ("stop", "continue"),
     "logging.console": ("auto", "rich", "plain", "off"),
 }
 
@@ -134,6 +137,10 @@ RANGES: dict[str, Range] = {
     "trainer.world_size": AT_LEAST_1,
     "trainer.threads_per_rank": AT_LEAST_1,
     "checkpoint.save_steps": AT_LEAST_0,
+    "checkpoint.save_minutes": AT_LEAST_0,
+    "checkpoint.save_total_limit": AT_LEAST_1,
+    "checkpoint.keep_every": AT_LEAST_1,
+    "checkpoint.full_every": AT_LEAST_1,
     "evaluate.every": AT_LEAST_0,
     "evaluate.max_prompts": AT_LEAST_1,
     "evaluate.samples": AT_LEAST_1,
@@ -154,6 +161,7 @@ def validate(cfg: Config, world_size: int | None = None) -> None:
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
     problems += [*_path_problems(cfg), *algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
+    problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path")
     problems += [*model_problems, *_tokenizer_problems(cfg), *_reference_problems(cfg, shape)]
     if not out_of_range:  # what follows divides by these numbers

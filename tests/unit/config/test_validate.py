@@ -56,6 +56,10 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),
         (["algorithm.kl={coef: 0.01, controller: {name: adaptive, target: 0.02}}"], None),
         (["algorithm.rollout_correction={mode: sequence, mask_low: 0.5, mask_high: 2}"], None),
+        (["checkpoint.save_by=90"], None),
+        (["checkpoint.save_by=2026-01-01T00:00"], None),
+        (["checkpoint.save_by=null", "checkpoint.resume=never"], None),
+        (["checkpoint.save_total_limit=1", "checkpoint.archive=true", "checkpoint.keep_every=5"], None),
     ],
 )
 def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: int | None) -> None:

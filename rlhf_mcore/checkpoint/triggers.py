@@ -1,0 +1,213 @@
+"""Whether to save after a step, and whether to stop: decided by the first rank, from the clock, files, signals and metrics.
+
+The decision is an object of plain values; ``collective.decide_together`` tells it to all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.checkpoint.layout import SAVE_REQUEST
+from rlhf_mcore.checkpoint.links import BestRule
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig
+
+# Reasons to save, as they are shown.
+STEPS, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
+    "steps",
+    "minutes",
+    "best",
+    "signal",
+    "request",
+    "stop",
+    "deadline",
+    "measure",
+    "end",
+)
+
+MARGIN = 1.25  # times what a step and a save are expected to take
+DECAY = 0.9  # of an expected time, per measurement that was below it
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do after a step. ``best``: the checkpoint is the best so far; ``stop``: end the run, to be started again."""
+
+    reasons: tuple[str, ...] = ()
+    best: bool = False
+    stop: bool = False
+
+    @property
+    def save(self) -> bool:
+        """Whether a checkpoint is due."""
+        return bool(self.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Decision:
+        """What ``to_json`` made, after its travels."""
+        return cls(tuple(value["reasons"]), value["best"], value["stop"])
+
+
+@dataclass(slots=True)
+class Expected:
+    """How long something takes: the longest so far, which fades while it takes less."""
+
+    seconds: float | None = None
+
+    def measured(self, seconds: float) -> None:
+        """Learn from one more time."""
+        if self.seconds is None or seconds > self.seconds:
+            self.seconds = seconds
+        else:
+            self.seconds = DECAY * self.seconds + (1 - DECAY) * seconds
+
+
+@dataclass(slots=True)
+class Triggers:
+    """Knows when the last save was, how good the best model is, and how long steps and saves take. First rank only.
+
+    Args:
+        config: of ``checkpoint``.
+        num_steps: the run's last step, which is always saved.
+        run: the run directory, where a file ``SAVE`` asks for a save.
+        deadline: when the job will be ended, in seconds since the epoch (``config.checkpoint_rules.deadline``).
+        clock: seconds since the epoch.
+    """
+
+    config: CheckpointConfig
+    num_steps: int
+    run: Path
+    deadline: float | None = None
+    clock: Callable[[], float] = time.time
+    best_value: float | None = None
+    best_step: int | None = None
+    step_s: Expected = field(default_factory=Expected)
+    save_s: Expected = field(default_factory=Expected)
+    _started: float = 0.0
+    _mark: float = 0.0  # since when the step is running
+    _last_save: float = 0.0
+    _saved_step: int | None = None
+    _earlier_best: tuple[float | None, int | None] = (None, None)
+    _request: int | None = None  # modification time of the SAVE file that was seen, ns
+
+    def begin(self) -> None:
+        """The first step begins: clocks start here."""
+        self._started = self._mark = self._last_save = self.clock()
+
+    def decide(
+        self, step: int, metrics: Mapping[str, float], *, save_requested: bool = False, stop_requested: bool = False
+    ) -> Decision:
+        """What to do after ``step``.
+
+        Args:
+            step: the step that was just finished.
+            metrics: of the evaluation at this step, empty if there was none.
+            save_requested: a signal has asked for a save.
+            stop_requested: a signal has asked to end the run after this step.
+
+        Raises:
+            ConfigError: the evaluation has no metric of the name that was configured.
+        """
+        now = self.clock()
+        self.step_s.measured(now - self._mark)
+        self._mark = now
+        best = self._is_best(step, metrics)
+        late = self._is_late(now)
+        reasons = {
+            STEPS: self.config.save_steps > 0 and step % self.config.save_steps == 0,
+            MINUTES: self.config.save_minutes > 0 and now - self._last_save >= 60 * self.config.save_minutes,
+            BEST: best,
+            SIGNAL: save_requested,
+            REQUEST: self._is_requested(),
+            STOP: stop_requested,
+            DEADLINE: late,
+            MEASURE: self._should_measure(now),
+            END: step >= self.num_steps,
+        }
+        stop = (stop_requested or late) and step < self.num_steps
+        if step == self._saved_step:  # asked once more about a step that is on the disk already
+            return Decision(stop=stop)
+        return Decision(tuple(reason for reason, holds in reasons.items() if holds), best, stop)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint of ``step`` has been committed; it kept the run waiting, or was being written, for so many seconds."""
+        self.save_s.measured(seconds)
+        self._saved_step = step
+        self._mark = self._last_save = self.clock()
+        self._remove_request()
+
+    def not_saved(self, decision: Decision) -> None:
+        """The save that was decided on has failed, and the run goes on without it."""
+        self._mark = self.clock()
+        if decision.best:
+            self.best_value, self.best_step = self._earlier_best
+
+    def rule(self) -> BestRule | None:
+        """Which checkpoint is the best, None if no metric says so."""
+        metric = self.config.metric_for_best_model
+        return BestRule(metric, self.config.greater_is_better) if metric is not None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from, as plain JSON; a save that was decided on counts as done, for it takes this along."""
+        return {
+            "best_value": self.best_value,
+            "best_step": self.best_step,
+            "step_s": self.step_s.seconds,
+            "save_s": self.save_s.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what ``state_dict`` returned."""
+        assert state.keys() == self.state_dict().keys(), f"unknown or missing keys in {sorted(state)}"
+        self.best_value, self.best_step = state["best_value"], state["best_step"]
+        self.step_s, self.save_s = Expected(state["step_s"]), Expected(state["save_s"])
+
+    def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
+        rule = self.rule()
+        if rule is None or not metrics:
+            return False
+        if rule.metric not in metrics:
+            raise ConfigError(
+                f"checkpoint.metric_for_best_model={rule.metric!r} is not among the metrics of the evaluation; "
+                f"choose one of: {', '.join(sorted(metrics))}"
+            )
+        if not rule.improves(metrics[rule.metric], self.best_value):
+            return False
+        self._earlier_best = (self.best_value, self.best_step)
+        self.best_value, self.best_step = metrics[rule.metric], step
+        return True
+
+    def _is_late(self, now: float) -> bool:
+        """Whether another step and a save would not fit before the deadline."""
+        if self.deadline is None:
+            return False
+        needed = (self.step_s.seconds or 0.0) + (self.save_s.seconds or 0.0)
+        return now + MARGIN * needed >= self.deadline
+
+    def _should_measure(self, now: float) -> bool:
+        """Half of the time is gone and nobody knows how long a save takes: find out while there is time."""
+        if self.deadline is None or self.save_s.seconds is not None:
+            return False
+        return now >= (self._started + self.deadline) / 2
+
+    def _is_requested(self) -> bool:
+        try:
+            self._request = (self.run / SAVE_REQUEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            self._request = None
+        return self._request is not None
+
+    def _remove_request(self) -> None:
+        """The request is served, unless it was made again since it was seen."""
+        path = self.run / SAVE_REQUEST
+        if self._request is not None and path.exists() and path.stat().st_mtime_ns == self._request:
+            path.unlink()
+        self._request = None

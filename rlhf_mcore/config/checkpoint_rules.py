@@ -1,0 +1,102 @@
+"""What has to hold among the keys of ``checkpoint``, and the time limit that they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig, Config
+
+AUTO = "auto"
+NEVER = "never"
+SLURM_END = "SLURM_JOB_END_TIME"
+
+_MINUTES = re.compile(r"\d+(\.\d+)?")
+_METRIC = re.compile(r"evaluate/\S+")
+
+
+def checkpoint_problems(cfg: Config) -> Iterator[str]:
+    """Problems with ``cfg.checkpoint`` that a look at one key does not show."""
+    checkpoint = cfg.checkpoint
+    yield from _metric_problems(cfg)
+    yield from _retention_problems(checkpoint)
+    yield from _resume_problems(checkpoint)
+    if checkpoint.save_by is not None:
+        try:
+            deadline(checkpoint.save_by, 0.0, {})
+        except ConfigError as error:
+            yield str(error)
+
+
+def deadline(save_by: str | None, start: float, environment: Mapping[str, str]) -> float | None:
+    """When the job will be ended, in seconds since the epoch; None: nobody knows.
+
+    Args:
+        save_by: the key's value: minutes after ``start``, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
+        start: when the job was started, in seconds since the epoch.
+        environment: where ``auto`` finds what SLURM says.
+
+    Raises:
+        ConfigError: ``save_by`` is none of these.
+    """
+    if save_by is None:
+        return None
+    if save_by == AUTO:
+        end = environment.get(SLURM_END, "")
+        return float(end) if end.isdecimal() else None
+    if _MINUTES.fullmatch(save_by):
+        return start + 60 * float(save_by)
+    try:
+        return datetime.fromisoformat(save_by).timestamp()
+    except ValueError:
+        raise ConfigError(
+            f"checkpoint.save_by={save_by!r} is no time; give minutes from the start, a time like 2026-01-01T00:00, "
+            f"auto ({SLURM_END} where it is set) or null"
+        ) from None
+
+
+def _metric_problems(cfg: Config) -> Iterator[str]:
+    metric = cfg.checkpoint.metric_for_best_model
+    if metric is None:
+        if cfg.checkpoint.load_best_model_at_end:
+            yield (
+                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null says of no model that it "
+                "is the best; name a metric, evaluate/accuracy for one"
+            )
+        return
+    if not _METRIC.fullmatch(metric):
+        yield (
+            f"checkpoint.metric_for_best_model={metric!r} is no metric of the evaluation; name one, evaluate/accuracy or "
+            "evaluate/reward for example"
+        )
+    if not cfg.data.eval:
+        yield f"checkpoint.metric_for_best_model={metric!r} needs held-out prompts, but data.eval=[]; name files in data.eval"
+
+
+def _retention_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    if checkpoint.save_total_limit is not None:
+        return
+    if checkpoint.archive:
+        yield (
+            "checkpoint.archive=True puts away what retention drops, but checkpoint.save_total_limit=null keeps everything; "
+            "set save_total_limit"
+        )
+    if checkpoint.keep_every is not None:
+        yield (
+            f"checkpoint.keep_every={checkpoint.keep_every} keeps more than save_total_limit does, but "
+            "checkpoint.save_total_limit=null keeps everything; set save_total_limit"
+        )
+
+
+def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    resume = checkpoint.resume
+    if resume in (AUTO, NEVER):
+        return
+    if not (Path(resume) / "manifest.json").is_file():
+        yield (
+            f"checkpoint.resume={resume!r} is neither auto, never nor a directory with a checkpoint (it has a manifest.json); "
+            "choose one of them"
+        )

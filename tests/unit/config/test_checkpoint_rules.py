@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.checkpoint_rules import deadline
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.validate import validate
+
+
+def check(*overrides: str) -> list[str]:
+    """The problems of run.yaml with these overrides of ``checkpoint``."""
+    try:
+        validate(load_config("run.yaml", [f"checkpoint.{override}" for override in overrides]))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["load_best_model_at_end=true"],
+            ["load_best_model_at_end=True", "metric_for_best_model=null", "name a metric"],
+        ),
+        (["metric_for_best_model=accuracy"], ["metric_for_best_model='accuracy'", "evaluate/accuracy"]),
+        (["metric_for_best_model=evaluate/reward"], ["needs held-out prompts", "data.eval=[]", "name files"]),
+        (["archive=true"], ["archive=True", "save_total_limit=null", "set save_total_limit"]),
+        (["keep_every=5"], ["keep_every=5", "save_total_limit=null", "set save_total_limit"]),
+        (["resume=outputs/checkpoint-3"], ["resume='outputs/checkpoint-3'", "auto, never", "manifest.json"]),
+        (["save_by=tomorrow"], ["save_by='tomorrow'", "minutes from the start", "auto"]),
+        (["save_by='-5'"], ["save_by='-5'"]),
+        (["save_total_limit=0"], ["save_total_limit=0", "at least 1"]),
+        (["save_minutes=-1"], ["save_minutes=-1", "at least 0"]),
+        (["full_every=0"], ["full_every=0", "at least 1"]),
+        (["on_damaged=ignore"], ["on_damaged='ignore'", "fallback, error"]),
+        (["on_failed_save=retry"], ["on_failed_save='retry'", "stop, continue"]),
+    ],
+)
+def test_fault_07_what_cannot_work_is_refused_at_the_start(
+    workspace: Any, overrides: list[str], words: list[str]
+) -> None:
+    problems = check(*overrides)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def test_fault_07_every_combination_of_saving_is_accepted_or_refused_with_a_message(workspace: Any) -> None:
+    """The keys that meet each other, all ways: refused only for the reasons above."""
+    refused = 0
+    for limit, archive, keep, delta, background in product(
+        [None, 1], [False, True], [None, 2], [False, True], [False, True]
+    ):
+        problems = check(
+            f"save_total_limit={'null' if limit is None else limit}",
+            f"archive={archive}",
+            f"keep_every={'null' if keep is None else keep}",
+            f"delta={delta}",
+            f"async_save={background}",
+        )
+        expected = limit is None and (archive or keep is not None)
+        assert bool(problems) == expected
+        assert all("set save_total_limit" in problem for problem in problems)
+        refused += expected
+    assert refused == 12
+
+
+def test_a_checkpoint_may_be_named(workspace: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "manifest.json").write_text("{}")
+    assert check(f"resume={tmp_path / 'checkpoint-3'}") == []
+
+
+@pytest.mark.parametrize(
+    ("save_by", "environment", "expected"),
+    [
+        (None, {"SLURM_JOB_END_TIME": "1700000000"}, None),
+        ("auto", {}, None),
+        ("auto", {"SLURM_JOB_END_TIME": "1700000000"}, 1_700_000_000.0),
+        ("auto", {"SLURM_JOB_END_TIME": "unknown"}, None),
+        ("90", {"SLURM_JOB_END_TIME": "1700000000"}, 1000.0 + 90 * 60),
+        ("0.5", {}, 1030.0),
+        ("2026-01-01T00:00+00:00", {}, datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()),
+        ("2026-01-01T00:00", {}, datetime(2026, 1, 1).timestamp()),  # the machine's time zone
+    ],
+)
+def test_the_time_limit(save_by: str | None, environment: dict[str, str], expected: float | None) -> None:
+    assert deadline(save_by, 1000.0, environment) == expected
