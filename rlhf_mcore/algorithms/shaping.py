@@ -69,4 +69,4 @@ def groups_that_differ(scores: Tensor, group_ids: Tensor) -> Tensor:
     empty = scores.new_zeros(int(index.max()) + 1 if index.numel() else 0)
     smallest = empty.scatter_reduce(0, index, scores, "amin", include_self=False)
     largest = empty.scatter_reduce(0, index, scores, "amax", include_self=False)
-    return (largest > smallest)[index]
+    return (largest != smallest)[index]  # a NaN is not equal: it stays, to be reported

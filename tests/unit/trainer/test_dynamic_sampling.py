@@ -1,0 +1,212 @@
+"""Batches are drawn until a step is full of prompts to learn from, with the same decision on every rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.trainer.dynamic_sampling import Collected, DynamicSampling, sampling_of_batch
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.rollouts import Rollouts, generate
+from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
+from tests.unit.trainer.records import prompt, rows_of, trajectory
+
+pytestmark = pytest.mark.usefixtures("world")
+
+SAMPLES = 2
+
+
+class Source:
+    """Batches of ``size`` prompts, counting on."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.drawn = size, 0
+
+    def next_batch(self) -> list[Prompt]:
+        self.drawn += 1
+        return [prompt(i) for i in range((self.drawn - 1) * self.size, self.drawn * self.size)]
+
+
+def attempt_of(
+    learnable: Callable[[int], bool], rank: int = 0, ranks: int = 1, log: list[int] | None = None
+) -> Callable[[Sequence[Prompt], int], tuple[Rollouts, list[Score]]]:
+    """Two responses per prompt, of scores 0 and 1 where the prompt's index is learnable, else 1 and 1."""
+
+    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        if log is not None:
+            log.append(number)
+        places = range(rank, len(prompts), ranks)
+        made = [trajectory(prompts[place], k) for place in places for k in range(SAMPLES)]
+        scores = [Score(float(t.sample or not learnable(t.prompt.index))) for t in made]
+        return Rollouts([place for place in places for _ in range(SAMPLES)], made), scores
+
+    return attempt
+
+
+def indices(collected: Collected) -> list[int]:
+    return [p.index for p in collected.prompts]
+
+
+def test_a_batch_that_is_learnable_is_taken_as_it_is() -> None:
+    source = Source(4)
+    attempt = attempt_of(lambda index: True)
+    collected = DynamicSampling(max_batches=5).collect(source, attempt)
+    rollouts, scores = attempt([prompt(i) for i in range(4)], 0)
+    assert (collected.rollouts, collected.scores) == (rollouts, scores)
+    assert indices(collected) == [0, 1, 2, 3] and source.drawn == collected.num_batches == 1
+    assert collected.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
+
+
+def test_batches_are_drawn_until_the_step_is_full() -> None:
+    # Multiples of 3: 0 and 3 of the first batch, 6 of the second, 9 of the third; what is left over of the third is not needed.
+    source, log = Source(4), []
+    collected = DynamicSampling(max_batches=9).collect(source, attempt_of(lambda i: i % 3 == 0 or i > 9, log=log))
+    assert indices(collected) == [0, 3, 6, 9] and log == [0, 1, 2]
+    assert source.drawn == collected.num_batches == 3
+    assert collected.num_generated == 12 and collected.num_informative == 6
+    assert collected.rollouts.positions == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [(t.prompt.index, t.sample) for t in collected.rollouts.trajectories] == [
+        (i, k) for i in (0, 3, 6, 9) for k in range(SAMPLES)
+    ]
+    assert [score.value for score in collected.scores] == [0.0, 1.0] * 4
+    assert collected.metrics() == {"rollout/num_batches": 3.0, "rollout/informative_fraction": 0.5}
+
+
+def test_what_is_missing_at_the_bound_is_filled_up() -> None:
+    source = Source(3)
+    collected = DynamicSampling(max_batches=2).collect(source, attempt_of(lambda index: index in (2, 4)))
+    assert indices(collected) == [0, 2, 4]  # 0 teaches nothing and keeps the step whole
+    assert source.drawn == 2
+    assert [score.value for score in collected.scores] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    assert collected.rollouts.positions == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("max_batches", [1, 3])
+def test_it_ends_where_every_group_has_zero_variance(max_batches: int) -> None:
+    source = Source(4)
+    with pytest.raises(ConfigError) as caught:
+        DynamicSampling(max_batches).collect(source, attempt_of(lambda index: False))
+    assert source.drawn == max_batches
+    message = str(caught.value)
+    words = [
+        f"max_batches={max_batches}",
+        f"({4 * max_batches} prompts)",
+        "scores are 1)",
+        "reward.rules",
+        "data.train",
+    ]
+    assert [word for word in [*words, "rollout.sampling.n"] if word not in message] == []
+
+
+def test_the_message_tells_prompts_that_are_all_right_and_all_wrong() -> None:
+    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        rollouts, _ = attempt_of(lambda index: False)(prompts, number)
+        return rollouts, [Score(float(place % 2)) for place in rollouts.positions]
+
+    with pytest.raises(ConfigError, match="scores are between 0 and 1"):
+        DynamicSampling(2).collect(Source(4), attempt)
+
+
+def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
+    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        rollouts, scores = attempt_of(lambda index: True)(prompts, number)
+        return rollouts, [Score(float("nan")), *scores[1:]]
+
+    collected = DynamicSampling(3).collect(Source(2), attempt)
+    assert indices(collected) == [0, 1] and collected.num_batches == 1
+
+
+def test_the_exchange_takes_what_was_collected() -> None:
+    collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
+    exchange = Exchange(0, 1, SAMPLES, prompts_per_minibatch=2, pad_token_id=0)
+    rollouts = collected.rollouts
+    batch = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores).batch
+    rows = rows_of(batch)
+    assert len(rows) == 8
+    for row, (group, minibatch, ids, _, score) in rows.items():
+        index, sample = 3 * (row // 2), row % 2
+        assert (group, minibatch, score) == (row // 2, row // 4, float(sample))
+        assert ids == prompt(index).prompt_ids + trajectory(prompt(index), sample).response_ids
+
+
+class Meeting:
+    """``all_gather_json`` among threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier, self.values = threading.Barrier(size, timeout=60), [None] * size
+
+    def gather_of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self.values[rank] = value
+            self.barrier.wait()
+            gathered = list(self.values)
+            self.barrier.wait()
+            return gathered
+
+        return gather
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_that_hold_parts_decide_alike(ranks: int) -> None:
+    """The last rank of five owns nothing of a batch of four, as one that does not lead an engine."""
+
+    def learnable(index: int) -> bool:
+        return index % 3 == 0
+
+    meeting = Meeting(ranks)
+
+    def body(rank: int) -> Collected:
+        sampler = DynamicSampling(9, gather=meeting.gather_of(rank))
+        return sampler.collect(Source(4), attempt_of(learnable, rank, ranks))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        parts = list(pool.map(body, range(ranks)))
+    whole = DynamicSampling(9).collect(Source(4), attempt_of(learnable))
+    for part in parts:
+        assert (part.prompts, part.num_batches, part.metrics()) == (whole.prompts, whole.num_batches, whole.metrics())
+    owned = [
+        entry
+        for part in parts
+        for entry in zip(part.rollouts.positions, part.rollouts.trajectories, part.scores, strict=True)
+    ]
+    owned.sort(key=lambda entry: (entry[0], entry[1].sample))
+    expected = list(zip(whole.rollouts.positions, whole.rollouts.trajectories, whole.scores, strict=True))
+    assert owned == expected
+
+
+def test_later_batches_of_a_step_have_seeds_of_their_own() -> None:
+    sampling = Sampling(n=2, seed=7, temperature=0.5)
+    assert sampling_of_batch(sampling, 0) == sampling
+    seeds = {sampling_of_batch(sampling, number).seed for number in range(10)}
+    assert len(seeds) == 10 and max(seeds) < 2**62
+    assert sampling_of_batch(sampling, 3).temperature == 0.5
+
+
+def test_it_goes_with_the_engines_of_the_loop() -> None:
+    """The attempt that the loop makes of ``generate`` and a reward; a prompt that comes again gets other responses."""
+    seen: list[tuple[int, int]] = []
+
+    class Engine:
+        is_lead, num_engines, engine_index, policy_version = True, 1, 0, 0
+
+        def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+            seen.append((step, sampling.seed))
+            return [trajectory(p, k) for p in prompts for k in range(sampling.n)]
+
+    class SameFour:
+        def next_batch(self) -> list[Prompt]:
+            return [prompt(i) for i in range(4)]
+
+    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        sampling = sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
+        rollouts = generate(Engine(), prompts, sampling, step=3)  # type: ignore[arg-type]
+        return rollouts, [Score(float(t.sample and t.prompt.index < 2)) for t in rollouts.trajectories]
+
+    collected = DynamicSampling(4).collect(SameFour(), attempt)
+    assert indices(collected) == [0, 1, 0, 1]
+    assert seen == [(3, 5), (3, 5 + 2**32)]
