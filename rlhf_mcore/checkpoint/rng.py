@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
@@ -60,10 +60,9 @@ def gather_states(mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return {f"rank-{rank}/{name}": tensor for rank, part in enumerate(parts) for name, tensor in load(part).items()}
 
 
-def write_states(directory: Path, states: Mapping[str, Tensor]) -> Path:
-    """Write ``rng.safetensors`` and return its path."""
-    save_file(dict(states), directory / RNG_FILE, metadata={"format": "pt"})
-    return directory / RNG_FILE
+def encode(states: Mapping[str, Tensor]) -> bytes:
+    """The content of ``rng.safetensors``."""
+    return save(dict(states), metadata={"format": "pt"})
 
 
 def read_states(directory: Path, rank: int, world_size: int) -> dict[str, Tensor] | None:

@@ -56,6 +56,18 @@ def end_of_last_line(path: Path) -> int:
     return 0
 
 
+def keep_steps(lines: bytes, last_step: int) -> bytes:
+    """The lines of a metrics.jsonl up to and including those of ``last_step``. What is no record is dropped."""
+    return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
+
+
+def _is_until(line: bytes, last_step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= last_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int):
         return value

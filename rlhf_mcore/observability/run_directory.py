@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import write_atomically
+from rlhf_mcore.observability.files import keep_steps, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
 
 
@@ -71,6 +71,11 @@ class RunDirectory:
             return None
         number = next(n for n in count(1) if not (self.path / f"metrics.{n}.jsonl").exists())
         return self.metrics_path.rename(self.path / f"metrics.{number}.jsonl")
+
+    def cut_metrics(self, last_step: int) -> None:
+        """Drop the records of steps after ``last_step``, which a resumed run will make again, and a line that was cut short."""
+        if self.metrics_path.exists():
+            write_atomically(self.metrics_path, keep_steps(self.metrics_path.read_bytes(), last_step))
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""

@@ -51,14 +51,15 @@ class JsonlTracker:
 class TensorboardTracker:
     """Writes every finite number as a tensorboard scalar under its own name; other values are left out."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, first_step: int | None = None) -> None:
+        """``first_step``: of a resumed run; what the directory holds from it on is not shown any more."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 f"logging.tensorboard=true needs the tensorboard package ({error}); set it to false"
             ) from error
-        self._writer = SummaryWriter(str(directory), flush_secs=10)
+        self._writer = SummaryWriter(str(directory), flush_secs=10, purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():

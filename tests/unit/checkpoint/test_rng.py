@@ -27,7 +27,7 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
     draw()  # one of each pair is kept now
     states = rng.gather_states(rng.capture())
     assert states is not None
-    assert rng.write_states(tmp_path, states) == tmp_path / "rng.safetensors"
+    (tmp_path / "rng.safetensors").write_bytes(rng.encode(states))
     expected = [draw(), draw()]
     random.seed(1)
     np.random.seed(1)
@@ -43,13 +43,14 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
 def test_further_generators_are_kept_beside(tmp_path: Path) -> None:
     states = rng.gather_states({**rng.capture(), "tracker/model": torch.arange(5, dtype=torch.uint8)})
     assert states is not None and "rank-0/tracker/model" in states
-    rng.write_states(tmp_path, states)
+    (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(states))
     found = rng.read_states(tmp_path, 0, 1)
     assert found is not None and found["tracker/model"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path) -> None:
-    rng.write_states(tmp_path, {f"rank-{r}/torch.cpu": torch.tensor([r], dtype=torch.uint8) for r in range(12)})
+    states = {f"rank-{r}/torch.cpu": torch.tensor([r], dtype=torch.uint8) for r in range(12)}
+    (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(states))
     found = rng.read_states(tmp_path, rank=1, world_size=12)
     assert found is not None and found["torch.cpu"].tolist() == [1]
     assert rng.read_states(tmp_path, rank=1, world_size=4) is None

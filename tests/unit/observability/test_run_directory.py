@@ -86,3 +86,14 @@ def test_metrics_of_earlier_runs_are_kept_apart(tmp_path: Path) -> None:
     assert (directory.path / "metrics.2.jsonl").read_text() == "second"
     assert not directory.metrics_path.exists()
     directory.close()
+
+
+def test_records_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
+    directory = RunDirectory.create(str(tmp_path), "p", "e")
+    directory.cut_metrics(3)
+    assert not directory.metrics_path.exists()
+    lines = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in (0, 1, 2, 2, 3, 4)]
+    directory.metrics_path.write_text("".join(lines) + "no record\n" + '{"step": 1, "cut sho')
+    directory.cut_metrics(2)
+    assert directory.metrics_path.read_text() == "".join(lines[:4])
+    directory.close()

@@ -1,0 +1,77 @@
+"""What has changed between the configuration of a checkpoint and that of the run that goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from rlhf_mcore.config.errors import ConfigError
+
+# Going on with another value would make a run that is neither the old one nor a new one.
+FIXED = (
+    "seed",
+    "model.dtype",
+    "data.train",
+    "data.shuffle",
+    "data.prompt_key",
+    "data.answer_key",
+    "data.max_prompt_tokens",
+    "data.overlong_prompts",
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+    "algorithm.use_critic",
+)
+# How a run is saved, shown and resumed is nobody's business but the new run's.
+_FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
+
+
+def compare_configs(saved: str, current: str) -> tuple[list[str], list[str]]:
+    """(what cannot be changed, what has changed otherwise) between two configurations in YAML, a line for each key.
+
+    Raises:
+        ConfigError: the saved one is no configuration.
+    """
+    before, now = dict(_leaves(_read(saved))), dict(_leaves(_read(current)))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(_FREE)]
+    lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
+    return [lines[key] for key in changed if key in FIXED], [lines[key] for key in changed if key not in FIXED]
+
+
+def refuse(checkpoint: Path, fixed: list[str]) -> None:
+    """Raise if something has changed that cannot be.
+
+    Raises:
+        ConfigError: naming each key, its old and its new value.
+    """
+    if fixed:
+        raise ConfigError.many(
+            [f"{line}; restore it, or start a new experiment (checkpoint: {checkpoint})" for line in fixed]
+        )
+
+
+def _read(text: str) -> Any:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"config.yaml of the checkpoint is not readable ({error}); choose another checkpoint"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("config.yaml of the checkpoint is no configuration; choose another checkpoint")
+    return tree
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _show(tree: dict[str, Any], key: str) -> str:
+    return repr(tree[key]) if key in tree else "not there"

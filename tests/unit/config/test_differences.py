@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.differences import FIXED, compare_configs, refuse
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import KEYS
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import to_yaml
+
+
+def test_what_cannot_be_changed_is_told_from_what_can() -> None:
+    saved, current = Config(), Config()
+    current.seed, current.data.train = 1, ["b.jsonl"]
+    current.actor.layout.tp, current.actor.optimizer.lr = 4, 2e-6
+    current.output_dir, current.checkpoint.save_steps, current.logging.console = "elsewhere", 7, "off"
+    fixed, other = compare_configs(to_yaml(saved), to_yaml(current))
+    assert fixed == ["seed was 0 and is 1", "data.train was [] and is ['b.jsonl']"]
+    assert other == ["actor.layout.tp was 1 and is 4", "actor.optimizer.lr was 1e-06 and is 2e-06"]
+    assert compare_configs(to_yaml(saved), to_yaml(saved)) == ([], [])
+
+
+def test_keys_that_only_one_of_them_has_are_listed() -> None:
+    fixed, other = compare_configs("seed: 0\nold: {key: 1}\n", "seed: 0\nnew: 2\n")
+    assert fixed == [] and other == ["old.key was 1 and is not there", "new was not there and is 2"]
+
+
+def test_all_refusals_come_at_once() -> None:
+    refuse(Path("c"), [])
+    with pytest.raises(ConfigError, match=r"(?s)seed was 0 and is 1; restore it.*model.dtype was .*checkpoint-5"):
+        refuse(Path("run/checkpoint-5"), ["seed was 0 and is 1", "model.dtype was 'fp32' and is 'bf16'"])
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [", "just text"])
+def test_a_saved_file_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"config\.yaml of the checkpoint"):
+        compare_configs(text, to_yaml(Config()))
+
+
+def test_the_fixed_keys_exist() -> None:
+    assert set(FIXED) <= set(KEYS)
