@@ -1,0 +1,139 @@
+"""``rlhf-mcore evaluate`` as a user has it: the number of the training run, and a job that is killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+PROMPTS, SAMPLES = 12, 4
+SAMPLED = [f"evaluate.samples={SAMPLES}", "evaluate.temperature=1.0", "evaluate.prompts_per_batch=2"]
+# Every character counts, so that equal numbers mean equal responses. Each call is written down; where a file says so, the
+# process is killed in the middle of scoring.
+REWARD = """
+import os, signal
+
+def grade(data_source, solution_str, ground_truth, extra_info):
+    with open("calls.log", "a") as log:
+        log.write(f"{extra_info['index']}\\n")
+    if os.path.exists("kill") and extra_info["index"] == int(open("kill").read()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sum((place + 1) * ord(letter) for place, letter in enumerate(solution_str)) / 1e4
+"""
+
+
+def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def evaluate(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    reward = "reward.function=reward.py:grade"
+    return rlhf_mcore(directory, "-m", "rlhf_mcore.cli.main", "evaluate", CONFIG, reward, *SAMPLED, *overrides)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "results.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("evaluate")
+    tool = str(ROOT / "tools" / "make_quickstart.py")
+    made = rlhf_mcore(
+        directory, tool, "--fit-steps", "3", "--num-layers", "2", "--num-eval", str(PROMPTS), "--threads", "1"
+    )
+    assert made.returncode == 0, made.stderr
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def test_the_number_is_that_of_the_training_run(workspace: Path) -> None:
+    one = ["actor.layout.tp=1", "trainer.world_size=1"]
+    short = ["trainer.num_steps=1", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "rollout.sampling.n=2"]
+    reward = "reward.function=reward.py:grade"
+    command = [
+        "-m",
+        "rlhf_mcore.cli.main",
+        "train",
+        CONFIG,
+        reward,
+        *one,
+        *short,
+        *SAMPLED,
+        "logging.tensorboard=false",
+    ]
+    trained = rlhf_mcore(workspace, *command)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    run = workspace / "outputs" / "quickstart" / "grpo"
+    before, after = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+
+    done = evaluate(workspace, *one, f"evaluate.checkpoint={run / 'checkpoint-1'}")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder,) = (run / "evaluations").iterdir()
+    found = results(folder)["results"]["all"]
+    reported = {name.removeprefix("evaluate/"): value for name, value in after.items() if name.startswith("evaluate/")}
+    assert reported.keys() >= {"reward", "accuracy", "response_length_mean", "pass_at_4", "majority_at_2"}
+    assert {name: found[name]["value"] for name in reported} == reported
+    assert after["evaluate/reward"] != before["evaluate/reward"]
+    assert (found["num_prompts"], found["num_responses"]) == (PROMPTS, PROMPTS * SAMPLES)
+    assert folder.name.startswith("checkpoint-1-") and "accuracy" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(workspace: Path) -> Path:
+    """One process, two models: the first compared with itself under another name."""
+    (workspace / "copy").symlink_to("quickstart/model")
+    options = ["evaluate.checkpoint=quickstart/model", "evaluate.compare=copy", "evaluate.output_dir=whole"]
+    done = evaluate(workspace, "rollout.engine=hf", "trainer.world_size=1", "actor.layout.tp=1", *options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return workspace / "whole"
+
+
+def test_a_model_compared_with_itself_is_no_better(uninterrupted: Path) -> None:
+    (file,) = uninterrupted.glob("comparison-*.json")
+    content = json.loads(file.read_text())
+    assert (content["second"], content["num_prompts"]) == ("copy", PROMPTS)
+    assert content["reward"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert (content["reward"]["ties"], content["reward"]["sign_test_p"]) == (PROMPTS, 1.0)
+    assert (uninterrupted / "compare" / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()
+
+
+def test_killed_and_started_again_on_two_processes_the_files_are_the_same(workspace: Path, uninterrupted: Path) -> None:
+    options = ["rollout.engine=hf", "evaluate.checkpoint=quickstart/model", "evaluate.output_dir=killed"]
+    calls, kill, output = workspace / "calls.log", workspace / "kill", workspace / "killed"
+    calls.unlink()
+    kill.write_text("6")  # the second batch of the first engine
+    killed = evaluate(workspace, *options)
+    assert killed.returncode == 128 + signal.SIGKILL
+    kept = [json.loads(line) for part in (output / "parts").iterdir() for line in part.read_text().splitlines()]
+    scored = {record["samples"][0]["index"] for record in kept}
+    assert scored >= {0, 2} and 6 not in scored
+    (output / "parts" / "engine-00000-of-00002.jsonl").open("a").write('{"samples": [{"index"')  # half a line
+    kill.unlink()
+
+    again = evaluate(workspace, *options)
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    for name in ("samples.jsonl", "results.json"):
+        assert (output / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+    count = Counter(map(int, calls.read_text().split()))
+    assert {index: count[index] for index in scored} == dict.fromkeys(scored, SAMPLES)
+    assert not (output / "parts").exists()
+
+    calls.unlink()
+    finished = evaluate(workspace, *options)
+    assert finished.returncode == 0 and "accuracy" in finished.stdout
+    assert not calls.exists()  # nothing was scored again
