@@ -66,6 +66,32 @@ class HFReader:
         """
         return str(self._handle(name).get_slice(name).get_dtype())
 
+    def shard(self, name: str) -> str:
+        """Name of the file that holds a tensor."""
+        return self._shard_of[name]
+
+    def check_index(self) -> None:
+        """Compare the index with what the files hold.
+
+        Raises:
+            ConfigError: a tensor lies in two files, or in one that the index does not say.
+        """
+        held: dict[str, str] = {}
+        for shard in sorted(set(self._shard_of.values())):
+            for name in self._opened(shard).keys():
+                if name in held:
+                    raise ConfigError(f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. Which is it?")
+                held[name] = shard
+        for name, shard in held.items():
+            if name not in self._shard_of:
+                raise ConfigError(f"{self.directory / shard} holds tensor {name}, which {INDEX} does not know.")
+        for name in self._shard_of:
+            self._handle(name)
+
+    def close(self) -> None:
+        """Close the files and unmap what was read of them. They are opened again when they are needed."""
+        self._open.clear()
+
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """A rectangle of a tensor, in the file's dtype."""
         return self._handle(name).get_slice(name)[where]

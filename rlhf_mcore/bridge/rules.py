@@ -48,6 +48,7 @@ _DENSE = (
         "decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
         "replicated",
         (_LAYER + "post_attention_layernorm.weight",),
+        "dense",
     ),
     Rule(
         "decoder.layers.{i}.mlp.linear_fc1.weight",
@@ -89,6 +90,13 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+_IN_MEMORY = {
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.experts.gate_up_proj": "mlp.experts.linear_fc1.weight{k}",
+    "mlp.experts.down_proj": "mlp.experts.linear_fc2.weight{k}",
+}
+
+
 def hf_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -102,6 +110,35 @@ def hf_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
         _add_shapes(shapes, geometry, [rule for rule in repeated if rule.layers in kinds], layer)
     _add_shapes(shapes, geometry, once[1:], 0)
     return shapes
+
+
+def parameter_names(geometry: ModelGeometry) -> list[str]:
+    """Megatron's parameters of a whole model on one rank, in the order of the network, with the names of its fused layer spec.
+
+    Of the names that a tensor has in different layer specs the last rule's is that of the fused one.
+    """
+    rules = FAMILIES[geometry.family]
+    once = [rule.mcore for rule in rules if "{i}" not in rule.mcore]
+    if geometry.tied_embeddings:
+        once.remove("output_layer.weight")
+    names = once[:1]
+    for layer in range(geometry.num_layers):
+        kinds = ("all", "moe") if geometry.is_moe_layer(layer) else ("all", "dense")
+        here = {rule.hf: rule.mcore for rule in rules if "{i}" in rule.mcore and rule.layers in kinds}
+        for name in here.values():
+            experts = range(geometry.num_experts if "{k}" in name else 1)
+            names += [name.format(i=layer, k=expert) for expert in experts]
+    return names + once[1:]
+
+
+def in_memory(name: str) -> str | None:
+    """The Megatron parameter with the rows of a tensor that transformers (since version 5) holds under another name than it saves.
+
+    ``{k}`` in it: the tensor is a stack, one for each expert. None: the name is not one of these.
+    """
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    tail = _IN_MEMORY.get(found.group(2)) if found else None
+    return f"decoder.layers.{found.group(1)}.{tail}" if found and tail else None
 
 
 def _add_shapes(shapes: dict[str, tuple[int, ...]], geometry: ModelGeometry, rules: list[Rule], layer: int) -> None:

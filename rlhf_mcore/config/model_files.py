@@ -54,7 +54,7 @@ def inspect_model(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory"]
     problems = list(_weight_problems(Path(path), prefix))
     try:
-        hf_config = _read_json(Path(path) / "config.json", prefix)
+        hf_config = read_json(Path(path) / "config.json", prefix)
         problems += _config_problems(hf_config, prefix)
         return _shape(hf_config, prefix), problems
     except ConfigError as error:
@@ -81,7 +81,7 @@ def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[st
     prefix = f"{field}={path}"
     problems = list(_weight_problems(Path(path), prefix))
     try:
-        hf_config = _read_json(Path(path) / "config.json", prefix)
+        hf_config = read_json(Path(path) / "config.json", prefix)
     except ConfigError as error:
         return None, [*error.problems, *problems]
     if "auto_map" in hf_config:
@@ -96,7 +96,7 @@ def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[st
         return None, problems
 
 
-def _read_json(file: Path, prefix: str) -> dict[str, Any]:
+def read_json(file: Path, prefix: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -121,7 +121,7 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
     try:
-        weight_map = _read_json(folder / INDEX_FILE, prefix).get("weight_map")
+        weight_map = read_json(folder / INDEX_FILE, prefix).get("weight_map")
     except ConfigError as error:
         yield str(error)
         return

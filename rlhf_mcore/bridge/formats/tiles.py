@@ -1,0 +1,174 @@
+"""Tensors of foreign formats: a full shape, and rectangles of it that lie in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.coverage import CoverageError, padding_of
+from rlhf_mcore.bridge.places import Place
+from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.bridge.strided import contiguous_strides
+from rlhf_mcore.bridge.tensor_files import TensorTypes
+from rlhf_mcore.config.errors import ConfigError
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The rectangle of a tensor that ``load()`` reads; ``file`` says from where."""
+
+    start: Index
+    shape: Index
+    file: str
+    load: Callable[[], Tensor]
+
+
+@dataclass(slots=True)
+class Tiled:
+    """A tensor in tiles. They are disjoint and cover it (``check_tiles``)."""
+
+    dtype: torch.dtype
+    shape: Index
+    tiles: Sequence[Tile]
+    _at: dict[Index, list[Tile]] = field(default_factory=dict)
+
+    def read(self, lead: Index, start: Index, shape: Index) -> Tensor:
+        """The rectangle of ``tensor[lead]`` from ``start`` on, contiguous."""
+        start, full = (*lead, *start), (*(1 for _ in lead), *shape)
+        out = torch.empty(full, dtype=self.dtype)
+        for tile in self._near(lead):
+            begin = tuple(map(max, start, tile.start))
+            end = tuple(min(a + n, b + m) for a, n, b, m in zip(start, full, tile.start, tile.shape, strict=True))
+            if all(low < high for low, high in zip(begin, end, strict=True)):
+                inside = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, tile.start, strict=True))
+                here = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, start, strict=True))
+                out[here] = tile.load()[inside]
+        return out.view(shape)
+
+    def _near(self, lead: Index) -> Sequence[Tile]:
+        """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
+        if not lead:
+            return self.tiles
+        if not self._at:
+            for tile in self.tiles:
+                axes = (range(tile.start[k], tile.start[k] + tile.shape[k]) for k in range(len(lead)))
+                for index in product(*axes):
+                    self._at.setdefault(index, []).append(tile)
+        return self._at[lead]
+
+
+def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
+    """Every element lies in exactly one tile.
+
+    Raises:
+        ConfigError: the tiles overlap, leave a gap or reach outside.
+    """
+    if _is_grid(tensor):
+        return
+    strides = contiguous_strides(tensor.shape)
+    held = tuple(
+        Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides) for tile in tensor.tiles
+    )
+    try:
+        inside = all(
+            len(t.start) == len(t.shape) == len(tensor.shape)
+            and all(0 <= b and 0 <= n and b + n <= full for b, n, full in zip(t.start, t.shape, tensor.shape, strict=True))
+            for t in tensor.tiles
+        )
+        if not inside:
+            raise CoverageError("a part reaches outside")
+        gaps = padding_of(Place(name, held, (0,), prod(tensor.shape)))
+    except CoverageError as error:
+        raise ConfigError(f"{where}: the parts of {name} overlap or do not fit ({error}). It is damaged.") from error
+    if gaps:
+        missing = sum(end - begin for begin, end in gaps)
+        raise ConfigError(f"{where}: {missing} of the {prod(tensor.shape)} elements of {name} are in no file.")
+
+
+def _is_grid(tensor: Tiled) -> bool:
+    """Whether the tiles are the cells of a grid over the tensor, each there once."""
+    if not tensor.shape:
+        return [tile.shape for tile in tensor.tiles] == [()]
+    if any(len(tile.start) != len(tensor.shape) for tile in tensor.tiles):
+        return False
+    spans = [
+        {(tile.start[axis], tile.start[axis] + tile.shape[axis]) for tile in tensor.tiles}
+        for axis in range(len(tensor.shape))
+    ]
+    for size, axis in zip(tensor.shape, spans, strict=True):
+        ordered = sorted(axis)
+        borders = [0, *(end for _, end in ordered)]
+        if borders[-1] != size or [begin for begin, _ in ordered] != borders[:-1]:
+            return False
+    starts = {tile.start for tile in tensor.tiles}
+    return len(starts) == len(tensor.tiles) == prod(map(len, spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor are rows of the tensor ``key[lead]``, from ``row`` on."""
+
+    hf_row: int
+    count: int
+    key: str
+    lead: Index
+    row: int
+
+
+class TiledSource:
+    """A model of tiled tensors, seen as Hugging Face tensors through a map of rows.
+
+    Args:
+        tensors: by the format's own names.
+        rows: for every Hugging Face tensor where its rows lie, in order.
+        shapes: of the Hugging Face tensors.
+        release: gives memory back.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        companions: Path,
+        tensors: Mapping[str, Tiled],
+        rows: Mapping[str, Sequence[Rows]],
+        shapes: Mapping[str, Index],
+        release: Callable[[], None],
+    ):
+        self.directory, self.companions, self.release = directory, companions, release
+        self._tensors, self._rows, self._shapes = tensors, rows, shapes
+
+    @cached_property
+    def types(self) -> TensorTypes:
+        """Dtype and shape of every Hugging Face tensor."""
+        return {name: (self._tensors[rows[0].key].dtype, self._shapes[name]) for name, rows in self._rows.items()}
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor, contiguous."""
+        dtype, shape = self.types[name]
+        out = torch.empty((count, *shape[1:]), dtype=dtype)
+        for run in self._rows[name]:
+            low, high = max(first, run.hf_row), min(first + count, run.hf_row + run.count)
+            if low < high:
+                start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
+                part = self._tensors[run.key].read(run.lead, start, (high - low, *shape[1:]))
+                out[low - first : high - first] = part
+        return out
+
+    def origin(self, name: str) -> str:
+        """The format's names of the tensor's parts, and rows where they are not the whole."""
+        keys = dict.fromkeys((run.key, run.lead) for run in self._rows[name])
+        return ", ".join(key + "".join(f"[{k}]" for k in lead) for key, lead in keys)
+
+
+def grid_tiles(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Index, Index]]:
+    """Start and shape of the rectangles that intervals (start, length) along each axis span."""
+    return [(tuple(b for b, _ in cell), tuple(n for _, n in cell)) for cell in product(*parts)]

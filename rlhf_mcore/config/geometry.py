@@ -1,0 +1,64 @@
+"""The geometry of a model from its config.json alone: no torch, no transformers, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, dense_layers, read_json
+from rlhf_mcore.types import ModelGeometry
+
+# head_dim where config.json leaves it out and it is not hidden_size / num_attention_heads.
+_HEAD_DIM = {"qwen3": 128}
+
+
+def read_geometry(directory: str | Path) -> ModelGeometry:
+    """The geometry that ``config.json`` of a Hugging Face directory describes.
+
+    Raises:
+        ConfigError: there is none, it lacks a size, or the architecture is not supported.
+    """
+    folder = Path(directory)
+    hf_config = read_json(folder / "config.json", str(folder))
+    architecture = (hf_config.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{folder}: architecture {architecture} is not supported; supported are: {', '.join(ARCHITECTURES)}"
+        )
+    try:
+        return geometry_of(hf_config, ARCHITECTURES[architecture])
+    except KeyError as error:
+        raise ConfigError(f"{folder}: config.json lacks {error}; export the model again") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{folder}: config.json is malformed ({error}); export the model again") from error
+
+
+def geometry_of(hf_config: Mapping[str, Any], family: str) -> ModelGeometry:
+    """The geometry of a family's Hugging Face config, as a mapping."""
+    num_heads, hidden = hf_config["num_attention_heads"], hf_config["hidden_size"]
+    return ModelGeometry(
+        family=family,
+        num_layers=hf_config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=hf_config.get("num_key_value_heads") or num_heads,
+        head_dim=hf_config.get("head_dim") or _HEAD_DIM.get(family) or hidden // num_heads,
+        ffn_size=hf_config["intermediate_size"],
+        vocab_size=hf_config["vocab_size"],
+        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        **_expert_geometry(hf_config, family),
+    )
+
+
+def _expert_geometry(hf_config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    if family not in MOE_FAMILIES:
+        return {}
+    # Under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors.
+    num_experts = hf_config["num_local_experts" if "num_local_experts" in hf_config else "num_experts"]
+    return dict(
+        num_experts=num_experts,
+        expert_ffn_size=hf_config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
+        dense_layers=dense_layers(hf_config) if family == "qwen3_moe" else (),
+    )
