@@ -78,9 +78,11 @@ class HFReader:
         """
         held: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
-            for name in self._opened(shard).keys():
+            for name in self._opened(shard).keys():  # noqa: SIM118 (a handle, not a dict)
                 if name in held:
-                    raise ConfigError(f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. Which is it?")
+                    raise ConfigError(
+                        f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. Which is it?"
+                    )
                 held[name] = shard
         for name, shard in held.items():
             if name not in self._shard_of:

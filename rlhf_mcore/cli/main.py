@@ -16,6 +16,7 @@ from rlhf_mcore.cli.exit_codes import EPILOG
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
+    "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "evaluate": "score a model on held-out prompts, or two side by side",
 }

@@ -105,4 +105,6 @@ def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> 
     """
     wrong = [name for name in digests if again.get(name) != digests[name]] + [n for n in again if n not in digests]
     if wrong:
-        raise ConfigError(f"{where}: {len(wrong)} tensors are not what was written, among them {wrong[0]}. Is the disk sound?")
+        raise ConfigError(
+            f"{where}: {len(wrong)} tensors are not what was written, among them {wrong[0]}. Is the disk sound?"
+        )

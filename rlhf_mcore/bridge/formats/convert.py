@@ -50,7 +50,9 @@ class Reading:
         stored = self.source.read(name, first, count)
         part = stored.to(self.types[name][0])
         if part.dtype == torch.float16 and stored.dtype != torch.float16 and _overflows(stored, part):
-            raise ConfigError(f"{self.source.directory}: {name} has values that fp16 does not hold; use --dtype bf16 or fp32")
+            raise ConfigError(
+                f"{self.source.directory}: {name} has values that fp16 does not hold; use --dtype bf16 or fp32"
+            )
         self._hashes.setdefault(name, xxhash.xxh3_128()).update(bytes_of(part))
         self.progress(part.nbytes)
         self._since_release += stored.nbytes

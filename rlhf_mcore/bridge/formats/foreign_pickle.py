@@ -19,7 +19,18 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from rlhf_mcore.config.errors import ConfigError
 
 MAX_INDEX_BYTES = 2**30
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "uint8", "int8", "int16", "int32")
+_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+)
 _INDEX_CLASSES: dict[tuple[str, str], Any] = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -48,7 +59,7 @@ class _Shell:
         pass
 
 
-class _IndexUnpickler(pickle.Unpickler):  # noqa: S301 (restricted below)
+class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Only what an index is made of."""
         if (module, name) in _INDEX_CLASSES:
@@ -102,7 +113,8 @@ def load_chunk(path: Path, offset: int, length: int) -> torch.Tensor:
     """
     try:
         with path.open("rb") as file:
-            found = torch.load(_create_file_view(file, offset, length), map_location="cpu", weights_only=True)
+            view: Any = _create_file_view(file, offset, length)
+            found = torch.load(view, map_location="cpu", weights_only=True)
         if not isinstance(found, torch.Tensor):
             raise ValueError("not a tensor")
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,9 @@ def _common_names(ranks: _Ranks) -> list[str]:
     names = list(ranks[0])
     for rank in range(1, len(ranks.files)):
         if differing := set(names) ^ set(ranks[rank]):
-            raise ConfigError(f"{ranks.files[rank]}: tensor {min(differing)} is on this rank or on rank 0, but not on both")
+            raise ConfigError(
+                f"{ranks.files[rank]}: tensor {min(differing)} is on this rank or on rank 0, but not on both"
+            )
     wrong = [name for name in names if not isinstance(ranks[0][name], Tensor)]
     if wrong:
         raise ConfigError(f"{ranks.files[0]}: {wrong[0]} is no tensor")
@@ -133,7 +135,9 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
             for run in runs(parameter.format(k=expert), geometry)[0]:
                 yield run.hf_name, Rows(run.hf_row, run.count, name, (expert,) if stacked else (), run.row)
     except KeyError as error:
-        raise ConfigError(f"{where}: tensor {name} does not belong to this model, as config.json describes it") from error
+        raise ConfigError(
+            f"{where}: tensor {name} does not belong to this model, as config.json describes it"
+        ) from error
 
 
 def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
@@ -174,9 +178,9 @@ def _placed(ranks: _Ranks, name: str, values: Sequence[DTensor], shape: Index) -
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
             continue  # the first replica speaks for the others
-        held = _held(shape, placements, tuple(mesh.shape), where, name)
-        local = tuple(sum(length for _, length in axis) for axis in held)
-        if tuple(values[rank]._local_tensor.shape) != local and prod(local):
+        held: Sequence[Sequence[_Interval]] = _held(shape, placements, tuple(mesh.shape), where, name)
+        local: Index = tuple(sum(length for _, length in axis) for axis in held)
+        if tuple(values[rank]._local_tensor.shape) != local and 0 not in local:
             raise ConfigError(
                 f"{ranks.files[rank]}: {name} has local shape {tuple(values[rank]._local_tensor.shape)}; "
                 f"its placements {list(placements)} give {local}"
@@ -191,9 +195,12 @@ def _tiles_of(ranks: _Ranks, name: str, rank: int, held: Sequence[Sequence[_Inte
     tiles = []
     for (start, shape), (begin, _) in zip(grid_tiles(held), grid_tiles(at), strict=True):
         if prod(shape):
-            where = tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))
-            tiles.append(Tile(start, shape, ranks.files[rank].name, lambda where=where: ranks.local(rank, name)[where]))
+            tiles.append(Tile(start, shape, ranks.files[rank].name, partial(_part, ranks, name, rank, begin, shape)))
     return tiles
+
+
+def _part(ranks: _Ranks, name: str, rank: int, begin: Index, shape: Index) -> Tensor:
+    return ranks.local(rank, name)[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
 
 
 @cache
@@ -216,9 +223,10 @@ def _held(
 def _share(indices: Tensor, placement: Placement, size: int, coordinate: int, name: str) -> Tensor:
     if not isinstance(placement, _StridedShard):
         return _chunk(indices, size, coordinate)
-    if len(indices) % (size * placement.split_factor):
+    factor = int(placement.split_factor)
+    if len(indices) % (size * factor):
         raise ConfigError(f"{name}: {placement} does not divide {len(indices)} rows evenly, which is not supported")
-    return torch.cat([_chunk(part, size, coordinate) for part in indices.chunk(placement.split_factor)])
+    return torch.cat([_chunk(part, size, coordinate) for part in indices.chunk(factor)])
 
 
 def _chunk(indices: Tensor, size: int, coordinate: int) -> Tensor:
@@ -242,10 +250,12 @@ def _flat(ranks: _Ranks, name: str, values: Sequence[Tensor], shape: Index) -> T
     surplus = sum(lengths) - prod(shape)
     if surplus < 0 or (surplus and (len(set(lengths)) > 1 or surplus >= len(lengths))):
         raise ConfigError(
-            f"{ranks.directory}: the flat shards of {name} have {lengths} elements; config.json asks for {prod(shape)} of shape {shape}"
+            f"{ranks.directory}: the flat shards of {name} have {lengths} elements; {prod(shape)} of shape {shape} are asked for"
         )
     if len(shape) > 2:
-        raise ConfigError(f"{ranks.directory}: flat shards of {name}, of shape {shape}, are not supported; save DTensors")
+        raise ConfigError(
+            f"{ranks.directory}: flat shards of {name}, of shape {shape}, are not supported; save DTensors"
+        )
     tiles: list[Tile] = []
     begin = 0
     for rank, length in enumerate(lengths):

@@ -46,8 +46,8 @@ class HFSource:
         ConfigError: a tensor lies in two shards, or in a shard but not in the index.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = self.companions = directory
+    def __init__(self, directory: Path, companions: Path):
+        self.directory, self.companions = directory, companions
         _refuse_pickles(directory)
         self._reader = HFReader(directory)
         self._reader.check_index()

@@ -76,12 +76,13 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
         return
     strides = contiguous_strides(tensor.shape)
     held = tuple(
-        Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides) for tile in tensor.tiles
+        Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides)
+        for tile in tensor.tiles
     )
     try:
         inside = all(
             len(t.start) == len(t.shape) == len(tensor.shape)
-            and all(0 <= b and 0 <= n and b + n <= full for b, n, full in zip(t.start, t.shape, tensor.shape, strict=True))
+            and all(min(b, n) >= 0 and b + n <= full for b, n, full in zip(t.start, t.shape, tensor.shape, strict=True))
             for t in tensor.tiles
         )
         if not inside:

@@ -66,7 +66,9 @@ def _check_backend(directory: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a description of a checkpoint ({error})") from error
     if backend != "torch_dist":
-        raise ConfigError(f"{path}: sharded_backend is {backend!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist.")
+        raise ConfigError(
+            f"{path}: sharded_backend is {backend!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist."
+        )
 
 
 def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry) -> TiledSource:
@@ -105,7 +107,9 @@ class _Chunks:
                 self._held -= self._known.popitem(last=False)[1].nbytes
             chunk = load_chunk(path, offset, length)
             if tuple(chunk.shape) != shape:
-                raise ConfigError(f"{path}: the tensor at byte {offset} is {tuple(chunk.shape)}, the index says {shape}.")
+                raise ConfigError(
+                    f"{path}: the tensor at byte {offset} is {tuple(chunk.shape)}, the index says {shape}."
+                )
             self._known[path, offset] = chunk
             self._held += chunk.nbytes
         self._known.move_to_end((path, offset))
@@ -147,12 +151,20 @@ def _places(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Place]
     if not found:
         yield _Place(name, (), "")
         return
-    layers = [(int(found.group(1)), ())] if found.group(1) else [(i, (i,)) for i in range(_stack(shape, 0, geometry.num_layers))]
+    layers = (
+        [(int(found.group(1)), ())]
+        if found.group(1)
+        else [(i, (i,)) for i in range(_stack(shape, 0, geometry.num_layers))]
+    )
     expert = _EXPERT.fullmatch(found.group(2))
     for layer, lead in layers:
         prefix = f"decoder.layers.{layer}."
         if expert is None:
-            tail, half = (found.group(2)[:-2], found.group(2)[-2:]) if found.group(2)[-2:] in ("_w", "_v") else (found.group(2), "")
+            tail, half = (
+                (found.group(2)[:-2], found.group(2)[-2:])
+                if found.group(2)[-2:] in ("_w", "_v")
+                else (found.group(2), "")
+            )
             yield _Place(prefix + tail, lead, half)
             continue
         number, linear, half = expert.groups()
@@ -180,7 +192,9 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
             own = shape[len(place.lead) :]
             padded = place.parameter in ("embedding.word_embeddings.weight", "output_layer.weight")
             if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
-                raise ConfigError(f"shape {shape} is not that of config.json: {full} expected after {len(place.lead)} stacked axes")
+                raise ConfigError(
+                    f"shape {shape} is not that of config.json: {full} expected after {len(place.lead)} stacked axes"
+                )
             for run in found:
                 row = run.row - (found[0].row if place.half else 0)
                 yield run.hf_name, Rows(run.hf_row, run.count, key, place.lead, row)

@@ -33,7 +33,9 @@ from rlhf_mcore.types import ModelGeometry
 
 VOCAB_MULTIPLE = 128  # Megatron-LM's default; the embedding may be loaded at any other padded size
 # Modules of Transformer Engine's layers with a numerical state; an empty one is asked for when such a model is loaded.
-_STATEFUL = re.compile(r"(.*(?:linear_qkv|linear_proj|linear_fc1|linear_fc2|layernorm))\.(?:weight\d*|layer_norm_weight)")
+_STATEFUL = re.compile(
+    r"(.*(?:linear_qkv|linear_proj|linear_fc1|linear_fc2|layernorm))\.(?:weight\d*|layer_norm_weight)"
+)
 
 ReadRows = Callable[[str, int, int], Tensor]
 
@@ -75,7 +77,9 @@ class TorchDistWriter:
         file_bytes: about the size of a file.
     """
 
-    def __init__(self, directory: Path, geometry: ModelGeometry, types: TensorTypes, *, block_bytes: int, file_bytes: int):
+    def __init__(
+        self, directory: Path, geometry: ModelGeometry, types: TensorTypes, *, block_bytes: int, file_bytes: int
+    ):
         self._directory, self._geometry, self._types = directory, geometry, types
         self._block_bytes, self._file_bytes = block_bytes, file_bytes
         self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -102,7 +106,9 @@ class TorchDistWriter:
         found, shape = runs(target.parameter, self._geometry)
         dtypes = {self._types[run.hf_name][0] for run in found}
         if len(dtypes) > 1:
-            raise ConfigError(f"{target.parameter}: its parts are of {len(dtypes)} dtypes; give --dtype to write them all alike")
+            raise ConfigError(
+                f"{target.parameter}: its parts are of {len(dtypes)} dtypes; give --dtype to write them all alike"
+            )
         dtype = dtypes.pop()
         if target.parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             shape = (padded_vocab(self._geometry), *shape[1:])

@@ -1,0 +1,198 @@
+"""What ``rlhf-mcore convert`` does with its arguments: open the source, check, write, check again, and say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from rlhf_mcore.bridge.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.formats.checks import agree, checked_types, num_parameters
+from rlhf_mcore.bridge.formats.convert import Reading, whole_directory, write_hf, write_megatron
+from rlhf_mcore.bridge.formats.megatron_rows import runs
+from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
+from rlhf_mcore.bridge.formats.torch_dist_writer import targets
+from rlhf_mcore.bridge.tensor_files import TensorTypes
+from rlhf_mcore.checkpoint import manifest
+from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.cli.conversion_logits import compare_logits
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.config.model_files import read_json
+from rlhf_mcore.types import ModelGeometry
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of a conversion. ``destination`` may be None in a dry run."""
+
+    source_format: str
+    target_format: str
+    source: Path
+    destination: Path | None = None
+    role: str = "actor"
+    dtype: str | None = None
+    shard_bytes: int = 4 * 2**30
+    average: list[Path] = field(default_factory=list)
+    hf_config: Path | None = None
+    verify: bool = False
+    dry_run: bool = False
+    overwrite: bool = False
+
+
+def run(request: Request) -> None:
+    """Convert, or print the map.
+
+    Raises:
+        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+    """
+    if request.destination is None and not request.dry_run:
+        raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+    console = Console(stderr=True)
+    companions = _companions(request)
+    geometry = read_geometry(companions)
+    sources = [_open(request, path, companions, geometry) for path in (request.source, *request.average)]
+    source = AverageSource(sources) if len(sources) > 1 else sources[0]
+    types = _cast(checked_types(source, geometry), request.dtype)
+    if request.dry_run:
+        _print_map(request, source, geometry, types)
+        return
+    assert request.destination is not None
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    with whole_directory(request.destination, overwrite=request.overwrite) as directory:
+        with _progress(console, "converting", total) as advance:
+            reading = Reading(source, types, advance)
+            if request.target_format == "hf":
+                write_hf(reading, directory, request.shard_bytes)
+            else:
+                write_megatron(reading, geometry, directory, request.shard_bytes)
+        written = _check_written(request, directory, geometry, types)
+        if request.verify:
+            _verify(console, reading, written)
+    console.print(
+        f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {total / 1e9:.2f} GB"
+        f"{', verified' if request.verify else ''}"
+    )
+
+
+def _companions(request: Request) -> Path:
+    """Where config.json is: named, in the source, or where the source's format keeps it."""
+    if request.hf_config:
+        return request.hf_config
+    root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
+    places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None:
+        raise ConfigError(f"{root}: no config.json; name the directory of the Hugging Face model with --hf-config DIR")
+    config = read_json(found / "config.json", str(found))
+    if "auto_map" in config:
+        raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")
+    if "quantization_config" in config:
+        raise ConfigError(
+            f"{found}: quantised weights (quantization_config) are not converted; use the unquantised model"
+        )
+    return found
+
+
+def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry) -> Source:
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
+    if request.source_format == "megatron":
+        return torch_dist.open_torch_dist(torch_dist.find_checkpoint(path), companions, geometry)
+    if request.source_format == "fsdp":
+        return fsdp.open_fsdp(path, companions, geometry)
+    if request.source_format == "hf":
+        return HFSource(path, companions)
+    _check_manifest(path, request.role)
+    return HFSource(_role_directory(path, request.role), companions)
+
+
+def _role_directory(checkpoint: Path, role: str) -> Path:
+    """The model of a role in ``checkpoint-<step>``."""
+    if not (checkpoint / MANIFEST).is_file():
+        raise ConfigError(
+            f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step>, or use --from hf"
+        )
+    if not (checkpoint / role).is_dir():
+        raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
+    return checkpoint / role
+
+
+def _check_manifest(checkpoint: Path, role: str) -> None:
+    """All files are there, and those of the role's model are what was saved."""
+    problems = [str(problem) for problem in manifest.verify(checkpoint, hashes=False) if problem.is_damage]
+    found = manifest.read_manifest(checkpoint).files if not problems else {}
+    for name, entry in found.items():
+        path = Path(name)
+        if path.parent == Path(role) and manifest.hash_file(checkpoint / path) != entry:
+            problems.append(f"{name}: damaged: its content differs from the manifest's hash")
+    if problems:
+        raise ConfigError.many([f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems])
+
+
+def _cast(types: TensorTypes, dtype: str | None) -> TensorTypes:
+    if dtype is None:
+        return types
+    return {name: (DTYPES[dtype], shape) for name, (_, shape) in types.items()}
+
+
+@contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as display:
+        task = display.add_task(what, total=total)
+        yield lambda num_bytes: display.advance(task, num_bytes)
+
+
+def _check_written(request: Request, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> Source:
+    """What was written, opened anew: the names, shapes, dtypes and number of parameters that were meant."""
+    if request.target_format == "hf":
+        companions = directory
+        written: Source = HFSource(directory, directory)
+    else:
+        companions = directory / torch_dist.COMPANIONS
+        written = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), companions, geometry)
+    assert read_geometry(companions) == geometry
+    assert checked_types(written, geometry) == types, "what was written is not what was meant"
+    return written
+
+
+def _verify(console: Console, reading: Reading, written: Source) -> None:
+    again = Reading(written, reading.types)
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in reading.types.values())
+    with _progress(console, "verifying", total) as again.progress:
+        for name in reading.types:
+            for _ in again.blocks(name):
+                pass
+    agree(reading.digests, again.digests, written.directory)
+    skipped = compare_logits(Reading(reading.source, reading.types), Reading(written, reading.types), total)
+    if skipped:
+        console.print(f"logits were not compared: {skipped}")
+
+
+def _print_map(request: Request, source: Source, geometry: ModelGeometry, types: TensorTypes) -> None:
+    """Every tensor of the destination, and where it comes from."""
+    if request.target_format == "hf":
+        for name, (dtype, shape) in types.items():
+            print(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
+    else:
+        for target in targets(geometry):
+            found, shape = runs(target.parameter, geometry)
+            names = dict.fromkeys(run.hf_name for run in found)
+            where = "".join(f"[{k}]" for k in target.lead)
+            origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)
+            print(f"{target.key}{where} {list(shape)} {_short(types[next(iter(names))][0])} <- {origins}")
+    total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
+    print(f"{len(types)} tensors, {num_parameters(types)} parameters, {total} bytes")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
