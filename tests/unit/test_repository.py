@@ -22,6 +22,7 @@ PACKAGE = ROOT / "rlhf_mcore"
 COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
 SCRIPTS = ["launch/setup.sh", "launch/quickstart.sh", "launch/test.sh", "launch/lock.sh", ".ci/run"]
 SOURCED = ["launch/common.sh", "launch/env.sh"]
+FOREIGN = "rlhf_mcore/bridge/formats/foreign_pickle.py"
 PICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 
@@ -62,13 +63,22 @@ def test_scripts_stop_at_the_first_error(name: str) -> None:
     assert "set -euo pipefail" in (ROOT / name).read_text(encoding="utf-8").splitlines()
 
 
-def test_nothing_in_the_package_pickles() -> None:
+def test_one_file_of_the_package_pickles_and_it_never_unpickles_freely() -> None:
+    """`convert` has to read the formats of others, which are pickle: weights only, and an index through an allow-list."""
     found = {
         str(path.relative_to(ROOT)): sorted(pickling)
         for path in PACKAGE.rglob("*.py")
         if (pickling := {name for name in imported_modules(path) if name.partition(".")[0] in PICKLING})
     }
-    assert found == {}
+    assert found == {FOREIGN: ["pickle"]}
+    calls = [
+        (ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
+        for node in ast.walk(ast.parse((ROOT / FOREIGN).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
+    loads = [keywords for function, keywords in calls if function == "torch.load"]
+    assert loads and all(keywords["weights_only"] == "True" for keywords in loads)
+    assert {name for name, _ in calls if name.startswith("pickle.")} == {"pickle.UnpicklingError", "pickle.dumps"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes in comes out, bit for bit: every family, tied and untied, odd vocabulary, one key-value head, dense layers among experts."""
+"""What goes in comes out, bit for bit: every family, tied and untied, odd vocabulary, one key-value head, dense layers too."""
 
 from __future__ import annotations
 
