@@ -1,0 +1,285 @@
+"""The shapes in which public data sets come, and how a row of each becomes examples.
+
+A recipe turns (place, row) pairs into ``Example``s; what is wrong with a row is a ``RowError`` that names its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_mcore.rewards.graders import last_boxed
+
+Message = dict[str, str]
+PlacedRow = tuple[str, dict[str, Any]]
+Recipe = Callable[[Iterable[PlacedRow]], Iterator["Example | RowError"]]
+
+GSM8K_INSTRUCTION = 'Think step by step and give the final answer after "####".'
+BOXED_INSTRUCTION = r"Think step by step and put the final answer in \boxed{}."
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+_ANNOTATION = re.compile(r"<<[^<>]*>>")  # GSM8K's calculator marks: 48/2 = <<48/2=24>>24
+_TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")  # of the HH transcripts (arXiv 2204.05862)
+
+
+class RowError(ValueError):
+    """A row that cannot be used, with its place and the reason."""
+
+
+@dataclass(slots=True)
+class Example:
+    """One prompt with what is known about it."""
+
+    place: str
+    data_source: str
+    prompt: list[Message]
+    ground_truth: str | None = None
+    response: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    ability: str = "general"
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"{key!r} must be a text that is not empty, found {value!r:.60}")
+    return value
+
+
+def _user(text: str, instruction: str = "") -> list[Message]:
+    return [{"role": "user", "content": f"{text.strip()}\n\n{instruction}".strip()}]
+
+
+def gsm8k(place: str, row: Mapping[str, Any]) -> Example:
+    """Cobbe et al. 2021 (arXiv 2110.14168): question, answer that ends in ``#### number``."""
+    solution, marker, number = _ANNOTATION.sub("", _text(row, "answer")).rpartition("####")
+    if not marker or not number.strip():
+        raise RowError("'answer' has no number after ####")
+    truth = number.strip().replace(",", "")
+    return Example(
+        place,
+        "gsm8k",
+        _user(_text(row, "question"), GSM8K_INSTRUCTION),
+        ground_truth=truth,
+        response=f"{solution.strip()}\n#### {truth}",
+        ability="math",
+    )
+
+
+def math(place: str, row: Mapping[str, Any]) -> Example:
+    r"""Hendrycks et al. 2021 (arXiv 2103.03874): problem, solution with a ``\boxed{}`` answer, level, type."""
+    solution = _text(row, "solution")
+    answer = row.get("answer") if isinstance(row.get("answer"), str) else last_boxed(solution)
+    if not answer or not str(answer).strip():
+        raise RowError(r"'solution' has no \boxed{} answer")
+    extra = {key: str(row[key]) for key in ("level", "type", "subject") if row.get(key) is not None}
+    prompt = _user(_text(row, "problem"), BOXED_INSTRUCTION)
+    return Example(
+        place, "math", prompt, ground_truth=str(answer).strip(), response=solution.strip(), ability="math", extra=extra
+    )
+
+
+def rule_graded(place: str, row: Mapping[str, Any]) -> Example:
+    """DAPO-Math-17k (arXiv 2503.14476) and everything else in our own schema: prompt, reward_model.ground_truth."""
+    reward_model = row.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if truth is None or not str(truth).strip():
+        raise RowError("'reward_model' has no ground_truth")
+    info = row.get("extra_info") or {}
+    extra = {key: str(value) for key, value in info.items() if value is not None and not isinstance(value, dict | list)}
+    extra.pop("split", None)
+    return Example(
+        place,
+        str(row.get("data_source") or "unknown"),
+        _messages(row.get("prompt")),
+        ground_truth=str(truth).strip(),
+        ability=str(row.get("ability") or "general").lower(),
+        extra=extra,
+    )
+
+
+def chat(place: str, row: Mapping[str, Any]) -> Example:
+    """A conversation under one of the usual names; what comes after the last turn of the user is the response."""
+    source = str(row.get("data_source") or row.get("source") or "chat")
+    turns = row.get("messages") or row.get("conversations")
+    if turns is None and "instruction" in row:  # Alpaca
+        given = row.get("input") or ""
+        return Example(place, source, _user(_text(row, "instruction"), str(given)), response=_text(row, "output"))
+    if turns is None:
+        response = next((row[key] for key in ("response", "completion", "output", "answer") if row.get(key)), None)
+        prompt = _messages(row.get("prompt") or row.get("question"))
+        return Example(place, source, prompt, response=None if response is None else _last_text(response))
+    prompt, response = _split(_messages(turns))
+    return Example(place, source, prompt, response=response)
+
+
+def preference(place: str, row: Mapping[str, Any]) -> Example:
+    """A better and a worse response: texts, lists of messages, or whole transcripts that share their beginning."""
+    source = str(row.get("data_source") or row.get("source") or "preference")
+    sides = [_side(row, key) for key in ("chosen", "rejected")]
+    prompts, answers = zip(*sides, strict=True)
+    if prompts[0] != prompts[1]:
+        raise RowError("'chosen' and 'rejected' answer different prompts")
+    given = row.get("prompt") or row.get("question")
+    if not prompts[0] and not given:
+        raise RowError("there is no 'prompt', and 'chosen' does not hold one")
+    prompt = prompts[0] or _messages(given)
+    if answers[0] == answers[1]:
+        raise RowError("'chosen' and 'rejected' are the same")
+    return Example(place, source, prompt, chosen=answers[0], rejected=answers[1])
+
+
+def _side(row: Mapping[str, Any], key: str) -> tuple[list[Message], str]:
+    value = row.get(key)
+    if isinstance(value, str) and _TURN.match(value):
+        value = _transcript(value)
+    if isinstance(value, str):
+        return [], _text(row, key)
+    prompt, response = _split(_messages(value))
+    if response is None:
+        raise RowError(f"{key!r} does not end with an answer of the assistant")
+    return prompt, response
+
+
+def _transcript(text: str) -> list[Message]:
+    _, *parts = _TURN.split(text)
+    return [{"role": role, "content": content.strip()} for role, content in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _messages(value: Any) -> list[Message]:
+    """Messages with our roles, whatever their keys and roles were called. A text is one message of the user."""
+    if isinstance(value, str) and value.strip():
+        return _user(value)
+    if not isinstance(value, list) or not value:
+        raise RowError(f"expected a text or a list of messages, found {value!r:.60}")
+    return [_message(item) for item in value]
+
+
+def _message(item: Any) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError(f"a message must be an object, found {item!r:.60}")
+    role = ROLES.get(str(item.get("role", item.get("from"))).lower())
+    content = item.get("content", item.get("value"))
+    if role is None:
+        raise RowError(f"role {item.get('role', item.get('from'))!r} is not one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise RowError(f"a message needs a text, found {content!r:.60}")
+    return {"role": role, "content": content}
+
+
+def _split(messages: list[Message]) -> tuple[list[Message], str | None]:
+    """The conversation up to the last turn of the user, and the answer to it if there is one."""
+    if messages[-1]["role"] == "assistant":
+        return messages[:-1], messages[-1]["content"].strip() or None
+    return messages, None
+
+
+def _last_text(value: Any) -> str:
+    text = value if isinstance(value, str) else _messages(value)[-1]["content"]
+    if not text.strip():
+        raise RowError("the response is empty")
+    return text
+
+
+# ------------------------------------------------------------------------------------------------------- OpenAssistant
+def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[Example | RowError]:
+    """Köpf et al. 2023 (arXiv 2304.07327): trees of messages, as one tree per row or as one message per row with parent_id.
+
+    Every turn of a user with answers becomes an example: the best-ranked answer is the response, and chosen over the worst-ranked
+    one where two are ranked. Deleted messages are left out with what follows them.
+    """
+    flat: dict[str, tuple[str, dict[str, Any]]] = {}
+    for place, row in rows:
+        if isinstance(row.get("prompt"), Mapping):
+            yield from _tree(place, row["prompt"], [])
+        elif isinstance(row.get("message_id"), str):
+            flat[row["message_id"]] = (place, {**row, "replies": []})
+        else:
+            yield RowError(f"{place}: neither a message tree nor a message with message_id")
+    roots = []
+    for place, row in flat.values():
+        parent = flat.get(row.get("parent_id") or "")
+        if parent is not None:
+            parent[1]["replies"].append(row)
+        elif row.get("parent_id") is None:
+            roots.append((place, row))
+    for place, row in roots:
+        yield from _tree(place, row, [])
+
+
+def _tree(place: str, node: Mapping[str, Any], before: list[Message]) -> Iterator[Example | RowError]:
+    if node.get("deleted"):
+        return
+    try:
+        here = [*before, _message({"role": node.get("role"), "content": node.get("text")})]
+    except RowError as error:
+        yield RowError(f"{place}: {error}")
+        return
+    replies = [reply for reply in node.get("replies") or () if not reply.get("deleted") and reply.get("text")]
+    if here[-1]["role"] == "user":
+        yield _turn(place, node, here, replies)
+    for reply in replies:
+        yield from _tree(place, reply, here)
+
+
+def _turn(place: str, node: Mapping[str, Any], prompt: list[Message], replies: list[Mapping[str, Any]]) -> Example:
+    ranked = sorted((reply for reply in replies if isinstance(reply.get("rank"), int | float)), key=lambda r: r["rank"])
+    best = ranked or replies
+    example = Example(place, "open_assistant", prompt, extra={"lang": str(node.get("lang") or "")})
+    if best:
+        example.response = best[0]["text"].strip()
+    if len(ranked) > 1 and ranked[0]["rank"] < ranked[-1]["rank"]:
+        example.chosen, example.rejected = ranked[0]["text"].strip(), ranked[-1]["text"].strip()
+    return example
+
+
+# -------------------------------------------------------------------------------------------------------------- choice
+def per_row(convert: Callable[[str, Mapping[str, Any]], Example]) -> Recipe:
+    """A recipe that makes one example of each row."""
+
+    def recipe(rows: Iterable[PlacedRow]) -> Iterator[Example | RowError]:
+        for place, row in rows:
+            try:
+                yield convert(place, row)
+            except RowError as error:
+                yield RowError(f"{place}: {error}")
+
+    return recipe
+
+
+RECIPES: dict[str, Recipe] = {
+    "gsm8k": per_row(gsm8k),
+    "math": per_row(math),
+    "dapo": per_row(rule_graded),
+    "open_assistant": open_assistant,
+    "preference": per_row(preference),
+    "chat": per_row(chat),
+}
+
+
+def recognise(row: Mapping[str, Any]) -> str | None:
+    """The recipe for data whose first row is ``row``, or None."""
+    keys = row.keys()
+    if {"chosen", "rejected"} <= keys:
+        return "preference"
+    if "message_id" in keys or isinstance(row.get("prompt"), Mapping):
+        return "open_assistant"
+    if "reward_model" in keys:
+        return "dapo"
+    if {"problem", "solution"} <= keys:
+        return "math"
+    if {"question", "answer"} <= keys and "####" in str(row["answer"]):
+        return "gsm8k"
+    if keys & {"messages", "conversations", "instruction", "prompt"}:
+        return "chat"
+    return None
