@@ -87,7 +87,7 @@ class Exporter:
         dist.barrier()
 
     def write(self, directory: Path) -> list[Path]:
-        """Write this rank's files into an existing directory and return their paths. Collective over the world.
+        """Write this rank's files into a directory and return their paths. Collective over the world.
 
         Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
         """
@@ -138,6 +138,7 @@ class _FileLanding:
         self._first, self._last = _spans(plan)
         self._files: ShardFiles | None = None
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             self._files = ShardFiles(directory, shards, types)
         except OSError as error:
             self.error = error

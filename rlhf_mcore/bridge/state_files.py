@@ -91,10 +91,18 @@ def region_key(kind: str, hf_name: str, rectangle: Rectangle) -> str:
     return f"{kind}/{hf_name}[{spans}]"
 
 
-def gather_index(described: Described, geometry: ModelGeometry, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The index of all ranks' files on the first rank, None on the others. Collective over the world."""
-    parts = gather_json(described)
-    return make_index(dict(enumerate(parts)), geometry, scalars) if parts else None
+def gather_index(
+    described: Described, geometry: ModelGeometry, scalars: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """The index of all ranks' files on the first rank, None on the others. Collective over the world.
+
+    ``scalars`` are the same on all ranks that write something, and may be None on the others.
+    """
+    parts = gather_json([described, scalars])
+    if not parts:
+        return None
+    known: Mapping[str, Any] = next((theirs for held, theirs in parts if held), {})
+    return make_index({rank: held for rank, (held, _) in enumerate(parts)}, geometry, known)
 
 
 def make_index(

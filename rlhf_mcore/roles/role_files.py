@@ -20,6 +20,7 @@ from rlhf_mcore.mcore.optimizer_state import (
     optimizer_shards,
     unrounded_masters,
 )
+from rlhf_mcore.types import ModelGeometry
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -28,11 +29,24 @@ TRAINING = "training"
 
 
 class RoleFiles:
-    """Writes and reads one role's part of a checkpoint, ``<checkpoint>/<name>``. Built and called collectively."""
+    """Writes and reads one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
 
-    def __init__(self, name: str, model: MegatronModel, optimizer: MegatronOptimizer, exporter: Exporter):
-        self.name = name
-        self._model, self._optimizer, self._exporter = model, optimizer, exporter
+    ``model`` and ``optimizer`` are None on ranks that hold no part of it. ``trained`` is false for a model that has no optimizer
+    anywhere: of that only the weights are kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        geometry: ModelGeometry,
+        model: MegatronModel | None,
+        optimizer: MegatronOptimizer | None,
+        exporter: Exporter,
+        *,
+        trained: bool = True,
+    ):
+        self.name, self._trained = name, trained
+        self._geometry, self._model, self._optimizer, self._exporter = geometry, model, optimizer, exporter
         self._image: FileImage | None = None
 
     def write(self, checkpoint: Path) -> list[Path]:
@@ -40,14 +54,12 @@ class RoleFiles:
 
         Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
         """
-        state = self._state()
-        index = gather_index(state.described, self._model.spec.geometry, optimizer_scalars(self._optimizer))
         directory = checkpoint / self.name
-        (directory / TRAINING).mkdir(parents=True, exist_ok=True)
+        index = self._gather_index(state := self._state())
         paths = self._exporter.write(directory)
         if state.described:
-            path = directory / TRAINING / state_file(dist.get_rank())
-            state.write(path)
+            (directory / TRAINING).mkdir(exist_ok=True)
+            state.write(path := directory / TRAINING / state_file(dist.get_rank()))
             paths.append(path)
         return paths + _write_index(directory, index)
 
@@ -56,22 +68,21 @@ class RoleFiles:
 
         Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.
         """
-        images = self._exporter.snapshot()
+        images = [(image, "") for image in self._exporter.snapshot()]
         state = self._state()
         if state.described:
-            image = self._image_for(state)
-            state.copy_to(image)
-        self._model.platform.synchronize()
-        index = gather_index(state.described, self._model.spec.geometry, optimizer_scalars(self._optimizer))
+            state.copy_to(image := self._image_for(state))
+            images.append((image, TRAINING))
+        if self._model is not None:
+            self._model.platform.synchronize()
+        index = self._gather_index(state)
 
         def write(checkpoint: Path) -> list[Path]:
             directory = checkpoint / self.name
-            (directory / TRAINING).mkdir(parents=True, exist_ok=True)
-            paths = [image.write(directory) for image in images]
-            paths += self._exporter.write_companions(directory)
-            if state.described:
-                paths.append(image.write(directory / TRAINING))
-            return paths + _write_index(directory, index)
+            for folder in {directory, *(directory / folder for _, folder in images)}:
+                folder.mkdir(parents=True, exist_ok=True)
+            paths = [image.write(directory / folder) for image, folder in images]
+            return paths + self._exporter.write_companions(directory) + _write_index(directory, index)
 
         return write
 
@@ -81,8 +92,10 @@ class RoleFiles:
         Raises:
             ConfigError: the state is damaged, of another model, or does not belong to these weights.
         """
+        if self._model is None or self._optimizer is None:
+            return
         directory = checkpoint / self.name
-        reader = StateReader(directory / TRAINING, self._model.spec.geometry)
+        reader = StateReader(directory / TRAINING, self._geometry)
         reader.read_into(optimizer_shards(self._model, self._optimizer))
         load_optimizer_scalars(self._optimizer, reader.scalars)
         if wrong := unrounded_masters(self._model, self._optimizer):
@@ -92,10 +105,20 @@ class RoleFiles:
             )
 
     def _state(self) -> RankState:
-        return RankState(optimizer_shards(self._model, self._optimizer), self._model.spec.geometry)
+        if self._model is None or self._optimizer is None:
+            return RankState([], self._geometry)
+        return RankState(optimizer_shards(self._model, self._optimizer), self._geometry)
+
+    def _gather_index(self, state: RankState) -> dict[str, Any] | None:
+        """On the first rank, for a model that is trained."""
+        if not self._trained:
+            return None
+        scalars = optimizer_scalars(self._optimizer) if self._optimizer is not None else None
+        return gather_index(state.described, self._geometry, scalars)
 
     def _image_for(self, state: RankState) -> FileImage:
         if self._image is None or self._image.layout.header != state.layout.header:
+            assert self._model is not None
             pinned = self._model.platform.device().type == "cuda"
             self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
         return self._image
@@ -105,5 +128,6 @@ def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:
     if index is None:
         return []
     path = directory / TRAINING / STATE_INDEX
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
     return [path]

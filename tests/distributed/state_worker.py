@@ -69,7 +69,7 @@ class World:
         exporter = Exporter(
             local_parameters(model), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
         )
-        return RoleFiles("actor", model, actor.optimizer, exporter)
+        return RoleFiles("actor", geometry, model, actor.optimizer, exporter)
 
 
 def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:

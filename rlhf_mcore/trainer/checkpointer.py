@@ -1,0 +1,179 @@
+"""Saving: when it is due, in the foreground or in the background, and what is beside the models in a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Protocol
+
+import torch.distributed as dist
+
+from rlhf_mcore.checkpoint.collective import CheckpointWriter, Entries, TransientSaveError, decide_together
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.manifest import About
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import MEASURE, MINUTES, REQUEST, Decision, Triggers
+from rlhf_mcore.parallel.collectives import reduce_sums
+
+Write = Callable[[Path], list[Path]]
+Documents = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
+
+
+class SavedPart(Protocol):
+    """A model's part of a checkpoint."""
+
+    def write(self, checkpoint: Path) -> list[Path]:
+        """Write this rank's files and return their paths. Collective; comes to its end on every rank before it raises."""
+        ...
+
+    def snapshot(self) -> Write:
+        """Copy everything, and return what writes the copy, alone and from any thread. Collective."""
+        ...
+
+
+@dataclass(slots=True)
+class Checkpointer:
+    """Saves after the steps after which a save is due, and says when to stop.
+
+    With ``in_background`` a save copies what it needs and returns; a thread writes, and the commit, for which ranks must talk to each
+    other, is made after a later step. At most one save is under way: the next one waits for it, so a copy is never changed.
+    """
+
+    writer: CheckpointWriter
+    parts: Sequence[SavedPart]
+    documents: Callable[[int], Documents]  # collective
+    triggers: Triggers | None  # on the first rank
+    requests: SignalRequests
+    tidy: Callable[[], None]  # after a commit, on the first rank
+    note: Callable[[str], None]
+    in_background: bool = False
+    stop_on_failure: bool = True
+    _flush: _Flush | None = field(default=None, init=False)
+
+    def begin(self) -> None:
+        """The first step begins."""
+        if self.triggers is not None:
+            self.triggers.begin()
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Save if it is due; returns whether the run has to end now. ``metrics``: of the step. Collective over the world.
+
+        Raises:
+            SaveError: on every rank, when a save has failed on any and the run is to stop then.
+        """
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
+        decision = decide_together(self.triggers, self.requests, step, evaluation)
+        if self._flush is not None and _all_ranks(self._flush.is_done):
+            self.drain()
+        if decision.save and not self._is_being_served(decision):
+            self.save(step, evaluation, decision)
+        if decision.stop:
+            self.drain()
+        return decision.stop
+
+    def save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
+        """Save now. Collective over the world."""
+        self.drain()
+        started, about = time.monotonic(), About(step, metrics=evaluation)
+        try:
+            if self.in_background:
+                self._start(about, decision)
+            else:
+                self.writer.save(about, partial(self._write, self.documents(step)))
+                self._committed(step, time.monotonic() - started)
+        except SaveError as error:
+            self._failed(error, decision)
+
+    def drain(self) -> None:
+        """Wait for a save that is under way and commit it. Collective over the world."""
+        if self._flush is None:
+            return
+        flush, self._flush = self._flush, None
+        entries, error = flush.wait()
+        try:
+            try:
+                self.writer.finish(flush.about, flush.directory, entries, error)
+            except TransientSaveError:
+                self.writer.save(flush.about, flush.write)  # the copy is still there
+            self._committed(flush.about.step, flush.seconds)
+        except SaveError as failure:
+            self._failed(failure, flush.decision)
+
+    def _is_being_served(self, decision: Decision) -> bool:
+        """What is asked for until it is there: by the clock, or by a file."""
+        return self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
+
+    def _start(self, about: About, decision: Decision) -> None:
+        directory = self.writer.begin(about.step)
+        writes = [part.snapshot() for part in self.parts]
+        write = partial(_write_copies, writes, self.documents(about.step))
+        self._flush = _Flush(about, decision, directory, write, self.writer)
+
+    def _write(self, documents: Documents, directory: Path) -> list[Path]:
+        """Every part is written, whatever happens to another one, because other ranks take part."""
+        paths, first_error = [], None
+        for part in self.parts:
+            try:
+                paths += part.write(directory)
+            except OSError as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        return paths + _write_documents(directory, documents)
+
+    def _committed(self, step: int, seconds: float) -> None:
+        if self.triggers is None:
+            return
+        self.triggers.saved(step, seconds)
+        try:
+            self.tidy()
+        except OSError as error:
+            self.note(f"checkpoint-{step} is saved, but older ones could not be tidied up: {error}")
+
+    def _failed(self, error: SaveError, decision: Decision) -> None:
+        if self.stop_on_failure:
+            raise error
+        if self.triggers is not None:
+            self.triggers.not_saved(decision)
+        self.note(str(error))
+
+
+class _Flush:
+    """A save that a thread is writing."""
+
+    def __init__(self, about: About, decision: Decision, directory: Path, write: Write, writer: CheckpointWriter):
+        self.about, self.decision, self.directory, self.write = about, decision, directory, write
+        self.seconds = 0.0
+        self._outcome: tuple[Entries, Exception | None] = {}, RuntimeError("the thread that writes has died")
+        self._thread = Thread(target=self._run, args=(writer,), name=f"save-{about.step}", daemon=True)
+        self._thread.start()
+
+    def _run(self, writer: CheckpointWriter) -> None:
+        started = time.monotonic()
+        self._outcome = writer.attempt(self.directory, self.write)
+        self.seconds = time.monotonic() - started
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> tuple[Entries, Exception | None]:
+        self._thread.join()
+        return self._outcome
+
+
+def _write_copies(writes: Sequence[Write], documents: Documents, directory: Path) -> list[Path]:
+    return [path for write in writes for path in write(directory)] + _write_documents(directory, documents)
+
+
+def _write_documents(directory: Path, documents: Documents) -> list[Path]:
+    for name, content in documents.items():
+        (directory / name).write_bytes(content)
+    return [directory / name for name in documents]
+
+
+def _all_ranks(holds: Callable[[], bool]) -> bool:
+    return reduce_sums({"holds": float(holds())})["holds"] == dist.get_world_size()

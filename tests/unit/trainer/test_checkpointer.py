@@ -1,0 +1,249 @@
+"""Saving in the foreground and in the background, with parts that are small files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.layout import LATEST, scan, scan_transitional
+from rlhf_mcore.checkpoint.manifest import read_manifest, verify
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.config.schema import CheckpointConfig
+from rlhf_mcore.trainer.checkpointer import Checkpointer
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@dataclass
+class Model:
+    """A part whose weights are a number. ``gate`` holds back what writes a copy; ``errors`` are raised while writing, one a time."""
+
+    name: str = "actor"
+    weights: int = 0
+    gate: threading.Event = field(default_factory=threading.Event)
+    errors: list[Exception] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def write(self, checkpoint: Path) -> list[Path]:
+        return self._write(checkpoint, self.weights)
+
+    def snapshot(self) -> Callable[[Path], list[Path]]:
+        copy = self.weights
+
+        def write(checkpoint: Path) -> list[Path]:
+            assert self.gate.wait(20)
+            return self._write(checkpoint, copy)
+
+        return write
+
+    def _write(self, checkpoint: Path, value: int) -> list[Path]:
+        if self.errors:
+            raise self.errors.pop(0)
+        path = checkpoint / self.name / "weights"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(str(value))
+        return [path]
+
+
+@dataclass
+class Run:
+    """A checkpointer with two models on a run directory."""
+
+    directory: Path
+    actor: Model = field(default_factory=Model)
+    critic: Model = field(default_factory=lambda: Model("critic"))
+    notes: list[str] = field(default_factory=list)
+    tidied: int = 0
+    clock: float = 0.0
+
+    def make(self, *, stop_on_failure: bool = True, **settings: Any) -> Checkpointer:
+        config = CheckpointConfig(**settings)
+        made = Checkpointer(
+            writer=CheckpointWriter(self.directory, Disk(waits_s=())),
+            parts=[self.actor, self.critic],
+            documents=lambda step: {
+                "trainer_state.json": json.dumps({"step": step, "seen": self.actor.weights}).encode()
+            },
+            triggers=Triggers(config, 100, self.directory, clock=lambda: self.clock),
+            requests=SignalRequests(),
+            tidy=self.tidy,
+            note=self.notes.append,
+            in_background=config.async_save,
+            stop_on_failure=stop_on_failure,
+        )
+        made.begin()
+        return made
+
+    def tidy(self) -> None:
+        self.tidied += 1
+
+    def saved(self, step: int) -> tuple[str, str, int]:
+        """Weights of actor and critic, and what the documents say, of an intact checkpoint."""
+        path = self.directory / f"checkpoint-{step}"
+        assert verify(path) == []
+        state = json.loads((path / "trainer_state.json").read_text())
+        assert state["step"] == step
+        return (path / "actor/weights").read_text(), (path / "critic/weights").read_text(), state["seen"]
+
+    @property
+    def steps(self) -> list[int]:
+        return [checkpoint.step for checkpoint in scan(self.directory)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
+    made = run.make(save_steps=3)
+    for step in range(1, 8):
+        run.actor.weights = step
+        assert made.after_step(step, {"loss": 1.0}) is False
+    assert run.steps == [3, 6] and run.saved(6) == ("6", "0", 6)
+    made.after_step(100, {})
+    assert run.steps[-1] == 100 and (run.directory / LATEST).readlink() == Path("checkpoint-100")
+    assert run.tidied == 3
+
+
+def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:
+    run.make(save_steps=1).after_step(1, {"evaluate/accuracy": 0.5, "loss": 2.0})
+    assert read_manifest(run.directory / "checkpoint-1").about.metrics == {"evaluate/accuracy": 0.5}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_one_part_that_fails_does_not_keep_the_others_waiting(run: Run, in_background: bool) -> None:
+    made = run.make(save_steps=1, async_save=in_background)
+    run.actor.errors = [OSError(28, "No space left on device")]
+    with pytest.raises(SaveError, match=r"checkpoint-1 was not saved: .*No space left on device"):
+        made.after_step(1, {})
+        made.drain()
+    assert run.steps == [] and scan_transitional(run.directory) == []
+
+
+def test_a_failed_save_can_be_passed_over_and_the_next_one_is_made(run: Run) -> None:
+    made = run.make(save_steps=1, stop_on_failure=False)
+    run.critic.errors = [OSError(28, "No space left on device")]
+    made.after_step(1, {})
+    made.after_step(2, {})
+    assert run.steps == [2] and "checkpoint-1 was not saved" in run.notes[0]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background: bool) -> None:
+    made = run.make(save_steps=1, async_save=in_background)
+    run.actor.weights, run.actor.errors = 4, [OSError(5, "Input/output error")]
+    made.after_step(1, {})
+    run.actor.weights = 5  # the optimizer goes on
+    made.drain()
+    assert run.saved(1) == ("4", "0", 4)
+
+
+def test_what_cannot_be_tidied_up_is_said(run: Run) -> None:
+    made = run.make(save_steps=1)
+
+    def tidy() -> None:
+        raise PermissionError(13, "Permission denied")
+
+    made.tidy = tidy
+    made.after_step(1, {})
+    assert run.steps == [1] and "older ones could not be tidied up" in run.notes[0]
+
+
+# --------------------------------------------------------------------------------------------------------- in the background
+def test_fault_04_the_link_moves_only_when_everything_is_written(run: Run) -> None:
+    made = run.make(save_steps=1, async_save=True)
+    run.actor.gate.clear()
+    made.after_step(1, {})
+    assert run.steps == [] and not (run.directory / LATEST).exists()
+    assert [left.state for left in scan_transitional(run.directory)] == ["partial"]
+    run.actor.gate.set()
+    made.drain()
+    assert run.steps == [1] and (run.directory / LATEST).readlink() == Path("checkpoint-1")
+
+
+def test_fault_06_what_is_written_is_the_snapshot(run: Run) -> None:
+    made = run.make(save_steps=2, async_save=True)
+    run.actor.gate.clear()
+    run.actor.weights = 2
+    made.after_step(2, {})
+    run.actor.weights = 3  # updated while the save is running
+    run.actor.gate.set()
+    made.drain()
+    assert run.saved(2) == ("2", "0", 2)
+
+
+def test_the_commit_is_made_after_a_later_step_without_waiting(run: Run) -> None:
+    made = run.make(save_steps=4, async_save=True)
+    run.actor.gate.clear()
+    for step in (4, 5, 6):
+        made.after_step(step, {})
+    assert run.steps == []
+    run.actor.gate.set()
+    made._flush._thread.join()  # type: ignore[union-attr]
+    made.after_step(7, {})
+    assert run.steps == [4] and made._flush is None
+
+
+def test_the_next_save_waits_for_the_one_under_way(run: Run) -> None:
+    made = run.make(save_steps=1, async_save=True)
+    run.actor.gate.clear()
+    run.actor.weights = 1
+    made.after_step(1, {})
+    threading.Timer(0.05, run.actor.gate.set).start()
+    run.actor.weights = 2
+    made.after_step(2, {})
+    made.drain()
+    assert run.saved(1)[0] == "1" and run.saved(2)[0] == "2"
+
+
+def test_what_the_clock_asks_for_is_not_asked_for_twice(run: Run) -> None:
+    made = run.make(save_minutes=1.0, async_save=True)
+    run.actor.gate.clear()
+    run.clock = 61.0
+    made.after_step(1, {})
+    made.after_step(2, {})  # would wait for the first one if it saved
+    run.actor.gate.set()
+    made.drain()
+    assert run.steps == [1]
+
+
+def test_an_error_in_the_thread_is_raised_after_the_next_step(run: Run) -> None:
+    made = run.make(save_steps=2, async_save=True)
+    run.critic.errors = [ValueError("out of range")]
+    made.after_step(2, {})
+    made._flush._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(SaveError, match=r"checkpoint-2 was not saved: rank 0: ValueError: out of range"):
+        made.after_step(3, {})
+    assert made._flush is None
+
+
+def test_fault_08_a_step_that_is_tried_again_saves_again(run: Run) -> None:
+    """An exception in a step, caught by the caller, leaves a save under way; nothing of it ends up in the next one."""
+    made = run.make(save_steps=1, async_save=True)
+    run.actor.weights = 1
+    made.after_step(1, {})
+    run.actor.weights = 10
+    made.after_step(1, {})  # the caller went back a step
+    made.drain()
+    assert run.saved(1) == ("10", "0", 10)
+    assert scan_transitional(run.directory) == []
+
+
+def test_a_run_that_has_to_stop_commits_first(run: Run) -> None:
+    made = run.make(async_save=True)
+    made.requests.stop_requested = True
+    assert made.after_step(5, {}) is True
+    assert run.steps == [5]
