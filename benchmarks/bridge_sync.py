@@ -19,6 +19,7 @@ kernels. Wall seconds are those of the slowest rank, CPU seconds the sum over ra
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -39,9 +40,9 @@ from benchmarks.common import Timing, report, timed
 from rlhf_mcore.bridge.describe import describe_sources
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.regions import Piece, view
+from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer, load
 from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
@@ -71,44 +72,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the small model, fewer rounds")
     parser.add_argument("--rounds", type=int, help="how often each contender runs")
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # set for the ranks
+    parser.add_argument(
+        "--world", nargs=3, metavar=("DIRECTORY", "SIZE", "TP"), help=argparse.SUPPRESS
+    )  # set for the ranks
     args = parser.parse_args()
-    if args.directory is None:
-        sys.exit(start_ranks(sys.argv[1:]))
-    run(args.directory, args.quick, args.rounds or (5 if args.quick else 11))
+    rounds = args.rounds or (5 if args.quick else 11)
+    if args.world is None:
+        measure_worlds(args.quick, rounds)
+    else:
+        run(Path(args.world[0]), args.world[1], int(args.world[2]), rounds)
 
 
-def start_ranks(arguments: list[str]) -> int:
-    """This script again, under torchrun. Returns its exit status."""
+def measure_worlds(quick: bool, rounds: int) -> None:
+    """A world of fresh processes per model and width of the engines; then the report."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for size in ("small",) if quick else tuple(SIZES):
+            for engine_tp in LAYOUTS:
+                rows += start_world(Path(directory), size, engine_tp, rounds)
+    ratio = max(row["ratios"]["planned/reload"]["median"] for row in rows if row["trainer"] == "TP2 PP2")
+    goal = GOAL_CUDA if current_platform().name == "cuda" else GOAL_CPU
+    measured = {"bucket_bytes": BUCKET_BYTES, "ranks": RANKS, "rounds": rounds, "rows": rows}
+    report("bridge_sync", measured, ratio=ratio, goal=goal, quick=quick)
+
+
+def start_world(directory: Path, size: str, engine_tp: int, rounds: int) -> list[dict[str, Any]]:
+    """This script again, under torchrun. Returns the rows that its first rank has written."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    with tempfile.TemporaryDirectory() as directory:
-        launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        worker = ["-m", "benchmarks.bridge_sync", *arguments, "--directory", directory]
-        return subprocess.run([sys.executable, *launcher, *worker], cwd=ROOT, env=environment, check=False).returncode
+    launcher = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    worker = ["-m", "benchmarks.bridge_sync", "--rounds", str(rounds), "--world", str(directory), size, str(engine_tp)]
+    subprocess.run([sys.executable, *launcher, *worker], cwd=ROOT, env=environment, check=True)
+    return json.loads(rows_file(directory, size, engine_tp).read_text(encoding="utf-8"))
 
 
-def run(directory: Path, quick: bool, rounds: int) -> None:
+def rows_file(directory: Path, size: str, engine_tp: int) -> Path:
+    return directory / f"rows-{size}-{engine_tp}.json"
+
+
+def run(directory: Path, size: str, engine_tp: int, rounds: int) -> None:
+    """One rank of one world."""
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
     dist.init_process_group(platform.collective_backend)
-    rows = []
-    for size in ("small",) if quick else tuple(SIZES):
-        path = directory / size
-        if dist.get_rank() == 0:
-            make_model(path, SIZES[size])
-        dist.barrier()
-        for engine_tp, layouts in LAYOUTS.items():
-            rows += measure_engine(Setup(platform, path, size, rounds), engine_tp, layouts)
+    path = directory / size
+    if dist.get_rank() == 0 and not path.exists():
+        make_model(path, SIZES[size])
+    dist.barrier()
+    rows = measure_engine(Setup(platform, path, size, rounds), engine_tp, LAYOUTS[engine_tp])
     if dist.get_rank() == 0:
-        ratio = max(row["ratios"]["planned/reload"]["median"] for row in rows if row["trainer"] == "TP2 PP2")
-        goal = GOAL_CUDA if platform.name == "cuda" else GOAL_CPU
-        measured = {"bucket_bytes": BUCKET_BYTES, "ranks": RANKS, "rounds": rounds, "rows": rows}
-        report("bridge_sync", measured, ratio=ratio, goal=goal, quick=quick)
+        rows_file(directory, size, engine_tp).write_text(json.dumps(rows), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

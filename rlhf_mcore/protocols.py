@@ -23,6 +23,10 @@ class SyncStats:
     peak_bytes: int
 
 
+class SyncMismatch(RuntimeError):
+    """An engine does not hold what the trainer holds."""
+
+
 class WeightBridge(Protocol):
     """Brings the weights of a trained model into the rollout engine of this rank."""
 
@@ -58,6 +62,10 @@ class RolloutEngine(Protocol):
 
     def updating(self, *, version: int) -> AbstractContextManager[nn.Module]:
         """The live model, to be written in place. Until the block has ended well, ``generate`` raises."""
+        ...
+
+    def drop_weights(self, problem: str) -> None:
+        """Declare the weights unusable: until the next whole load or sync ``generate`` raises, saying why."""
         ...
 
     def sleep(self) -> None: ...

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.rank_plan import RankPlan
-from rlhf_mcore.bridge.trace import EngineMap, EngineParameter, reloading
+from rlhf_mcore.bridge.regions import view
+from rlhf_mcore.bridge.reload import reloading
+from rlhf_mcore.bridge.trace import EngineMap, EngineParameter
 
 Written = Callable[[EngineParameter, Tensor], None]
 
@@ -35,8 +37,9 @@ class EngineLanding:
         model: the engine's live model.
         engine: its map.
         plan: the plan of this rank, whose buckets are landed in order.
-        poison: fill everything with NaN first, so that an element that is never written shows.
+        poison: fill what will be written with NaN first, so that an element that is never written shows.
         written: called with every parameter and its flat tensor when it is complete.
+        names: the tensors that the plan brings, under Hugging Face names; None: all.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class EngineLanding:
         *,
         poison: bool = False,
         written: Written | None = None,
+        names: Collection[str] | None = None,
     ):
         self._model, self._engine, self._poison, self._written = model, engine, poison, written
+        self._names = names
         self._flats = engine.views(model)
         for parameter in engine.direct:
             self._prepare(parameter, self._flats[parameter.name])
@@ -84,9 +89,15 @@ class EngineLanding:
 
     def _prepare(self, parameter: EngineParameter, flat: Tensor) -> None:
         if self._poison and flat.is_floating_point():
-            flat.fill_(float("nan"))
+            for part in self._brought(parameter, flat):
+                part.fill_(float("nan"))
         for begin, end in parameter.padding:
             flat[begin:end].zero_()
+
+    def _brought(self, parameter: EngineParameter, flat: Tensor) -> list[Tensor]:
+        if self._names is None:
+            return [flat]
+        return [view(flat, piece) for piece in parameter.pieces if piece.hf_name in self._names]
 
     def _finish(self, parameters: Sequence[EngineParameter]) -> None:
         if self._written is not None:

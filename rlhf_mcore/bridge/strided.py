@@ -16,6 +16,7 @@ from rlhf_mcore.bridge.regions import Piece
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
 Interval = tuple[int, int]  # of elements, half-open
 _Dim = tuple[int, int, int]  # size, source stride, destination stride
+_Copied = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]  # a piece without its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,24 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
     Slices, transposes, reshapes and broadcasts become as few rectangles as their geometry allows. Pieces are in order of
     destination offset; the shapes of both views must be the same.
     """
+    return [Piece(hf_name, *where) for where in _copied(hf_shape, source, destination)]
+
+
+def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
+    """The part of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
+    local = View(piece.offset, piece.shape, piece.strides)
+    return [(start, extent) for start, extent, _, _ in _copied(shape, local, local)]
+
+
+@cache  # layers are alike, and so are the copies into them
+def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[_Copied]:
     assert source.shape == destination.shape, (source, destination)
     if 0 in source.shape:
         return []
     dims = [dim for dim in zip(source.shape, source.strides, destination.strides, strict=True) if dim[0] != 1]
     start = _unravel(source.offset, hf_shape)
     if isinstance(placed := _place(start, dims, hf_shape), dict):  # nearly always
-        return [_piece(hf_name, start, placed, destination.offset)]
+        return [_rectangle(start, placed, destination.offset)]
     work: list[tuple[int, int, list[_Dim]]] = [(source.offset, destination.offset, _joined(dims))]
     found = []
     while work:
@@ -55,14 +67,18 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
         if isinstance(placed, int):
             work.extend(_cut(offset, target, todo, placed, start, hf_shape))
         else:
-            found.append(_piece(hf_name, start, placed, target))
-    return sorted(found, key=lambda piece: piece.offset)
+            found.append(_rectangle(start, placed, target))
+    return sorted(found, key=lambda piece: piece[2])
 
 
-def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
-    """The part of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
-    local = View(piece.offset, piece.shape, piece.strides)
-    return [(found.start, found.shape) for found in copied_pieces("", shape, local, local)]
+@cache
+def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
+    """The elements of a contiguous tensor that rectangles of it leave, as ascending runs that do not touch.
+
+    Raises:
+        ValueError: two rectangles overlap.
+    """
+    return intervals(shape, gaps(shape, filled))
 
 
 def gaps(shape: tuple[int, ...], filled: Iterable[Rectangle]) -> list[Rectangle]:
@@ -142,7 +158,7 @@ def _cut(
         yield offset + index * stride, target + index * step, rest
 
 
-def _piece(hf_name: str, start: tuple[int, ...], placed: dict[int, tuple[int, int]], offset: int) -> Piece:
+def _rectangle(start: tuple[int, ...], placed: dict[int, tuple[int, int]], offset: int) -> _Copied:
     """Axes of one element get the stride of a packed layout, so that equal places have equal descriptions."""
     extents, strides = [], []
     packed = 1
@@ -151,7 +167,7 @@ def _piece(hf_name: str, start: tuple[int, ...], placed: dict[int, tuple[int, in
         extents.append(size)
         strides.append(stride)
         packed = stride * size
-    return Piece(hf_name, start, tuple(reversed(extents)), offset, tuple(reversed(strides)))
+    return start, tuple(reversed(extents)), offset, tuple(reversed(strides))
 
 
 def _subtract(box: Rectangle, hole: Rectangle) -> list[Rectangle]:

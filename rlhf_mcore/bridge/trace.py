@@ -10,7 +10,7 @@ Whether a write to the live tensor reaches the kernels is tried out, not assumed
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.strided import Interval, Rectangle, View, copied_pieces, covered, gaps, intervals
+from rlhf_mcore.bridge.strided import Interval, Rectangle, View, copied_pieces, covered, unfilled
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,7 +63,7 @@ class EngineMap:
 
     @property
     def repacked(self) -> tuple[tuple[EngineParameter, ...], ...]:
-        """Those that must go through vLLM's layerwise reload: one group per layer, in layer order, for :func:`reloading`."""
+        """Those that must go through vLLM's layerwise reload: one group per layer, in layer order, for ``reload.reloading``."""
         groups: dict[str, list[EngineParameter]] = {}
         for parameter in self.parameters:
             if parameter.repacked:
@@ -128,7 +128,7 @@ def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Modu
         if (
             not parameter.repacked
             and parameter.module in reloaded
-            and attribute in _recorded(modules[parameter.module])
+            and attribute in recorded_layout(modules[parameter.module])
         ):
             yield replace(parameter, repacked="another parameter of its layer is repacked")
         else:
@@ -141,7 +141,7 @@ def _padding(
     """What the pieces leave of a parameter; for a checked one it has to be what vLLM says is padding."""
     shape = tuple(layout.shape)
     try:
-        padding = intervals(shape, gaps(shape, [box for piece in pieces for box in covered(piece, shape)]))
+        padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
     except ValueError as error:
         raise ValueError(f"engine parameter {names[0]}: {error}") from error
     missing = sum(end - begin for begin, end in padding)
@@ -179,6 +179,11 @@ class _Recorder(TorchDispatchMode):
         self._pieces: dict[str, dict[Rectangle, Piece]] = {name: {} for name in destinations}
         self._opaque: dict[str, str] = {}
         self._item: Tensor | None = None  # read by .item(), to be written by a fill_
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's guard against it would take a third of the time."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
@@ -243,7 +248,7 @@ def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     live = [(module, dict(module._parameters)) for module in model.modules()]
     try:
         for module, parameters in live:
-            recorded = _recorded(module)
+            recorded = recorded_layout(module)
             for name, parameter in parameters.items():
                 if parameter is not None:
                     layout = restore_layer_refs(to_meta_tensor(recorded.get(name, parameter)), module)
@@ -256,7 +261,7 @@ def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             module._parameters.update(parameters)
 
 
-def _recorded(module: nn.Module) -> dict[str, Tensor]:
+def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
     """Parameters of a module as vLLM makes them anew for a reload, on the meta device."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -391,88 +396,3 @@ def _experts_are_read(layer: Any) -> bool:
         w13.copy_(before[0])
         w2.copy_(before[1])
     return bool((result - expected).norm() < 0.05 * expected.norm())
-
-
-# ------------------------------------------------------------------------------------------- parameters that are repacked
-
-
-@contextmanager
-def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[dict[str, Tensor]]:
-    """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
-
-    Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
-    Leaving the context lets vLLM process the layer and put the result where its kernels read it. Peak extra memory is one
-    layer. Run it under vLLM's ``set_current_vllm_config``.
-
-    Args:
-        model: the live model.
-        group: one of ``EngineMap.repacked``.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise, meta
-
-    module = model.get_submodule(group[0].module)
-    layerwise.initialize_layerwise_reload(module)
-    info = layerwise.get_layerwise_info(module)
-    try:
-        meta.materialize_layer(module, info)
-        yield {p.name: getattr(module, p.name.rpartition(".")[2]).data.view(-1) for p in group}
-        _forget_packed_experts(module)
-        layerwise._layerwise_process(module, info)
-    finally:
-        if info.can_load():  # it was not processed: put back what was there
-            layerwise._place_kernel_tensors(module, info)
-            info.reset()
-    for alias in {alias for parameter in group for alias in parameter.aliases}:
-        sharer: Any = model.get_submodule(alias.rpartition(".")[0])
-        if sharer is not module:
-            sharer.quant_method.process_weights_after_loading(sharer)
-
-
-def _forget_packed_experts(module: Any) -> None:
-    """On the CPU, vLLM packs experts only while it builds their kernel: without this a reload leaves them unpacked (0.32)."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
-        module.quant_method.moe_kernel = None
-
-
-def keep_loading_layout(model: nn.Module) -> list[str]:
-    """On the CPU, let layers multiply with their live parameters, so that these can be written in place.
-
-    vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
-    output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.
-    Experts of a mixture keep their packed kernel. Returned are the names of the layers that have changed; on other
-    platforms there is none. The weights are undefined until they are loaded or synchronised.
-
-    An update then is a plain copy, as on a GPU, but generation gets slower (by up to two fifths at 80M parameters), and a
-    reload costs less than that: for speed leave the layers as they are and use :func:`reloading`.
-    """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    changed = []
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(module, "cpu_linear") and isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
-            _restore_weight(module)
-            _multiply_plainly(module)
-            method.process_weights_after_loading = _multiply_plainly
-            changed.append(name)
-    return changed
-
-
-def _multiply_plainly(layer: Any) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
-
-
-def _restore_weight(layer: Any) -> None:
-    """Give back the weight that packing has dropped; a bias that it has widened gets the weight's dtype again."""
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_refs
-
-    device = layer.weight.device
-    if layer.weight.numel() == 0:
-        with device:
-            layer.weight = restore_layer_refs(materialize_meta_tensor(_recorded(layer)["weight"]), layer)
-        layer.weight.data.zero_()
-    if getattr(layer, "bias", None) is not None:
-        layer.bias.data = layer.bias.data.to(layer.weight.dtype)

@@ -17,16 +17,13 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.protocols import SyncMismatch
 
 CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd 64-bit constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
 _GAMMA, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 _Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
-
-
-class SyncMismatch(RuntimeError):
-    """Engines do not hold what the trainer holds."""
 
 
 def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -58,22 +55,6 @@ def _mixed(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> T
 def _signed(value: int) -> int:
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def digests_of(
-    flats: Mapping[str, Tensor],
-    places: Sequence[Place],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
-) -> list[int]:
-    """Hashes of all pieces of this rank's tensors, in the order of ``places`` that mention this rank."""
-    rank = dist.get_rank()
-    return [
-        piece_digest(flats[place.buffer], piece, shapes[piece.hf_name], dtypes[piece.hf_name])
-        for place in places
-        if rank in place.ranks
-        for piece in place.pieces
-    ]
 
 
 def tensor_digests(

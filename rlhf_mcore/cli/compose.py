@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer, load
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
@@ -39,6 +40,7 @@ from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor, Policy
 from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
@@ -181,6 +183,17 @@ def _load_model(
 
 
 def _bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge:
+    bridge = _plain_bridge(cfg, models, engine)
+    if not cfg.bridge.canary:
+        return bridge
+    dp, model, drawn = models.groups.collection.dp, models.actor.model, cfg.rollout.sampling
+    count = math.lcm(engine.num_engines, dp.size())
+    prompts = canary_prompts(count, min(NUM_TOKENS, cfg.data.max_prompt_tokens), model.spec.geometry.vocab_size)
+    sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
+    return CanaryBridge(bridge, engine, models.actor, dp, prompts, sampling, TOLERANCE[model.config.params_dtype])
+
+
+def _plain_bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge:
     if cfg.bridge.method == "gather":
         return GatherBridge(models.gatherer, engine)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
@@ -192,6 +205,7 @@ def _bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
+        gatherer=models.gatherer,
     )
 
 

@@ -146,7 +146,9 @@ class BridgeConfig:
     # planned: every byte straight to its place in the engine's parameters | gather: full tensors, one at a time (the baseline)
     method: str = "planned"
     bucket_bytes: int = 268435456  # planned: limit of what a rank sends, and receives, at a time; two are in flight
-    verify: str = "off"  # planned: off | digest (hash every tensor on both sides after every sync)
+    # planned: off | digest (hash every tensor on both sides after every sync) | full (compare with a plain load, for debugging)
+    verify: str = "off"
+    canary: bool = False  # after every sync, compare logprobs of a few tokens between engines and trainer
     live_cpu_weights: bool = False  # CPU: plain kernels on live weights instead of vLLM's packed copies
 
 

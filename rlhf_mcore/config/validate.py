@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.recompute.method": ("uniform", "block"),
     "rollout.engine": ("vllm", "hf"),
     "bridge.method": ("planned", "gather"),
-    "bridge.verify": ("off", "digest"),
+    "bridge.verify": ("off", "digest", "full"),
     "algorithm.preset": tuple(PRESETS),
     "algorithm.use_critic": ("auto", "true", "false"),
     "algorithm.kl.estimator": ("k1", "k2", "k3"),
@@ -208,6 +208,8 @@ def _unsupported_problems(cfg: Config) -> Iterator[str]:
         yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
     elif cfg.rollout.placement != "colocated":
         yield f"rollout.placement={cfg.rollout.placement!r} is not a choice; choose one of: colocated"
+    if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
+        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
     if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
         yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.setting import LAYOUTS
 from tests.distributed.world import run_world
-from tests.e2e.three_way_worker import ENGINE_TP, generates
+from tests.e2e.three_way_worker import ENGINES, FAMILIES, MATRIX, generates, layouts
+
+CASES = [(model, tp, layout) for model, tp in ENGINES for layout in layouts(model, ENGINES)]
 
 
 @pytest.fixture(scope="module")
@@ -16,19 +18,24 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_world("../e2e/three_way_worker.py", 4, tmp_path_factory.mktemp("three_way"))
 
 
-@pytest.mark.parametrize(("model", "layout"), [(m, la) for m in ENGINE_TP for la in LAYOUTS if generates(m, la)])
-def test_engine_trainer_and_transformers_agree(findings: Any, model: str, layout: str) -> None:
-    found = findings[f"{model}/{layout}"]
+@pytest.mark.parametrize(("model", "tp", "layout"), [case for case in CASES if generates(case[2], case[1])])
+def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: int, layout: str) -> None:
+    check_agreement(findings[f"{model}/{tp}/{layout}"], 3 * layouts(model, ENGINES).index(layout) + 2)
+
+
+def check_agreement(found: Any, version: int) -> None:
     assert found["trainer"] < 1e-4
     assert found["transformers"] < 1e-4
     assert found["num_trajectories"] == 8
-    assert found["version"] == 2 * list(LAYOUTS).index(layout) + 1
+    assert found["version"] == version
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", ENGINE_TP)
-def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, model: str, layout: str) -> None:
-    found = findings[f"{model}/{layout}"]
+@pytest.mark.parametrize(("model", "tp", "layout"), CASES)
+def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, model: str, tp: int, layout: str) -> None:
+    check_bits(findings[f"{model}/{tp}/{layout}"], layout)
+
+
+def check_bits(found: Any, layout: str) -> None:
     assert found["equal"] == 1
     assert found["live"] == 1
     if "pp" in layout:  # without a pipeline little has to move, or nothing
@@ -36,6 +43,19 @@ def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, mo
     assert found["excess_bytes"] == 0
     assert found["peak_share"] <= 1
     assert (found["peak_share"] > 0) == (found["received_bytes"] > 0)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", FAMILIES)
+def test_every_layout_and_every_width_of_the_engines(model: str, tmp_path: Path) -> None:
+    """What the tests above ask of a sample, of all combinations; a minute or two for each model."""
+    findings = run_world("../e2e/three_way_worker.py", 4, tmp_path, model)
+    for tp in (1, 2, 4):
+        for number, layout in enumerate(layouts(model, MATRIX)):
+            found = findings[f"{model}/{tp}/{layout}"]
+            check_bits(found, layout)
+            if generates(layout, tp):
+                check_agreement(found, 3 * number + 2)
 
 
 def test_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:
@@ -53,3 +73,16 @@ def test_a_changed_element_is_noticed(findings: Any) -> None:
         "differ after the sync" in findings["faults"]["tampered"]
         or "holds other values" in findings["faults"]["tampered"]
     )
+
+
+def test_a_sync_of_some_tensors_brings_these_alone(findings: Any) -> None:
+    found = findings["faults"]
+    assert found["some_equal"] is True
+    assert found["some_bytes"] < found["all_bytes"] / 10
+
+
+def test_the_canary_notices_a_sync_that_brought_nothing(findings: Any) -> None:
+    found = findings["faults"]
+    assert "differ from the trainer's" in found["canary"]
+    assert found["dropped"] == -1
+    assert found["agreed"] == 13

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from rlhf_mcore.bridge.reload import keep_loading_layout
+from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace import keep_loading_layout
-from rlhf_mcore.bridge.verify import SyncMismatch
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.protocols import SyncMismatch, SyncStats
 from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.canary import TOLERANCE, CanaryBridge, canary_prompts
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.trainer.rollouts import generate
 from rlhf_mcore.types import Prompt, Sampling, Score
 from tests.distributed import models
 from tests.distributed.setting import (
-    LAYOUTS,
+    MOE_LAYOUTS,
     TEMPERATURE,
     Settings,
     build,
@@ -32,68 +38,117 @@ from tests.distributed.setting import (
     gatherer,
     groups_of,
     hf_logprobs,
+    layouts_of,
     load_hf,
+    moe_groups_of,
     rows,
     start,
 )
 from tests.e2e.rollout.tiny import save_tokenizer
 
-# Engines are started once per model and see every layout's weights.
-ENGINE_TP = {"llama_rope3": 1, "mistral": 2, "qwen2_yarn": 1, "qwen3": 2, "qwen3_tied": 4}
+# Model and width of its engines. An engine is started once and sees every layout's weights.
+ENGINES = (
+    ("llama_rope3", 1),
+    ("mistral", 2),
+    ("qwen2_yarn", 1),
+    ("qwen3_seven", 2),
+    ("qwen3_tied", 4),
+    ("qwen3_moe_mixed", 1),
+    ("mixtral", 2),
+)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_seven", "qwen3_moe", "qwen3_moe_mixed", "mixtral")
+MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4))
+# Layouts of experts that do not wait for the whole matrix.
+FEW_EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")
 # Ranks of one engine wait for each other by spinning, which is slow where ranks share cores: they generate for these layouts only.
-FEW_LAYOUTS = ("dp4", "pp2_vpp2_dp2", "tp2_pp2")
-# Engines that multiply with live weights, so that every parameter can be compared bit for bit; the others keep vLLM's packed ones.
-LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied")
+FEW_LAYOUTS = (
+    "dp4",
+    "pp2_vpp2_dp2",
+    "tp2_pp2",
+    "tp2_pp2_vpp2_sp_uneven",
+    "tp2_sp_ep2_etp1_dp2",
+    "pp2_ep2_dp2_uneven",
+)
+# Engines that multiply with live weights, the others keep vLLM's packed ones. Experts are packed in all.
+LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 
-def main(directory: Path) -> None:
+def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
+    """Layouts whose weights the engines of a model see."""
+    if model not in models.MOE_MODELS:
+        return layouts_of(model)
+    return list(MOE_LAYOUTS if engines == MATRIX else FEW_EXPERT_LAYOUTS)
+
+
+def generates(layout: str, tp: int) -> bool:
+    """Whether an engine generates with the weights of a layout."""
+    return tp == 1 or layout in FEW_LAYOUTS
+
+
+@dataclass(slots=True)
+class World:
+    """What all engines of a run share."""
+
+    directory: Path
+    platform: Any
+    prompts: list[Prompt]
+    groups: dict[str, ModelGroups] = field(default_factory=dict)
+
+    def groups_of(self, model: str, layout: str) -> ModelGroups:
+        return (moe_groups_of if model in models.MOE_MODELS else groups_of)(layout, self.groups)
+
+
+def main(directory: Path, wanted: str = "") -> None:
+    """``wanted`` names a model of the matrix; without, the engines are those of every run."""
     began = time.perf_counter()
-    platform = start()
-    groups: dict[str, ModelGroups] = {}
+    world = World(directory, start(), [Prompt(f"p{i}", i, row.prompt_ids, "") for i, row in enumerate(rows(count=4))])
     findings: dict[str, Any] = {}
-    prompts = [Prompt(f"p{i}", i, row.prompt_ids, "") for i, row in enumerate(rows(count=4))]
-    for name, tp in ENGINE_TP.items():
-        path = directory / name
-        if dist.get_rank() == 0:
-            models.make(name, path)
-            save_tokenizer(path)
-        dist.barrier()
-        cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02, max_num_seqs=16)
-        engine = build_engine(cfg, model_dir=str(path), tokenizer_dir=str(path), dtype="fp32", max_model_len=64, seed=0)
-        is_live = name in LIVE
-        if is_live:
-            keep_loading_layout(engine.model)
-        for number, layout in enumerate(LAYOUTS):
-            model, actor = build(path, groups_of(layout, groups), platform, Settings())
-            GatherBridge(gatherer(model), engine).sync(2 * number)
-            before = live_tensors(engine)
-            found = planned(model, engine, 2 * number + 1)
-            if generates(name, layout):
-                found |= compare(engine, actor, prompts, path, step=number)
-            found["live"] = float(min(all_gather_json(len(before))) > 0)
-            found["equal"] = float(all(all_gather_json(same(before, live_tensors(engine)))))
-            findings[f"{name}/{layout}"] = found
-        if name == "qwen3":
-            findings["faults"] = faults(directory, platform, groups, engine, prompts)
-        engine.close()
-        if dist.get_rank() == 0:
-            print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+    engines = MATRIX if wanted else ENGINES
+    for name, tp in engines:
+        if wanted in ("", name):
+            findings |= measure(world, name, tp, layouts(name, engines))
+            if dist.get_rank() == 0:
+                print(f"{name} TP{tp}: {time.perf_counter() - began:.0f} s", flush=True)
     finish(findings, directory)
 
 
-def generates(model: str, layout: str) -> bool:
-    """Whether a model generates with the weights of a layout."""
-    return ENGINE_TP[model] == 1 or layout in FEW_LAYOUTS
+def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any]:
+    """All layouts of one engine."""
+    path, findings = world.directory / name, {}
+    if dist.get_rank() == 0 and not path.exists():
+        models.make(name, path)
+        save_tokenizer(path)
+    dist.barrier()
+    cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02, max_num_seqs=16)
+    options = dict(model_dir=str(path), tokenizer_dir=str(path), dtype="fp32", max_model_len=64, seed=0)
+    engine = build_engine(cfg, **options, hf_shapes=hf_shapes(load_spec(path).geometry))  # type: ignore[arg-type]
+    if name in LIVE:
+        keep_loading_layout(engine.model)
+    for number, layout in enumerate(names):
+        model, actor = build(path, world.groups_of(name, layout), world.platform, Settings())
+        GatherBridge(gatherer(model), engine).sync(3 * number)
+        before = live_tensors(engine)
+        found = planned(model, engine, 3 * number + 1)
+        if generates(layout, tp):
+            found |= compare(engine, actor, world.prompts, path, step=number)
+        found["live"] = float(min(all_gather_json(len(before))) > 0)
+        found["equal"] = float(all(all_gather_json(same(before, live_tensors(engine)))))
+        findings[f"{name}/{tp}/{layout}"] = found
+    if name == "qwen3_seven" and len(names) < 5 and tp == 2:
+        findings["faults"] = faults(world, engine)
+    engine.close()
+    return findings
 
 
 def planned(model: Any, engine: Any, version: int) -> dict[str, float]:
-    """Sync through the plan into a poisoned engine, verified, with buckets smaller than the largest tensor."""
+    """Sync through the plan into a poisoned engine, with buckets smaller than the largest tensor: compared in full, then hashed."""
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
-    bridge = PlannedBridge(
-        local_parameters(model), model.spec.geometry, engine, bucket_bytes=bucket, verify="digest", poison=True
-    )
-    stats = bridge.sync(version)
+    options: dict[str, Any] = dict(bucket_bytes=bucket, poison=True)
+    parameters, geometry = local_parameters(model), model.spec.geometry
+    PlannedBridge(parameters, geometry, engine, verify="full", gatherer=gatherer(model), **options).sync(version)
+    bridge = PlannedBridge(parameters, geometry, engine, verify="digest", **options)
+    stats = bridge.sync(version + 1)
     total = bridge.plan.bytes()
     return {
         "peak_share": max(all_gather_json(stats.peak_bytes / (4 * bucket))),
@@ -112,49 +167,100 @@ def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def faults(
-    directory: Path, platform: Any, groups: dict[str, ModelGroups], engine: Any, prompts: list[Prompt]
-) -> dict[str, Any]:
-    """A sync that dies in the middle, and weights that come back."""
+def faults(world: World, engine: Any) -> dict[str, Any]:
+    """Syncs that die, that are tampered with, that bring a part or nothing; and weights that come back."""
     found: dict[str, Any] = {}
-    layout = groups_of("tp2_pp2", groups)
+    groups = groups_of("tp2_pp2_vpp2_sp_uneven", world.groups)
+    name, other = "qwen3_seven", "qwen3_seven_other"
     outputs, digests = [], []
     if dist.get_rank() == 0:
-        models.make("qwen3", directory / "qwen3_other", seed=5)
+        models.make(name, world.directory / other, seed=5)
     dist.barrier()
-    for version, which in enumerate(("qwen3", "qwen3_other", "qwen3")):
-        model, _ = build(directory / which, layout, platform, Settings())
+    for version, which in enumerate((name, other, name)):
+        model, _ = build(world.directory / which, groups, world.platform, Settings())
         bridge = PlannedBridge(
             local_parameters(model), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest"
         )
         if version == 1:
-            found["torn"] = torn(bridge, engine, prompts)
+            found["torn"] = torn(bridge, engine, world.prompts)
         bridge.sync(version)
         digests.append(bridge.source_digests())
-        drawn = generate(engine, prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
-        outputs.append(all_gather_json([t.response_ids for t in drawn]))
+        outputs.append(greedy(engine, world.prompts))
     found["restored"] = outputs[0] == outputs[2] and digests[0] == digests[2]
     found["changed"] = outputs[0] != outputs[1] and digests[0] != digests[1]
     found["tampered"] = tampered(bridge)
     bridge.sync(9)
+    found |= some_tensors(world, groups, engine)
     return found
+
+
+def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
+    """What all engines say, and how likely they think it is."""
+    drawn = generate(engine, prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
+    return all_gather_json([[t.response_ids, t.rollout_logprobs] for t in drawn])
+
+
+def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, Any]:
+    """Two tensors of another model are brought: the engine is the one that was loaded with a mixture of both files.
+
+    Its matrices are packed, so with the queries come keys and values. Then a sync that brings nothing, seen by the canary.
+    """
+    path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
+    model, actor = build(other, groups, world.platform, Settings())
+    bridge = PlannedBridge(local_parameters(model), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest")
+    stats = bridge.sync(10, only=["model.layers.1.self_attn.q_proj.weight", "model.norm.*"])
+    brought = greedy(engine, world.prompts)
+    names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"] + ["model.norm.weight"]
+    newer = load_file(other / "model.safetensors")
+    mixture = load_file(path / "model.safetensors") | {name: newer[name] for name in names}
+    engine.load_weights(iter(mixture.items()), version=11)
+    dp = groups.collection.dp
+    prompts = canary_prompts(math.lcm(engine.num_engines, dp.size()), 8, 97)
+    sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=8)
+    forgetful = CanaryBridge(Forgetful(engine), engine, actor, dp, prompts, sampling, TOLERANCE[torch.float32])
+    found = {
+        "some_equal": brought == greedy(engine, world.prompts),
+        "some_bytes": max(all_gather_json(stats.received_bytes + stats.local_bytes)),
+        "all_bytes": min(all_gather_json(bridge.rank_plan.received_bytes + bridge.rank_plan.local_bytes)),
+    }
+    try:
+        forgetful.sync(12)
+        found["canary"] = "not noticed"
+    except SyncMismatch as error:
+        found["canary"] = str(error)
+    found["dropped"] = max(all_gather_json(engine.policy_version))
+    CanaryBridge(bridge, engine, actor, dp, prompts, sampling, TOLERANCE[torch.float32]).sync(13)
+    found["agreed"] = min(all_gather_json(engine.policy_version))
+    return found
+
+
+@dataclass(slots=True)
+class Forgetful:
+    """A bridge that says it has brought weights."""
+
+    engine: Any
+
+    def sync(self, version: int) -> SyncStats:
+        with self.engine.updating(version=version):
+            return SyncStats(0.0, 0, 0, 0)
 
 
 def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
     """Every rank fails at the third bucket: nothing may be generated afterwards."""
-    original = bridge._executor._land
+    executor = bridge._whole.executor
+    original = executor._land
 
     def land(flight: Any, destinations: Any) -> None:
         if flight.bucket.index == 3:
             raise OSError("the wire is cut")
         original(flight, destinations)
 
-    bridge._executor._land = land  # type: ignore[method-assign]
+    executor._land = land  # type: ignore[method-assign]
     try:
         bridge.sync(1)
     except OSError as error:
         cause = str(error)
-    bridge._executor._land = original  # type: ignore[method-assign]
+    executor._land = original  # type: ignore[method-assign]
     dist.barrier()
     try:
         generate(engine, prompts, Sampling(max_new_tokens=2), step=0)
@@ -165,7 +271,8 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
 
 def tampered(bridge: PlannedBridge) -> str:
     """One element of one rank's copy changes on its way: the digests must tell."""
-    original = bridge._executor._scatter
+    executor = bridge._whole.executor
+    original = executor._scatter
 
     changed: list[str] = []
 
@@ -176,13 +283,13 @@ def tampered(bridge: PlannedBridge) -> str:
             buffers[copy.buffer][copy.offset] += 1.0
             changed.append(copy.hf_name)
 
-    bridge._executor._scatter = scatter  # type: ignore[method-assign]
+    executor._scatter = scatter  # type: ignore[method-assign]
     try:
         bridge.sync(8)
     except SyncMismatch as error:
         return str(error)
     finally:
-        bridge._executor._scatter = original  # type: ignore[method-assign]
+        executor._scatter = original  # type: ignore[method-assign]
     return "not noticed"
 
 
@@ -213,4 +320,4 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

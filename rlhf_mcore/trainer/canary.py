@@ -1,0 +1,78 @@
+"""A canary after every sync: each engine's logprobs of a few tokens must be the trainer's.
+
+It is cheap (eight tokens an engine) and sees what hashes of weights cannot: kernels that read something else than what was written,
+memory that did not come back from sleep. It sees gross errors only; that every bit arrived is what ``bridge.verify`` proves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats, WeightBridge
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.parts import LogprobModel
+from rlhf_mcore.trainer.rollouts import generate
+from rlhf_mcore.types import Prompt, Sampling, Score
+
+# Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
+# a token near the border between two experts may take the other one.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+NUM_TOKENS = 8  # of a prompt, and of a response, at most
+
+
+@dataclass(slots=True)
+class CanaryBridge:
+    """Another bridge, with a canary after each of its syncs.
+
+    ``sampling`` has the temperature at which ``actor`` computes logprobs and draws from the whole vocabulary; ``dp_group`` are the
+    actor's data-parallel ranks.
+    """
+
+    bridge: WeightBridge
+    engine: RolloutEngine
+    actor: LogprobModel
+    dp_group: dist.ProcessGroup
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    tolerance: float
+
+    def sync(self, version: int) -> SyncStats:
+        """Sync, then generate a response on every engine and let the trainer score it. Collective over the world.
+
+        Raises:
+            SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next whole sync.
+        """
+        stats = self.bridge.sync(version)
+        difference = self._difference(version)
+        if not difference <= self.tolerance:
+            problem = (
+                f"after the sync of version {version} an engine's logprobs of the canary differ from the trainer's by "
+                f"{difference:.3g} on average, more than {self.tolerance:g}"
+            )
+            self.engine.drop_weights(problem)
+            raise SyncMismatch(problem)
+        return stats
+
+    def _difference(self, version: int) -> float:
+        """Largest mean difference of a response, over all engines; the same on every rank."""
+        rollouts = generate(self.engine, self.prompts, self.sampling, step=version)
+        exchange = Exchange(self.dp_group.rank(), self.dp_group.size(), 1, len(self.prompts), pad_token_id=0)
+        scores = [Score(0.0) for _ in rollouts.trajectories]
+        batch = exchange(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
+        logprobs, _ = self.actor.compute_logprobs(batch)
+        gaps = (logprobs - batch.rollout_logprobs).abs().masked_fill(~batch.loss_mask, 0.0)
+        means = (gaps.sum(dim=1) / batch.loss_mask.sum(dim=1)).tolist()
+        every = [mean for part in all_gather_json(means) for mean in part]
+        return max((mean if math.isfinite(mean) else math.inf for mean in every), default=0.0)
+
+
+def canary_prompts(count: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
+    """Fixed prompts of fixed tokens. ``count`` is a multiple of the number of engines and of data-parallel ranks."""
+    ids = [[(31 * number + 7 * t + 3) % vocab_size for t in range(num_tokens)] for number in range(count)]
+    return [Prompt(f"canary-{number}", number, tokens, "canary") for number, tokens in enumerate(ids)]
