@@ -1,1 +1,1 @@
-"""Pure tensor mathematics: one paper, one function. Torch only, no process groups, no configuration objects."""
+"""Pure tensor mathematics: one paper, one function. Torch only, no process groups."""

@@ -152,16 +152,17 @@ def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, ga
 
     ``values`` [B, T] are V(state before token t), ``ends`` [B] V(state after the last token). Zero outside the mask.
     """
-    rewards = torch.where(inputs.loss_mask, inputs.rewards.float(), 0)
+    # By columns, [T, B]: the walk is along the tokens.
+    mask, values = inputs.loss_mask.t().contiguous(), values.t().contiguous()
+    rewards = torch.where(mask, inputs.rewards.float().t(), 0)
     result = torch.zeros_like(rewards)
     next_values, advantages = ends, torch.zeros_like(ends)
-    for t in range(rewards.size(1) - 1, -1, -1):
-        trainable = inputs.loss_mask[:, t]
-        delta = rewards[:, t] + gamma * next_values - values[:, t]
-        advantages = torch.where(trainable, delta + gamma * lam * advantages, advantages)
-        next_values = torch.where(trainable, values[:, t], next_values)
-        result[:, t] = torch.where(trainable, advantages, 0)
-    return result
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = rewards[t] + gamma * next_values - values[t]
+        advantages = torch.where(mask[t], delta + gamma * lam * advantages, advantages)
+        next_values = torch.where(mask[t], values[t], next_values)
+        result[t] = advantages
+    return torch.where(mask, result, 0).t().contiguous()
 
 
 def _group_sizes(group_ids: Tensor) -> Tensor:
