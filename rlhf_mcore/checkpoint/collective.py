@@ -89,6 +89,7 @@ class CheckpointWriter:
         except SaveError:
             if _is_first():
                 _caught(lambda: abandon(partial, self._disk))  # what cannot be removed is quarantined by the next run
+            dist.barrier()
             raise
         return self.run / f"checkpoint-{about.step}"
 

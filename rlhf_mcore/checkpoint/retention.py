@@ -51,13 +51,17 @@ def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
 
 
 def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
-    """Remove what the policy drops, and all but the newest of the quarantine. Returns the checkpoints that went."""
+    """Remove what the policy drops. Returns the checkpoints that went."""
     gone = dropped(run, policy)
     for checkpoint in gone:
         remove(checkpoint, disk)
+    return [checkpoint.path for checkpoint in gone]
+
+
+def prune_quarantine(run: Path, disk: Disk) -> None:
+    """Remove all but the newest of what was set aside."""
     for path in _oldest(run / QUARANTINE):
         disk.remove_tree(path)
-    return [checkpoint.path for checkpoint in gone]
 
 
 def remove(checkpoint: Checkpoint, disk: Disk) -> None:

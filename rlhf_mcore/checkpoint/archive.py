@@ -1,0 +1,140 @@
+"""Checkpoints put away: ``archive/checkpoint-<step>.tar.zst``, packed in the background, read back, and only then removed.
+
+``tar --zstd -xf`` unpacks one; ``rlhf-mcore verify-checkpoint`` checks what came out.
+"""
+
+from __future__ import annotations
+
+import queue
+import tarfile
+import threading
+from pathlib import Path
+from typing import IO
+
+import xxhash
+import zstandard
+
+from rlhf_mcore.checkpoint.disk import Disk, fsync
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.layout import ARCHIVE, MANIFEST, Checkpoint
+from rlhf_mcore.checkpoint.manifest import FileEntry, files_below, read_manifest
+from rlhf_mcore.checkpoint.retention import remove
+
+LEVEL = 3
+_CHUNK_BYTES = 2**20
+
+
+def pack(checkpoint: Path, folder: Path, disk: Disk) -> Path:
+    """Pack a checkpoint into ``folder/<name>.tar.zst`` and read it back. The checkpoint stays.
+
+    Raises:
+        SaveError: what was packed is not what the checkpoint's manifest says.
+        OSError: the archive could not be written.
+    """
+    disk.make_directory(folder)
+    target = folder / f"{checkpoint.name}.tar.zst"
+    partial = folder / f".{target.name}.partial"
+    try:
+        disk.perform("write", lambda: _write(checkpoint, partial), partial)
+        disk.perform("fsync", lambda: fsync(partial), partial)
+        check(partial, checkpoint)
+        disk.rename(partial, target)
+        disk.sync_directory(folder)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return target
+
+
+def check(archive: Path, checkpoint: Path) -> None:
+    """Compare what an archive holds with the manifest of the checkpoint that it was made of.
+
+    Raises:
+        SaveError: naming the first file that differs.
+    """
+    expected = dict(read_manifest(checkpoint).files)
+    with (
+        archive.open("rb") as file,
+        zstandard.ZstdDecompressor().stream_reader(file) as stream,
+        tarfile.open(fileobj=stream, mode="r|") as tar,
+    ):
+        for member in tar:
+            name = member.name.partition("/")[2]
+            content = tar.extractfile(member)
+            if name == MANIFEST or content is None:
+                continue
+            if expected.pop(name, None) != _hash(content):
+                raise SaveError(f"{archive.name}: {name} is not what the manifest of {checkpoint.name} says")
+    if expected:
+        raise SaveError(f"{archive.name}: {sorted(expected)[0]} of {checkpoint.name} is missing")
+
+
+class Archiver:
+    """Puts checkpoints away in a thread, one after the other. First rank only."""
+
+    def __init__(self, run: Path, disk: Disk | None = None):
+        self._run = run
+        self._disk = disk or Disk()
+        self._seen: set[int] = set()
+        self._queue: queue.SimpleQueue[Checkpoint | None] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # Nobody waits for it when the process has to end: what is half packed is removed by the next start.
+        self._thread = threading.Thread(target=self._work, name="archive", daemon=True)
+        self._thread.start()
+
+    def submit(self, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint away, unless that is under way or has failed before."""
+        if checkpoint.step not in self._seen:
+            self._seen.add(checkpoint.step)
+            self._queue.put(checkpoint)
+
+    def take_notes(self) -> list[str]:
+        """What has been done, or has failed, since this was called last."""
+        notes = []
+        while not self._notes.empty():
+            notes.append(self._notes.get())
+        return notes
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until everything is put away, for so long at most."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (checkpoint := self._queue.get()) is not None:
+            try:
+                self._notes.put(self._put_away(checkpoint))
+            except Exception as error:  # whatever it is, the checkpoint is still there and the next one may fare better
+                self._notes.put(f"{checkpoint.path.name} could not be archived and stays: {error}")
+
+    def _put_away(self, checkpoint: Checkpoint) -> str:
+        digest = read_manifest(checkpoint.path).digest
+        archive = pack(checkpoint.path, self._run / ARCHIVE, self._disk)
+        if read_manifest(checkpoint.path).digest != digest:
+            raise SaveError("it was saved again meanwhile")
+        remove(checkpoint, self._disk)
+        return f"{checkpoint.path.name} archived to {archive.relative_to(self._run)}"
+
+
+def _write(checkpoint: Path, target: Path) -> None:
+    with (
+        target.open("wb") as file,
+        zstandard.ZstdCompressor(LEVEL).stream_writer(file, closefd=False) as stream,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name in files_below(checkpoint):
+            tar.add(checkpoint / name, f"{checkpoint.name}/{name}", recursive=False, filter=_anonymous)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _hash(content: IO[bytes]) -> FileEntry:
+    state, size = xxhash.xxh3_128(), 0
+    while data := content.read(_CHUNK_BYTES):
+        state.update(data)
+        size += len(data)
+    return FileEntry(size, state.hexdigest())
