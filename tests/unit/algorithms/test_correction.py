@@ -98,8 +98,9 @@ def test_a_band_masks_what_lies_outside_of_it():
     factors, statistics = corrected(mode="token", cap=100.0, mask_low=0.5, mask_high=4.0)
     assert factors == close([[2.0, 0.0], [0.0, 2.0], []])
     assert statistics["masked_fraction"] == 0.5 and statistics["effective_sample_size"] == pytest.approx(0.5)
-    factors, _ = corrected(mode="token", cap=1.0, mask_high=4.0)  # what is masked is not capped
+    factors, statistics = corrected(mode="token", cap=1.0, mask_high=4.0)  # what is masked is not capped
     assert factors == close([[1.0, 0.0], [0.25, 1.0], []])
+    assert statistics["clipped_fraction"] == 0.5 and statistics["masked_fraction"] == 0.25
     factors, statistics = corrected(mode="sequence", cap=100.0, mask_high=4.0)
     assert factors == close([[0.0, 0.0], [0.5, 0.5], []]) and statistics["masked_fraction"] == 0.5
     _, statistics = corrected(mode="token", mask_low=100.0)
