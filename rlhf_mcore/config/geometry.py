@@ -29,24 +29,26 @@ def read_geometry(directory: str | Path) -> ModelGeometry:
         )
     try:
         return geometry_of(hf_config, ARCHITECTURES[architecture])
-    except KeyError as error:
-        raise ConfigError(f"{folder}: config.json lacks {error}; export the model again") from error
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder}: config.json is malformed ({error}); export the model again") from error
 
 
 def geometry_of(hf_config: Mapping[str, Any], family: str) -> ModelGeometry:
-    """The geometry of a family's Hugging Face config, as a mapping."""
-    num_heads, hidden = hf_config["num_attention_heads"], hf_config["hidden_size"]
+    """The geometry of a family's Hugging Face config, as a mapping.
+
+    Raises:
+        ValueError: a size is missing or is not a positive integer.
+    """
+    num_heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
     return ModelGeometry(
         family=family,
-        num_layers=hf_config["num_hidden_layers"],
+        num_layers=_size(hf_config, "num_hidden_layers"),
         hidden_size=hidden,
         num_heads=num_heads,
-        num_kv_heads=hf_config.get("num_key_value_heads") or num_heads,
-        head_dim=hf_config.get("head_dim") or _HEAD_DIM.get(family) or hidden // num_heads,
-        ffn_size=hf_config["intermediate_size"],
-        vocab_size=hf_config["vocab_size"],
+        num_kv_heads=_size(hf_config, "num_key_value_heads", num_heads),
+        head_dim=_size(hf_config, "head_dim", _HEAD_DIM.get(family, hidden // num_heads)),
+        ffn_size=_size(hf_config, "intermediate_size"),
+        vocab_size=_size(hf_config, "vocab_size"),
         tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
         **_expert_geometry(hf_config, family),
     )
@@ -56,9 +58,16 @@ def _expert_geometry(hf_config: Mapping[str, Any], family: str) -> dict[str, Any
     if family not in MOE_FAMILIES:
         return {}
     # Under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors.
-    num_experts = hf_config["num_local_experts" if "num_local_experts" in hf_config else "num_experts"]
     return dict(
-        num_experts=num_experts,
-        expert_ffn_size=hf_config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
+        num_experts=_size(hf_config, "num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
+        expert_ffn_size=_size(hf_config, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         dense_layers=dense_layers(hf_config) if family == "qwen3_moe" else (),
     )
+
+
+def _size(hf_config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = hf_config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}={value!r} is not a positive integer")
+    return value

@@ -1,0 +1,131 @@
+"""Checkpoints that Megatron-core itself writes and reads at TP2·PP2, in the middle of training, against what convert makes of them."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+from safetensors.torch import load_file, save_file
+
+from rlhf_mcore.cli.convert import main as convert
+from rlhf_mcore.mcore.ambient import ambient
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel, local_parameters, unwrap
+from tests.distributed import models
+from tests.distributed.setting import (
+    LAYOUTS,
+    Settings,
+    batch_for,
+    build,
+    finish,
+    gatherer,
+    groups_of,
+    load_hf,
+    moe_groups_of,
+    rows,
+    start,
+)
+from tests.distributed.update_worker import fill
+
+CASES = {
+    "llama": "tp2_pp2",
+    "qwen2": "pp2_vpp2_dp2",
+    "qwen3_tied": "tp2_pp2",  # one key-value head
+    "qwen3_moe": "tp2_sp_pp2",
+    "qwen3_moe_mixed": "tp2_sp_pp2",
+}
+# The layer spec that runs without Transformer Engine has the norms as modules of their own; files have them in linear layers.
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def main(directory: Path) -> None:
+    platform = start()
+    dense: dict[str, ModelGroups] = {}
+    experts: dict[str, ModelGroups] = {}
+    findings: dict[str, Any] = {}
+    for name, layout in CASES.items():
+        path = directory / name
+        if dist.get_rank() == 0:
+            models.make(name, path)
+            assert convert(["--from", "hf", "--to", "megatron", str(path), str(directory / f"{name}_converted")]) == 0
+        dist.barrier()
+        groups = groups_of(layout, dense) if layout in LAYOUTS else moe_groups_of(layout, experts)
+        model, actor = build(path, groups, platform, Settings())
+        loaded = load(model, directory / f"{name}_converted" / "release", path)
+        batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
+        fill(batch, actor, load_hf(path))
+        actor.update(batch)
+        save(model, actor.optimizer, directory / f"{name}_trained")
+        moved = write_gathered(model, directory / f"{name}_expected.safetensors", path)
+        findings[name] = {"loaded": loaded, "moved": moved}
+    finish(findings, directory)
+
+
+def sharded(model: MegatronModel) -> dict[str, Any]:
+    """Megatron's own description of this rank's parts."""
+    metadata = {"dp_cp_group": model.groups.collection.dp_cp}
+    with ambient(model.groups, model.platform):
+        chunks = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model.chunks]
+    return {f"model{k}": chunk for k, chunk in enumerate(chunks)}
+
+
+def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
+    """As Megatron-LM saves while training: weights, optimizer state and arguments."""
+    directory.mkdir(exist_ok=True)
+    dist.barrier()
+    state = sharded(model)
+    with ambient(model.groups, model.platform):
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": model.groups.collection.dp_cp}
+        whole = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
+        state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)
+        here = {"synchronize": mock.Mock(), "current_device": lambda: torch.device("cpu")}
+        with mock.patch.multiple(
+            "torch.cuda", **here
+        ):  # its writer asks for the device without asking whether there is one
+            dist_checkpointing.save({**state, "args": Namespace(num_layers=4), "iteration": 1}, str(directory))
+
+
+def load(model: MegatronModel, directory: Path, source: Path) -> bool:
+    """Let Megatron-core load a converted checkpoint into the model; whether every weight is then that of the source."""
+    for parameter in local_parameters(model):
+        parameter.tensor.fill_(float("nan"))
+    config = unwrap(model.chunks[0]).config
+    frequency, fused = config.moe_layer_freq, dict(FUSED_NORMS)
+    if isinstance(frequency, list) and all(frequency):
+        config.moe_layer_freq = 1  # as Megatron-LM has it when every layer is a mixture of experts: layers are stacked
+    state = sharded(model)
+    config.moe_layer_freq = frequency
+    for layer in ["", *(f"{k}." for k in range(config.num_layers))]:
+        is_moe = bool(config.num_moe_experts) and (not layer or bool(frequency[int(layer[:-1])]))
+        names = {old: new for old, new in fused.items() if not (is_moe and old.startswith("pre_mlp"))}
+        prefix = f"decoder.layers.{layer}"
+        apply_prefix_mapping(state, {prefix + old: prefix + new for old, new in names.items()})
+    with ambient(model.groups, model.platform):
+        found = dist_checkpointing.load(state, str(directory))
+        for k, chunk in enumerate(model.chunks):
+            unwrap(chunk).load_state_dict(found[f"model{k}"])
+    expected = load_file(source / "model.safetensors")
+    return all(torch.equal(tensor, expected[name]) for name, tensor in gatherer(model))
+
+
+def write_gathered(model: MegatronModel, path: Path, source: Path) -> bool:
+    """Write what the model holds now. Returns whether training has moved all of it."""
+    tensors = {name: tensor.clone() for name, tensor in gatherer(model)}
+    if dist.get_rank() == 0:
+        save_file(tensors, path)
+    before = load_file(source / "model.safetensors")
+    return all(not torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

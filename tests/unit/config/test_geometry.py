@@ -1,0 +1,53 @@
+"""The geometry read from config.json alone is that of transformers' own reading of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+
+SIZES = dict(vocab_size=101, hidden_size=512, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama": dict(model_type="llama"),
+    "Mistral": dict(model_type="mistral", num_key_value_heads=2, tie_word_embeddings=True),
+    "Qwen2": dict(model_type="qwen2", num_key_value_heads=4),
+    "Qwen3": dict(model_type="qwen3", num_key_value_heads=1, tie_word_embeddings=True),
+    "Qwen3Moe": dict(
+        model_type="qwen3_moe", num_key_value_heads=2, head_dim=32, num_experts=6, moe_intermediate_size=24,
+        mlp_only_layers=[1], decoder_sparse_step=2,
+    ),
+    "Mixtral": dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=5),
+}  # fmt: skip
+
+
+def write(directory: Path, **config: object) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sizes(tmp_path: Path, name: str) -> None:
+    write(tmp_path, **SIZES, **CONFIGS[name], architectures=[f"{name}ForCausalLM"])
+    found, hf = read_geometry(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert found.family == hf.model_type
+    assert (found.num_layers, found.hidden_size, found.vocab_size) == (4, 512, 101)
+    assert found.num_kv_heads == hf.num_key_value_heads
+    assert found.head_dim == (getattr(hf, "head_dim", None) or 512 // 8)
+    assert found.ffn_size == hf.intermediate_size
+    assert found.tied_embeddings is bool(hf.tie_word_embeddings)
+    if "num_local_experts" in CONFIGS[name] or "num_experts" in CONFIGS[name]:
+        assert found.num_experts == hf.num_local_experts
+        assert found.expert_ffn_size == getattr(hf, "moe_intermediate_size", hf.intermediate_size)
+    assert found.dense_layers == ((0, 1, 2) if name == "Qwen3Moe" else ())
+
+
+@pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])
+def test_a_size_that_is_none(tmp_path: Path, value: object) -> None:
+    write(tmp_path, **{**SIZES, "num_hidden_layers": value}, architectures=["LlamaForCausalLM"])
+    with pytest.raises(ConfigError, match=r"config.json is malformed \(num_hidden_layers=.* is not a positive integer"):
+        read_geometry(tmp_path)
