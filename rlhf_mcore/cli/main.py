@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
+    "migrate": "carry a configuration of verl or OpenRLHF over",
     "evaluate": "score a model on held-out prompts, or two side by side",
 }
 

@@ -1,0 +1,1 @@
+"""Configurations of other trainers -> ours, as far as both have the same thing. Tables, and what applies them."""

@@ -1,0 +1,423 @@
+"""OpenRLHF: the command line of ``openrlhf.cli.train_ppo_ray``, with the dotted flags of 2026 and the older plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_mcore.config.migration.table import Joint, Lost, Row, Table, Values, choose, divided, pair, path, positive
+
+# Plain flags (until 0.9) -> today's.
+OLD_NAMES = {
+    "pretrain": "actor.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "remote_rm_url": "reward.remote_url",
+    "agent_func_path": "train.agent_func_path",
+    "save_path": "ckpt.output_dir",
+    "ckpt_path": "ckpt.path",
+    "save_steps": "ckpt.save_steps",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "eval_steps": "eval.steps",
+    "eval_dataset": "eval.dataset",
+    "eval_split": "eval.split",
+    "eval_temperature": "eval.temperature",
+    "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
+    "logging_steps": "logger.logging_steps",
+    "use_tensorboard": "logger.tensorboard_dir",
+    "use_wandb": "logger.wandb.key",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name",
+    **{
+        f"{role}_num_{unit}": f"{role}.num_{unit}"
+        for role in ("actor", "critic", "ref", "reward")
+        for unit in ("nodes", "gpus_per_node")
+    },
+    "vllm_num_engines": "vllm.num_engines",
+    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
+    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "vllm_sync_backend": "vllm.sync_backend",
+    "vllm_enable_sleep": "vllm.enable_sleep",
+    "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "enforce_eager": "vllm.enforce_eager",
+    "deepspeed_enable_sleep": "ds.enable_sleep",
+    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "zero_stage": "ds.zero_stage",
+    "adam_offload": "ds.adam_offload",
+    "flash_attn": "ds.attn_implementation",
+    "packing_samples": "ds.packing_samples",
+    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "lora_rank": "ds.lora.rank",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "colocate_all_models": "train.colocate_all",
+    "colocate_actor_ref": "train.colocate_actor_ref",
+    "colocate_critic_reward": "train.colocate_critic_reward",
+    "async_train": "train.async_enable",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
+    "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu",
+    "num_episodes": "train.num_episodes",
+    "max_epochs": "train.max_epochs",
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.prompt_max_len",
+    "max_len": "data.max_len",
+    "max_samples": "data.max_samples",
+    "top_p": "rollout.top_p",
+    "temperature": "rollout.temperature",
+    "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable",
+    "max_norm": "actor.max_norm",
+    "l2": "actor.adam.weight_decay",
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "eps_clip": "actor.eps_clip",
+    "eps_clip_low_high": "actor.eps_clip_low_high",
+    "dual_clip": "actor.dual_clip",
+    "value_clip": "critic.value_clip",
+    "aux_loss_coef": "actor.aux_loss_coef",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "lambd": "algo.advantage.lambd",
+    "gamma": "algo.advantage.gamma",
+    "advantage_estimator": "algo.advantage.estimator",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "use_kl_loss": "algo.kl.use_loss",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "kl_estimator": "algo.kl.estimator",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "normalize_reward": "reward.normalize_enable",
+    "reward_clip_range": "reward.clip_range",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "prompt_data": "data.prompt_dataset",
+    "prompt_data_probs": "data.prompt_probs",
+    "prompt_split": "data.prompt_split",
+    "input_key": "data.input_key",
+    "label_key": "data.label_key",
+    "input_template": "data.input_template",
+    "apply_chat_template": "data.apply_chat_template",
+}
+ESTIMATORS = {
+    "gae": "gae",
+    "reinforce": "reinforce_plus_plus",  # theirs whitens over the batch: REINFORCE++
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "grpo",
+}
+PRESETS = {"gae": "ppo"}
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Flags with their values under today's names; a flag without a value is True."""
+    starts = [place for place, word in enumerate(words) if "openrlhf.cli." in word]
+    found: dict[str, list[str]] = {}
+    name = None
+    for word in words[starts[-1] + 1 if starts else 0 :]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = [value] if equals else []
+        elif name is not None:
+            found[name].append(word)
+    return {OLD_NAMES.get(name, name): _value(given) for name, given in found.items()}
+
+
+def _value(words: Sequence[str]) -> Any:
+    values = [_number(word) for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
+
+
+def _advantage(values: Values) -> dict[str, Any]:
+    theirs = values["algo.advantage.estimator"]
+    name = choose(ESTIMATORS)(theirs)
+    return {
+        "algorithm.preset": PRESETS.get(name, name),
+        "algorithm.advantage": name,
+        "algorithm.whiten_advantages": name == "gae" and not values.get("algo.advantage.no_std_norm"),
+        "algorithm.normalize_std": theirs != "dr_grpo" and not values.get("algo.advantage.no_std_norm"),
+    }
+
+
+def _lengths(values: Values) -> dict[str, Any]:
+    new, prompt = values.get("rollout.max_new_tokens"), values.get("data.prompt_max_len")
+    total = int(values.get("data.max_len", 2048))
+    if new is None and prompt is None:
+        raise Lost(
+            "a limit of prompt and response together: set data.max_prompt_tokens and rollout.sampling.max_new_tokens"
+        )
+    longest = int(new) if new is not None else total - int(prompt or 0)
+    return {
+        "rollout.sampling.max_new_tokens": longest,
+        "data.max_prompt_tokens": int(prompt) if prompt is not None else total - longest,
+    }
+
+
+def _minibatch(values: Values) -> dict[str, Any]:
+    what = "train.batch_size counts responses, trainer.minibatch_size prompts"
+    return {"trainer.minibatch_size": divided(values["train.batch_size"], values["rollout.n_samples_per_prompt"], what)}
+
+
+def _clip(values: Values) -> dict[str, Any]:
+    both = values["actor.eps_clip"]
+    low, high = values.get("actor.eps_clip_low_high") or (both, both)
+    return {"algorithm.clip_low": float(low), "algorithm.clip_high": float(high)}
+
+
+def _policy_loss(values: Values) -> dict[str, Any]:
+    name = choose({"ppo": "ppo_clip", "gspo": "gspo"})(values["actor.policy_loss_type"])
+    return {"algorithm.policy_loss": name, "algorithm.loss_aggregation": "sequence" if name == "gspo" else "token"}
+
+
+def _kl(values: Values) -> dict[str, Any]:
+    coef, estimator = float(values["algo.kl.init_coef"]), values["algo.kl.estimator"]
+    placement = "loss" if values.get("algo.kl.use_loss") else "reward"
+    if placement == "loss" and estimator == "k1" and coef:
+        raise Lost("k1 in the loss has an expected gradient of zero; use k2 or k3, or charge it in the reward")
+    found = {
+        "algorithm.kl.coef": coef,
+        "algorithm.kl.estimator": choose({k: k for k in ("k1", "k2", "k3")})(estimator),
+        "algorithm.kl.placement": placement,
+    }
+    if values.get("algo.kl.target") is not None and coef:
+        found["algorithm.kl.controller.name"] = "adaptive"
+        found["algorithm.kl.controller.target"] = float(values["algo.kl.target"])
+    return found
+
+
+def _correction(values: Values) -> dict[str, Any]:
+    if not values.get("algo.advantage.is_correction_enable"):
+        return {}
+    low, high = values["algo.advantage.is_correction_threshold"]
+    kind = choose({"tis": "cap", "icepop": "mask"})(values["algo.advantage.is_correction_type"])
+    found = {"algorithm.rollout_correction.mode": "token", "algorithm.rollout_correction.cap": float(high)}
+    if kind == "mask":
+        found["algorithm.rollout_correction.mask_low"] = float(low)
+        found["algorithm.rollout_correction.mask_high"] = float(high)
+    return found
+
+
+def _schedule(values: Values) -> dict[str, Any]:
+    names = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear"}
+    name = choose({**names, "constant": "constant", "constant_with_warmup": "constant"})(values["actor.lr_scheduler"])
+    has_floor = values["actor.lr_scheduler"] == "cosine_with_min_lr"
+    floor = float(values["actor.min_lr_ratio"]) * float(values["actor.adam.lr"]) if has_floor else 0.0
+    return {"actor.optimizer.schedule.name": name, "actor.optimizer.schedule.min_lr": floor}
+
+
+def _no_warmup(share: Any) -> int:
+    if float(share) == 0:
+        return 0
+    raise Lost("a share of the updates, whose number depends on the data: set actor.optimizer.schedule.warmup_updates")
+
+
+def _overlong(values: Values) -> dict[str, Any]:
+    if values.get("reward.overlong_buffer_len") is None:
+        return {}
+    return {
+        "algorithm.overlong.enabled": True,
+        "algorithm.overlong.cache_tokens": int(values["reward.overlong_buffer_len"]),
+        "algorithm.overlong.penalty": float(values["reward.overlong_penalty_factor"]),
+    }
+
+
+def _evaluation(values: Values) -> dict[str, Any]:
+    if values.get("eval.dataset") is None:
+        return {}
+    temperature = float(values["eval.temperature"])
+    return {
+        "data.eval": _data_files(values["eval.dataset"]),
+        "evaluate.temperature": temperature,
+        "evaluate.samples": int(values["eval.n_samples_per_prompt"]) if temperature else 1,
+    }
+
+
+def _data_files(names: Any) -> list[str]:
+    found = [path(name) for name in str(names).split(",")]
+    if all(name.endswith((".parquet", ".jsonl")) for name in found):
+        return found
+    raise Lost(
+        "not a list of .parquet or .jsonl files: make them with tools/prepare_data.py and set data.train or data.eval"
+    )
+
+
+def _world(values: Values) -> dict[str, Any]:
+    return {"trainer.world_size": int(values["actor.num_nodes"]) * int(values["actor.num_gpus_per_node"])}
+
+
+def _tokens(values: Values) -> dict[str, Any]:
+    new, prompt = values.get("rollout.max_new_tokens"), values.get("data.prompt_max_len")
+    longest = int(values["data.max_len"] if new is None or prompt is None else new + prompt)
+    if values["train.dynamic_batch_enable"]:
+        return {"trainer.max_tokens_per_microbatch": max(int(values["train.max_tokens_per_gpu"]), longest)}
+    return {"trainer.max_tokens_per_microbatch": int(values["train.micro_batch_size"]) * longest}
+
+
+def _adam(values: Values) -> dict[str, Any]:
+    if values["actor.optim"] != "adam":
+        raise Lost("AdamW is the only optimizer")
+    return {}
+
+
+ROWS = (
+    Row("actor.model_name_or_path", "model.path", path),
+    Row("ds.param_dtype", "model.dtype", choose({"bf16": "bf16", "fp16": "fp16"})),
+    Row("bf16", "model.dtype", lambda on: "bf16" if on else "auto"),
+    Row("ds.tensor_parallel_size", "actor.layout.tp", int),
+    Row("ds.ring_attn_size", "actor.layout.cp", int),
+    Row("ds.packing_samples", "trainer.packing", bool),
+    Row("actor.gradient_checkpointing_enable", "actor.recompute.granularity", lambda on: "full" if on else "off"),
+    Row("actor.adam.lr", "actor.optimizer.lr", float),
+    Row("actor.adam.eps", "actor.optimizer.eps", float),
+    Row("actor.adam.weight_decay", "actor.optimizer.weight_decay", float),
+    Row("actor.max_norm", "actor.optimizer.clip_grad", float),
+    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_updates", _no_warmup),
+    Row("actor.dual_clip", "algorithm.dual_clip", float),
+    Row("actor.entropy_coef", "algorithm.entropy_coef", float),
+    Row("actor.aux_loss_coef", "actor.moe.aux_loss_coef", float),
+    Row("algo.advantage.gamma", "algorithm.gamma", float),
+    Row("algo.advantage.lambd", "algorithm.lam", float),
+    Row("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling.enabled", bool),
+    Row("vllm.tensor_parallel_size", "rollout.layout.tp", int),
+    Row("vllm.gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
+    Row("vllm.enforce_eager", "rollout.enforce_eager", bool),
+    Row("vllm.enable_prefix_caching", "rollout.prefix_caching", bool),
+    Row("vllm.enable_sleep", "rollout.sleep", bool),
+    Row("rollout.batch_size", "trainer.prompts_per_step", int),
+    Row("rollout.n_samples_per_prompt", "rollout.sampling.n", int),
+    Row("rollout.temperature", "rollout.sampling.temperature", float),
+    Row("rollout.top_p", "rollout.sampling.top_p", float),
+    Row("train.max_epochs", "trainer.ppo_epochs", int),
+    Row("train.seed", "seed", int),
+    Row("train.full_determinism_enable", "deterministic", bool),
+    Row("data.prompt_dataset", "data.train", _data_files),
+    Row("data.input_key", "data.prompt_key", str),
+    Row("data.label_key", "data.answer_key", str),
+    Row("eval.steps", "evaluate.every", positive),
+    Row("ckpt.output_dir", "output_dir", str),
+    Row("ckpt.save_steps", "checkpoint.save_steps", positive),
+    Row("ckpt.max_num", "checkpoint.save_total_limit", int),
+    Row("ckpt.load_enable", "checkpoint.resume", lambda on: "auto" if on else "never"),
+    Row("logger.wandb.project", "project", str),
+    Row("logger.wandb.run_name", "experiment", str),
+    Row("logger.tensorboard_dir", "logging.tensorboard", bool),
+)
+JOINTS = (
+    Joint(("algo.advantage.estimator", "algo.advantage.no_std_norm"), _advantage),
+    Joint(("data.max_len", "rollout.max_new_tokens", "data.prompt_max_len"), _lengths),
+    Joint(("train.batch_size", "rollout.n_samples_per_prompt"), _minibatch),
+    Joint(("actor.eps_clip", "actor.eps_clip_low_high"), _clip),
+    Joint(("actor.policy_loss_type",), _policy_loss),
+    Joint(("algo.kl.init_coef", "algo.kl.estimator", "algo.kl.use_loss", "algo.kl.target"), _kl),
+    Joint(tuple(f"algo.advantage.is_correction_{name}" for name in ("enable", "threshold", "type")), _correction),
+    Joint(("actor.lr_scheduler", "actor.min_lr_ratio", "actor.adam.lr"), _schedule),
+    Joint(
+        ("actor.adam.betas",),
+        pair("actor.optimizer.beta1", "actor.optimizer.beta2"),
+    ),
+    Joint(("reward.overlong_buffer_len", "reward.overlong_penalty_factor"), _overlong),
+    Joint(("eval.dataset", "eval.temperature", "eval.n_samples_per_prompt"), _evaluation),
+    Joint(("actor.num_nodes", "actor.num_gpus_per_node"), _world),
+    Joint(
+        (
+            "train.dynamic_batch_enable",
+            "train.max_tokens_per_gpu",
+            "train.micro_batch_size",
+            "rollout.max_new_tokens",
+            "data.prompt_max_len",
+            "data.max_len",
+        ),
+        _tokens,
+    ),
+    Joint(("actor.optim",), _adam),
+)
+DEFAULTS = {
+    "actor.policy_loss_type": "ppo",
+    "actor.num_nodes": 1,
+    "actor.num_gpus_per_node": 8,
+    "actor.adam.lr": 1e-6,
+    "actor.adam.betas": (0.9, 0.95),
+    "actor.lr_scheduler": "cosine_with_min_lr",
+    "actor.min_lr_ratio": 0.1,
+    "actor.eps_clip": 0.2,
+    "algo.advantage.estimator": "gae",
+    "algo.advantage.lambd": 1.0,
+    "algo.advantage.is_correction_threshold": (0.5, 5.0),
+    "algo.advantage.is_correction_type": "tis",
+    "algo.kl.init_coef": 0.01,
+    "algo.kl.estimator": "k1",
+    "ckpt.load_enable": False,
+    "ckpt.max_num": 3,
+    "eval.temperature": 0.6,
+    "eval.n_samples_per_prompt": 4,
+    "reward.overlong_penalty_factor": 1.0,
+    "rollout.batch_size": 1024,
+    "rollout.n_samples_per_prompt": 1,
+    "train.batch_size": 128,
+    "train.dynamic_batch_enable": False,
+    "train.micro_batch_size": 1,
+    "train.max_tokens_per_gpu": 16192,
+    "train.seed": 42,
+    "data.input_key": "input",
+    "data.max_len": 2048,
+    "vllm.gpu_memory_utilization": 0.95,
+    "vllm.enable_prefix_caching": False,
+    "vllm.enable_sleep": False,
+}
+_SAME_PROCESSES = "all models and engines share the processes here"
+REASONS = {
+    "actor.muon": "AdamW is the only optimizer",
+    "algo.dynamic_filtering_range": "prompts whose responses all have the same score are replaced here",
+    "algo.kl.horizon": "see algorithm.kl.controller.gain",
+    "critic": "set the critic's own group",
+    "data.apply_chat_template": "prompts that are lists of messages go through the template here, texts are used as they are",
+    "data.input_template": "write the template into the prompts, or use messages",
+    "data.max_samples": "all rows are used here; cut the file",
+    "data.prompt_probs": "rows are drawn alike here; weigh the files by their rows",
+    "data.prompt_split": "name the file of the split",
+    "ckpt.path": "checkpoints and models go to one run directory here",
+    "ckpt.save_hf": "every checkpoint is a Hugging Face directory here",
+    "ckpt.disable_ds": "every checkpoint can be resumed from here",
+    "ds.enable_sleep": "the trainer's memory is not given back while generating",
+    "ds": "models are trained by Megatron-core here; choose actor.layout",
+    "eval.split": "name the file of the split",
+    "logger": "metrics go to metrics.jsonl and TensorBoard here",
+    "ref": _SAME_PROCESSES,
+    "reward": "set the reward group: rules, or a function f(data_source, solution_str, ground_truth, extra_info)",
+    "rollout.max_tokens_per_gpu": "forward passes are cut by trainer.max_tokens_per_microbatch here",
+    "rollout.micro_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
+    "rollout.vllm_generate_batch_size": "the engine batches by itself; see rollout.max_num_seqs",
+    "train.agent_func_path": "conversations with tools are not supported",
+    "train.async_enable": "training is synchronous here",
+    "train.colocate_actor_ref": _SAME_PROCESSES,
+    "train.colocate_all": _SAME_PROCESSES,
+    "train.colocate_critic_reward": _SAME_PROCESSES,
+    "train.num_episodes": "depends on the number of rows: set trainer.num_steps to episodes x rows / rollout.batch_size",
+    "vllm.num_engines": "there are world size / rollout.layout.tp engines here",
+    "vllm.sync_backend": "the bridge hands the weights over here",
+    "vllm.sync_with_ray": "the bridge hands the weights over here",
+}
+TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)

@@ -1,0 +1,152 @@
+"""What a table of keys consists of, and how it is applied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from rlhf_mcore.config.keys import KEYS
+
+Values = Mapping[str, Any]  # their dotted keys -> values
+
+
+class Lost(Exception):
+    """A key cannot be carried over, for the reason in the message."""
+
+
+def same(value: Any) -> Any:
+    """Both mean the same by it."""
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of theirs is one key of ours."""
+
+    theirs: str
+    ours: str
+    convert: Callable[[Any], Any] = same
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Several keys of theirs together say several of ours.
+
+    It is asked where the first of them is said or has a default; others that are neither are not in the mapping.
+    """
+
+    theirs: tuple[str, ...]
+    convert: Callable[[Values], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Everything known about another trainer's configuration.
+
+    ``defaults``: what they take for keys that are not said and whose default is not ours. ``reasons``: beginnings of keys that have
+    no counterpart, and why.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    joints: Sequence[Joint]
+    defaults: Values
+    reasons: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Migration:
+    """Our settings, and every key of theirs that is not in them."""
+
+    source: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    carried: set[str] = field(default_factory=set)
+    lost: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key -> value, reason
+    notes: list[str] = field(default_factory=list)
+
+
+def apply(table: Table, said: Values) -> Migration:
+    """Carry over what the table knows. Every key of ``said`` ends in ``carried`` or in ``lost``."""
+    migration = Migration(table.name)
+    everything = {**table.defaults, **said}
+    for row in table.rows:
+        if row.theirs in everything:
+            _carry(migration, Joint((row.theirs,), partial(_of_row, row)), everything, said)
+    for joint in table.joints:
+        if joint.theirs[0] in everything:
+            _carry(migration, joint, everything, said)
+    for key, value in said.items():
+        if key not in migration.carried and key not in migration.lost:
+            migration.lost[key] = (value, _reason(table, key))
+    return migration
+
+
+def _of_row(row: Row, values: Values) -> dict[str, Any]:
+    return {row.ours: row.convert(values[row.theirs])}
+
+
+def _carry(migration: Migration, joint: Joint, everything: Values, said: Values) -> None:
+    here = [key for key in joint.theirs if key in said]
+    try:
+        found = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
+    except Lost as reason:
+        migration.lost.update({key: (said[key], str(reason)) for key in here})
+        return
+    except (TypeError, ValueError, ArithmeticError):
+        migration.lost.update({key: (said[key], "a value of a kind that this key does not have") for key in here})
+        return
+    unknown = sorted(key for key in found if key not in KEYS)
+    assert not unknown, unknown
+    migration.settings.update(found)
+    migration.carried.update(here)
+
+
+def _reason(table: Table, key: str) -> str:
+    beginnings = [known for known in table.reasons if key == known or key.startswith(known + ".")]
+    return table.reasons[max(beginnings, key=len)] if beginnings else "there is no such key here"
+
+
+def choose(choices: Mapping[Any, Any]) -> Callable[[Any], Any]:
+    """Translate a choice; one that is not in the table is lost."""
+
+    def convert(value: Any) -> Any:
+        if value not in choices:
+            raise Lost(f"{value!r} has no counterpart; there are: {', '.join(map(str, choices))}")
+        return choices[value]
+
+    return convert
+
+
+def path(value: Any) -> str:
+    """A path; a home directory is written as our configuration knows it."""
+    return re.sub(r"^~(?=/)", "${oc.env:HOME}", str(value))
+
+
+def files(value: Any) -> list[str]:
+    """One file or several, as a list."""
+    return [path(file) for file in (value if isinstance(value, list | tuple) else [value])]
+
+
+def positive(value: Any) -> int:
+    """A number of steps of which 0 and less mean never."""
+    return max(int(value), 0)
+
+
+def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:
+    """A list of two values of theirs, under a single key, is two of ours."""
+
+    def convert(values: Values) -> dict[str, Any]:
+        (both,) = values.values()
+        return dict(zip((first, second), map(float, both), strict=True))
+
+    return convert
+
+
+def divided(total: Any, by: Any, what: str) -> int:
+    """An exact quotient."""
+    if int(total) % int(by):
+        raise Lost(f"{what}: {total} is not divisible by {by}")
+    return int(total) // int(by)

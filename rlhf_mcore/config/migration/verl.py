@@ -1,0 +1,444 @@
+"""verl: hydra overrides of a launch script, or a YAML file. Keys as in its ppo_trainer.yaml and ppo_megatron_trainer.yaml (0.7)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_mcore.config.migration.table import (
+    Joint,
+    Lost,
+    Row,
+    Table,
+    Values,
+    choose,
+    divided,
+    files,
+    pair,
+    path,
+    positive,
+)
+
+ROOTS = ("actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "data", "trainer")
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
+MEGATRON, OPTIM = ACTOR + "megatron.", ACTOR + "optim."
+RECOMPUTE = MEGATRON + "override_transformer_config.recompute_"
+_OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
+KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ADVANTAGES = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+}
+PRESETS = {"gae": "ppo"}
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Keys and values of the ``a.b=c`` among the words of a command line."""
+    found = {}
+    for word in words:
+        match = _OVERRIDE.match(word)
+        if match:
+            found[match[1]] = _parsed(match[2])
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 1e-6 for a text."""
+    try:
+        return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value) else value
+    except ValueError:
+        return value
+
+
+def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values of a YAML file, references among them resolved where that is possible."""
+    ours = {key: value for key, value in tree.items() if key in ROOTS}
+    cfg = OmegaConf.create(ours)
+    found = {key: _number(_resolved(cfg, key, value)) for key, value in _leaves(ours, "")}
+    return {key: value for key, value in found.items() if value not in (None, [], {})}
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif key != "_target_":
+            yield f"{prefix}{key}", value
+
+
+def _resolved(cfg: Any, key: str, value: Any) -> Any:
+    if "${" not in str(value):
+        return value
+    try:
+        found = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return value
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+
+
+# ---------------------------------------------------------------------------------------------------------- conversions
+def _advantage(values: Values) -> dict[str, Any]:
+    name = choose(ADVANTAGES)(values["algorithm.adv_estimator"])
+    return {
+        "algorithm.preset": PRESETS.get(name, name),
+        "algorithm.advantage": name,
+        "algorithm.whiten_advantages": name == "gae",
+        "algorithm.normalize_std": bool(values["algorithm.norm_adv_by_std_in_grpo"]),
+    }
+
+
+def _clip(values: Values) -> dict[str, Any]:
+    both = values.get(ACTOR + "clip_ratio", 0.2)
+    low, high = values.get(ACTOR + "clip_ratio_low"), values.get(ACTOR + "clip_ratio_high")
+    return {
+        "algorithm.clip_low": float(both if low is None else low),
+        "algorithm.clip_high": float(both if high is None else high),
+    }
+
+
+def _policy_loss(values: Values) -> dict[str, Any]:
+    name = choose({"vanilla": "ppo_clip", "gspo": "gspo", "cispo": "cispo"})(values[ACTOR + "policy_loss.loss_mode"])
+    dual = float(values[ACTOR + "clip_ratio_c"]) if name == "ppo_clip" else None
+    return {"algorithm.policy_loss": name, "algorithm.dual_clip": dual}
+
+
+def _aggregation(values: Values) -> dict[str, Any]:
+    mode, factor = values[ACTOR + "loss_agg_mode"], values.get(ACTOR + "loss_scale_factor")
+    if mode == "seq-mean-token-sum":  # a sum over tokens is a constant length of one
+        return {"algorithm.loss_aggregation": "constant", "algorithm.constant_length": 1}
+    modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+    found = {"algorithm.loss_aggregation": choose(modes)(mode)}
+    if found["algorithm.loss_aggregation"] == "constant":
+        found["algorithm.constant_length"] = factor
+    return found
+
+
+def _kl(values: Values) -> dict[str, Any]:
+    if values[ACTOR + "use_kl_loss"]:
+        if values["algorithm.use_kl_in_reward"]:
+            raise Lost("KL is charged in the loss or in the reward here, not in both")
+        estimator = choose(KL)(values[ACTOR + "kl_loss_type"])
+        if estimator == "k1":
+            raise Lost("k1 in the loss has an expected gradient of zero; use k2 or k3, or charge it in the reward")
+        return _kl_settings(values[ACTOR + "kl_loss_coef"], estimator, "loss")
+    if not values["algorithm.use_kl_in_reward"]:
+        return {"algorithm.kl.coef": 0.0}
+    found = _kl_settings(values["algorithm.kl_ctrl.kl_coef"], choose(KL)(values["algorithm.kl_penalty"]), "reward")
+    if values["algorithm.kl_ctrl.type"] == "adaptive":
+        found["algorithm.kl.controller.name"] = "adaptive"
+        found["algorithm.kl.controller.target"] = float(values["algorithm.kl_ctrl.target_kl"])
+    return found
+
+
+def _kl_settings(coef: Any, estimator: str, placement: str) -> dict[str, Any]:
+    return {
+        "algorithm.kl.coef": float(coef),
+        "algorithm.kl.estimator": estimator,
+        "algorithm.kl.placement": placement,
+    }
+
+
+def _correction(values: Values) -> dict[str, Any]:
+    mode = values["algorithm.rollout_correction.rollout_is"]
+    if mode is None:
+        return {}
+    return {
+        "algorithm.rollout_correction.mode": choose({"token": "token", "sequence": "sequence"})(mode),
+        "algorithm.rollout_correction.cap": float(values["algorithm.rollout_correction.rollout_is_threshold"]),
+    }
+
+
+def _world(values: Values) -> dict[str, Any]:
+    return {"trainer.world_size": int(values["trainer.nnodes"]) * int(values["trainer.n_gpus_per_node"])}
+
+
+def _sequence_parallel(values: Values) -> dict[str, Any]:
+    return {"actor.layout.sequence_parallel": bool(values[MEGATRON + "sequence_parallel"]) and _tp(values) > 1}
+
+
+def _tp(values: Values) -> int:
+    return int(values.get(MEGATRON + "tensor_model_parallel_size", 1))
+
+
+def _warmup(values: Values) -> dict[str, Any]:
+    steps = int(values.get(OPTIM + "lr_warmup_steps", -1))
+    if steps < 0:
+        share, total = values.get(OPTIM + "lr_warmup_steps_ratio", 0), values.get("trainer.total_training_steps")
+        if share and not total:
+            raise Lost(
+                "a share of the steps, whose number depends on the data: set actor.optimizer.schedule.warmup_updates"
+            )
+        steps = int(float(share) * int(total or 0))
+    per_step = int(values[ACTOR + "ppo_epochs"]) * divided(
+        values["data.train_batch_size"],
+        values[ACTOR + "ppo_mini_batch_size"],
+        "data.train_batch_size over ppo_mini_batch_size",
+    )
+    return {
+        "actor.optimizer.schedule.warmup_updates": steps * per_step
+    }  # theirs is stepped once per step, ours per update
+
+
+def _microbatch(values: Values) -> dict[str, Any]:
+    longest = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    if values.get(ACTOR + "use_dynamic_bsz"):
+        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"])
+    elif values.get(ACTOR + "ppo_micro_batch_size_per_gpu"):
+        tokens = int(values[ACTOR + "ppo_micro_batch_size_per_gpu"]) * longest
+    else:
+        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"])
+    return {"trainer.max_tokens_per_microbatch": max(tokens, longest)}
+
+
+def _steps(values: Values) -> dict[str, Any]:
+    total = values.get("trainer.total_training_steps")
+    if total is None:
+        raise Lost("depends on the number of rows: set trainer.num_steps to epochs x rows / data.train_batch_size")
+    return {"trainer.num_steps": int(total)}
+
+
+def _reward(values: Values) -> dict[str, Any]:
+    path = values["custom_reward_function.path"]
+    if path is None:
+        return {}
+    return {"reward.function": f"{path}:{values['custom_reward_function.name']}"}
+
+
+def _overlong_prompts(values: Values) -> dict[str, Any]:
+    if not values["data.filter_overlong_prompts"] and values.get("data.truncation", "error") != "error":
+        raise Lost("prompts are never cut here: data.overlong_prompts is error or drop")
+    return {"data.overlong_prompts": "drop" if values["data.filter_overlong_prompts"] else "error"}
+
+
+def _validation(values: Values) -> dict[str, Any]:
+    samples, greedy = values.get(ROLLOUT + "val_kwargs.n", 1), not values.get(ROLLOUT + "val_kwargs.do_sample", False)
+    temperature = 0.0 if greedy else float(values.get(ROLLOUT + "val_kwargs.temperature", 0))
+    return {"evaluate.samples": 1 if temperature == 0 else int(samples), "evaluate.temperature": temperature}
+
+
+def _output(values: Values) -> dict[str, Any]:
+    folder = PurePosixPath(str(values["trainer.default_local_dir"]))
+    run = (str(values["trainer.project_name"]), str(values["trainer.experiment_name"]))
+    if folder.parts[-2:] != run:
+        raise Lost("runs go to <output_dir>/<project>/<experiment>: set these three")
+    return {"output_dir": str(folder.parent.parent)}
+
+
+def _resume(values: Values) -> dict[str, Any]:
+    mode = values["trainer.resume_mode"]
+    if mode == "resume_path":
+        return {"checkpoint.resume": str(values.get("trainer.resume_from_path"))}
+    return {"checkpoint.resume": choose({"auto": "auto", "disable": "never"})(mode)}
+
+
+ROWS = (
+    Row(MODEL + "path", "model.path", path),
+    Row(MODEL + "use_remove_padding", "trainer.packing", bool),
+    Row(MODEL + "enable_gradient_checkpointing", "actor.recompute.granularity", lambda on: "full" if on else "off"),
+    Row(MEGATRON + "tensor_model_parallel_size", "actor.layout.tp", int),
+    Row(MEGATRON + "pipeline_model_parallel_size", "actor.layout.pp", int),
+    Row(MEGATRON + "virtual_pipeline_model_parallel_size", "actor.layout.vpp"),
+    Row(MEGATRON + "context_parallel_size", "actor.layout.cp", int),
+    Row(MEGATRON + "expert_model_parallel_size", "actor.layout.ep", int),
+    Row(MEGATRON + "expert_tensor_parallel_size", "actor.layout.etp"),
+    Row(MEGATRON + "dtype", "model.dtype", choose({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})),
+    Row(
+        RECOMPUTE + "granularity",
+        "actor.recompute.granularity",
+        choose({None: "off", "selective": "selective", "full": "full"}),
+    ),
+    Row(
+        RECOMPUTE + "method",
+        "actor.recompute.method",
+        choose({None: "uniform", "uniform": "uniform", "block": "block"}),
+    ),
+    Row(RECOMPUTE + "num_layers", "actor.recompute.num_layers", lambda layers: int(layers or 1)),
+    Row(OPTIM + "lr", "actor.optimizer.lr", float),
+    Row(OPTIM + "weight_decay", "actor.optimizer.weight_decay", float),
+    Row(OPTIM + "clip_grad", "actor.optimizer.clip_grad", float),
+    Row(ACTOR + "grad_clip", "actor.optimizer.clip_grad", float),
+    Row(
+        OPTIM + "lr_decay_style",
+        "actor.optimizer.schedule.name",
+        choose({k: k for k in ("constant", "linear", "cosine")}),
+    ),
+    Row(OPTIM + "lr_scheduler_type", "actor.optimizer.schedule.name", choose({k: k for k in ("constant", "cosine")})),
+    Row(OPTIM + "min_lr", "actor.optimizer.schedule.min_lr", float),
+    Row(ACTOR + "ppo_mini_batch_size", "trainer.minibatch_size", int),
+    Row(ACTOR + "ppo_epochs", "trainer.ppo_epochs", int),
+    Row(ACTOR + "entropy_coeff", "algorithm.entropy_coef", float),
+    Row(ROLLOUT + "name", "rollout.engine", choose({"vllm": "vllm", "hf": "hf"})),
+    Row(ROLLOUT + "tensor_model_parallel_size", "rollout.layout.tp", int),
+    Row(ROLLOUT + "n", "rollout.sampling.n", int),
+    Row(ROLLOUT + "temperature", "rollout.sampling.temperature", float),
+    Row(ROLLOUT + "top_p", "rollout.sampling.top_p", float),
+    Row(ROLLOUT + "top_k", "rollout.sampling.top_k", int),
+    Row(ROLLOUT + "max_model_len", "rollout.max_model_len"),
+    Row(ROLLOUT + "max_num_seqs", "rollout.max_num_seqs", int),
+    Row(ROLLOUT + "gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
+    Row(ROLLOUT + "enable_prefix_caching", "rollout.prefix_caching", bool),
+    Row(ROLLOUT + "enforce_eager", "rollout.enforce_eager", bool),
+    Row(ROLLOUT + "free_cache_engine", "rollout.sleep", bool),
+    Row(ROLLOUT + "val_kwargs.top_p", "evaluate.top_p", float),
+    Row(ROLLOUT + "val_kwargs.top_k", "evaluate.top_k", int),
+    Row("algorithm.gamma", "algorithm.gamma", float),
+    Row("algorithm.lam", "algorithm.lam", float),
+    Row("data.train_files", "data.train", files),
+    Row("data.val_files", "data.eval", files),
+    Row("data.prompt_key", "data.prompt_key", str),
+    Row("data.max_prompt_length", "data.max_prompt_tokens", int),
+    Row("data.max_response_length", "rollout.sampling.max_new_tokens", int),
+    Row("data.train_batch_size", "trainer.prompts_per_step", int),
+    Row("data.shuffle", "data.shuffle", bool),
+    Row("data.seed", "seed", lambda seed: 0 if seed is None else int(seed)),
+    Row("data.val_max_samples", "evaluate.max_prompts", lambda count: None if int(count) < 0 else int(count)),
+    Row("trainer.project_name", "project", str),
+    Row("trainer.experiment_name", "experiment", str),
+    Row("trainer.save_freq", "checkpoint.save_steps", positive),
+    Row("trainer.test_freq", "evaluate.every", positive),
+    Row("trainer.max_actor_ckpt_to_keep", "checkpoint.save_total_limit"),
+    Row("trainer.logger", "logging.tensorboard", lambda names: "tensorboard" in names),
+    Row(ACTOR + "checkpoint.async_save", "checkpoint.async_save", bool),
+)
+JOINTS = (
+    Joint(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), _advantage),
+    Joint((ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"), _clip),
+    Joint((ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_c"), _policy_loss),
+    Joint((ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"), _aggregation),
+    Joint(
+        (
+            *(ACTOR + name for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")),
+            *("algorithm." + name for name in ("use_kl_in_reward", "kl_penalty", "kl_ctrl.type")),
+            *("algorithm.kl_ctrl." + name for name in ("kl_coef", "target_kl")),
+        ),
+        _kl,
+    ),
+    Joint(
+        ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold"), _correction
+    ),
+    Joint(("data.filter_overlong_prompts", "data.truncation"), _overlong_prompts),
+    Joint(("trainer.nnodes", "trainer.n_gpus_per_node"), _world),
+    Joint((MEGATRON + "sequence_parallel", MEGATRON + "tensor_model_parallel_size"), _sequence_parallel),
+    Joint(
+        (OPTIM + "betas",),
+        pair("actor.optimizer.beta1", "actor.optimizer.beta2"),
+    ),
+    Joint(
+        (
+            OPTIM + "lr_warmup_steps",
+            OPTIM + "lr_warmup_steps_ratio",
+            "trainer.total_training_steps",
+            "data.train_batch_size",
+            ACTOR + "ppo_mini_batch_size",
+            ACTOR + "ppo_epochs",
+        ),
+        _warmup,
+    ),
+    Joint(
+        (
+            *(
+                ACTOR + name
+                for name in ("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
+            ),
+            "data.max_prompt_length",
+            "data.max_response_length",
+        ),
+        _microbatch,
+    ),
+    Joint(("trainer.total_epochs", "trainer.total_training_steps"), _steps),
+    Joint(("custom_reward_function.path", "custom_reward_function.name"), _reward),
+    Joint(tuple(ROLLOUT + "val_kwargs." + name for name in ("n", "do_sample", "temperature")), _validation),
+    Joint(("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"), _output),
+    Joint(("trainer.resume_mode", "trainer.resume_from_path"), _resume),
+)
+DEFAULTS = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.lam": 1.0,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.rollout_correction.rollout_is": None,
+    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    ACTOR + "clip_ratio": 0.2,
+    ACTOR + "use_dynamic_bsz": False,
+    ACTOR + "use_kl_loss": False,
+    ACTOR + "kl_loss_coef": 0.001,
+    ACTOR + "kl_loss_type": "low_var_kl",
+    ACTOR + "loss_agg_mode": "token-mean",
+    ACTOR + "policy_loss.loss_mode": "vanilla",
+    ACTOR + "clip_ratio_c": 3.0,
+    ACTOR + "ppo_mini_batch_size": 256,
+    ACTOR + "ppo_epochs": 1,
+    ACTOR + "ppo_max_token_len_per_gpu": 16384,
+    OPTIM + "weight_decay": 0.01,
+    OPTIM + "lr_warmup_steps": -1,
+    MEGATRON + "sequence_parallel": True,
+    ROLLOUT + "n": 1,
+    ROLLOUT + "val_kwargs.n": 1,
+    ROLLOUT + "tensor_model_parallel_size": 2,
+    "custom_reward_function.path": None,
+    "custom_reward_function.name": "compute_score",
+    "data.filter_overlong_prompts": False,
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "trainer.total_epochs": 30,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.project_name": "verl_examples",
+    "trainer.experiment_name": "gsm8k",
+}
+_ALWAYS = "always so here"
+_PLACED = "the reference has the actor's layout here"
+_PASSES = "forward passes are cut by trainer.max_tokens_per_microbatch here"
+_LOG_PROB = ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+REASONS = {
+    "actor_rollout_ref.ref.megatron": _PLACED,
+    "actor_rollout_ref.ref.fsdp_config": _PLACED,
+    **{f"actor_rollout_ref.ref.log_prob_{name}": _PASSES for name in _LOG_PROB},
+    **{f"{ROLLOUT}log_prob_{name}": _PASSES for name in _LOG_PROB},
+    **{
+        f"actor_rollout_ref.{part}.profiler": "profiling is not configured here" for part in ("actor", "ref", "rollout")
+    },
+    "actor_rollout_ref.hybrid_engine": _ALWAYS,
+    ACTOR + "strategy": "models are trained by Megatron-core here; choose actor.layout",
+    ACTOR + "fsdp_config": "models are trained by Megatron-core here; choose actor.layout",
+    ACTOR + "ulysses_sequence_parallel_size": "long sequences are shared by actor.layout.sequence_parallel and cp here",
+    ACTOR + "ppo_micro_batch_size": "the number per GPU is read; this one is deprecated there",
+    ROLLOUT + "multi_turn": "conversations with tools are not supported",
+    ROLLOUT + "mode": "the engine lives in the trainer's processes here",
+    ROLLOUT + "load_format": "the bridge hands the weights over here",
+    MODEL + "trust_remote_code": "code that comes with a model is never run here",
+    MODEL + "lora_rank": "LoRA is not supported",
+    "algorithm.kl_ctrl.horizon": "see algorithm.kl.controller.gain",
+    "algorithm.rollout_correction": "see algorithm.rollout_correction",
+    "critic": "set the critic's own group",
+    "reward_model": "set the reward group",
+    "data.reward_fn_key": "the column data_source goes to the reward here",
+    "data.return_raw_chat": _ALWAYS,
+    "trainer.balance_batch": _ALWAYS,
+    "trainer.val_before_train": _ALWAYS,
+}
+TABLE = Table("verl", ROWS, JOINTS, DEFAULTS, REASONS)
