@@ -28,6 +28,7 @@ class ModelGeometry:
     num_experts: int = 0  # of every mixture-of-experts layer; 0: a dense model
     expert_ffn_size: int = 0
     dense_layers: tuple[int, ...] = ()  # layers of a mixture-of-experts model that have a dense MLP
+    head: str = "lm"  # lm: logits | token: a scalar per token, with a bias | sequence: a scalar per token, no bias
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
@@ -139,24 +140,24 @@ class Score:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """The rows of one step that belong to one data-parallel rank. All tensors live on the host; B is the local row count.
+    """The rows of one step, all of them on every rank. All tensors live on the host; B counts the rows of the step.
 
-    Optional fields are filled in the order of the loop (reference, actor, advantages).
+    A role takes its share of the rows by its own layout and hands what it computed to all ranks, so roles with different layouts
+    meet here, and whatever is estimated from the batch is the same everywhere without communication. Optional fields are filled in
+    the order of the loop.
     """
 
     token_ids: Tensor  # [B, T] int64: prompt, response, padding on the right
     lengths: Tensor  # [B] int64: number of real tokens of a row
     loss_mask: Tensor  # [B, T] bool: response tokens
     rollout_logprobs: Tensor  # [B, T] float32, zero outside loss_mask
-    scores: Tensor  # [B] float32: raw reward
+    scores: Tensor  # [B] float64: raw reward
+    truncated: Tensor  # [B] bool: the response was ended by the token limit
     group_ids: Tensor  # [B] int64: which prompt of the step
-    row_ids: Tensor  # [B] int64: global row number within the step, 0 <= id < P * G
-    minibatch_ids: Tensor  # [B] int64: which minibatch of the step the row's group belongs to
-    num_rows_global: int  # rows over all data-parallel ranks
-    num_minibatches: int
-    ref_logprobs: Tensor | None = None  # [B, T] float32
+    ref_logprobs: Tensor | None = None  # [B, T] float32, as all that follow zero outside loss_mask
     old_logprobs: Tensor | None = None  # [B, T] float32
-    old_values: Tensor | None = None  # [B, T] float32
+    old_values: Tensor | None = None  # [B, T] float32: value of the state before each token
+    bootstrap_values: Tensor | None = None  # [B] float32: value of the state after the last token
     rewards: Tensor | None = None  # [B, T] float32: after shaping and KL
     advantages: Tensor | None = None  # [B, T] float32
     returns: Tensor | None = None  # [B, T] float32

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ class Exporter:
         companions: directories whose config and tokenizer files are copied, the first that has a file wins.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
         shard_bytes: largest size of a file, unless a single tensor is larger.
+        config_updates: what the written config.json says otherwise than the copied one.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class Exporter:
         *,
         bucket_bytes: int,
         shard_bytes: int = SHARD_BYTES,
+        config_updates: Mapping[str, Any] | None = None,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
 
-        self._companions = companions
+        self._companions, self._config_updates = companions, config_updates
         dtypes = wire_dtypes(parameters, pieces_of)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
@@ -116,7 +119,7 @@ class Exporter:
         if dist.get_rank() != 0:
             return []
         write_index(directory, self.shards, self._types)
-        copy_companions(self._companions, directory, next(iter(self._types.values()))[0])
+        copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)
         return [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +171,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def copy_companions(sources: Sequence[str | Path], directory: Path, dtype: torch.dtype) -> None:
-    """Copy what travels with the weights; of several sources the first that has a file gives it. The config names ``dtype``."""
+def copy_companions(
+    sources: Sequence[str | Path], directory: Path, dtype: torch.dtype, updates: Mapping[str, Any] | None = None
+) -> None:
+    """Copy what travels with the weights; of several sources the first that has a file gives it.
+
+    The copied config names ``dtype``, and says what ``updates`` say.
+    """
     for name in COMPANIONS:
         found = next((Path(source) / name for source in sources if (Path(source) / name).is_file()), None)
         if found is not None:
@@ -180,4 +185,4 @@ def copy_companions(sources: Sequence[str | Path], directory: Path, dtype: torch
     path = directory / "config.json"
     config = json.loads(path.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+    path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")

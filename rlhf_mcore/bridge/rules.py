@@ -58,7 +58,6 @@ _DENSE = (
     ),
     Rule("decoder.layers.{i}.mlp.linear_fc2.weight", "columns", (_LAYER + "mlp.down_proj.weight",), "dense"),
     Rule("decoder.final_layernorm.weight", "replicated", ("model.norm.weight",)),
-    Rule("output_layer.weight", "vocab", ("lm_head.weight",)),
 )
 _QKV_BIAS = (Rule("decoder.layers.{i}.self_attention.linear_qkv.bias", "qkv", _QKV_BIASES),)
 _QK_NORM = (
@@ -90,6 +89,13 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {
 }
 
 
+_SCORE = Rule("output_layer.weight", "score", ("score.weight",))
+HEADS: dict[str, tuple[Rule, ...]] = {
+    "lm": (Rule("output_layer.weight", "vocab", ("lm_head.weight",)),),
+    "token": (_SCORE, Rule("output_layer.bias", "score", ("score.bias",))),
+    "sequence": (_SCORE,),
+}
+
 _IN_MEMORY = {
     "mlp.gate.weight": "mlp.router.weight",
     "mlp.experts.gate_up_proj": "mlp.experts.linear_fc1.weight{k}",
@@ -101,7 +107,8 @@ def hf_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
     shapes: dict[str, tuple[int, ...]] = {}
     # Some tensors have two names in Megatron, depending on the layer spec; the first rule speaks for them.
-    rules = list({rule.hf: rule for rule in reversed(FAMILIES[geometry.family])}.values())[::-1]
+    table = FAMILIES[geometry.family] + HEADS[geometry.head]
+    rules = list({rule.hf: rule for rule in reversed(table)}.values())[::-1]
     once = [rule for rule in rules if "{i}" not in rule.mcore]
     repeated = [rule for rule in rules if "{i}" in rule.mcore]
     _add_shapes(shapes, geometry, once[:1], 0)
@@ -161,7 +168,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     Raises:
         KeyError: the family's table has no rule for this parameter.
     """
-    rule, layer, local_expert = _match(geometry.family, name)
+    rule, layer, local_expert = _match(geometry.family, geometry.head, name)
     expert = shard.expert_rank * (geometry.num_experts // shard.expert_size) + local_expert
     targets = tuple(target.format(i=layer, e=expert) for target in rule.hf)
     if geometry.tied_embeddings and targets == ("lm_head.weight",):
@@ -172,7 +179,7 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
 
 
 @cache
-def _match(family: str, name: str) -> tuple[Rule, int, int]:
+def _match(family: str, head: str, name: str) -> tuple[Rule, int, int]:
     """The rule of a parameter, its layer, and its expert's number on its rank (0 where there is none)."""
     generic, layer, expert = name, 0, 0
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
@@ -181,7 +188,7 @@ def _match(family: str, name: str) -> tuple[Rule, int, int]:
     if is_expert(name) and (found := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$", generic)):
         expert = int(found.group())
         generic = generic[: found.start()] + "{k}" + generic[found.end() :]
-    for rule in FAMILIES[family]:
+    for rule in FAMILIES[family] + HEADS[head]:
         if rule.mcore == generic:
             return rule, layer, expert
     raise KeyError(f"no rule of family {family!r} places Megatron parameter {name!r}")
@@ -210,6 +217,11 @@ def _rows(hf_name: str, hf_row: int, local_row: int, count: int, width: int) -> 
 def _replicated(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
     length = g.head_dim if name.endswith(("q_layernorm.weight", "k_layernorm.weight")) else g.hidden_size
     yield _rows(targets[0], 0, 0, length, 0)
+
+
+def _score(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
+    """A scalar head: one row, or its bias, whole on every rank."""
+    yield _rows(targets[0], 0, 0, 1, width)
 
 
 def _router(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, name: str) -> Iterator[Piece]:
@@ -259,6 +271,7 @@ def _qkv(targets: tuple[str, ...], g: ModelGeometry, shard: Shard, width: int, n
 _KINDS: dict[str, Callable[[tuple[str, ...], ModelGeometry, Shard, int, str], Iterator[Piece]]] = {
     "replicated": _replicated,
     "router": _router,
+    "score": _score,
     "vocab": _vocab,
     "columns": _columns,
     "gate_up": _gate_up,

@@ -24,8 +24,12 @@ from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
 
 
-def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader) -> None:
+def load(
+    parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader, *, fresh_head: bool = False
+) -> None:
     """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
+
+    ``fresh_head``: the directory holds a language model; a scalar head begins at zero, so that its first word is 0 everywhere.
 
     Raises:
         ConfigError: a tensor is missing, has another shape than the config says, or is not in one of the dtypes of unquantised
@@ -37,6 +41,9 @@ def load(parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: 
         if sum(piece.numel for piece in held) < parameter.tensor.numel():
             parameter.tensor.zero_()
         for piece in held:
+            if fresh_head and piece.hf_name.startswith("score."):
+                parameter.tensor.zero_()
+                continue
             _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
 

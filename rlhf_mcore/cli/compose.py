@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -13,41 +12,39 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.transfer import Gatherer, load
+from rlhf_mcore.bridge.transfer import Gatherer
 from rlhf_mcore.cli.rendezvous import connect
+from rlhf_mcore.cli.roles import BuiltRoles, build_roles
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.mcore.families import load_spec
-from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
-from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.mcore.families import DTYPES
+from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.roles.policy import Actor, Policy
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.role import Role
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.parts import PromptBatches
+from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.saving import ModelSaver
-from rlhf_mcore.types import Prompt, Sampling
+from rlhf_mcore.types import LocalParameter, Prompt, Sampling
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
@@ -95,7 +92,7 @@ def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
         data = on_every_rank(lambda: _load_data(cfg))
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     with record.phase("build_model"):
-        models = _build_models(cfg, platform, dtype)
+        built = build_roles(cfg, platform, dtype)
     with record.phase("start_engine"):
         engine = build_engine(
             cfg.rollout,
@@ -104,10 +101,10 @@ def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
             dtype=dtype,
             max_model_len=cfg.rollout.max_model_len,
             seed=cfg.seed,
-            **({"hf_shapes": hf_shapes(models.actor.model.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
+            **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
     record.timers.pop()
-    return _trainer(cfg, data, models, engine, record)
+    return _trainer(cfg, data, built, engine, record)
 
 
 @dataclass(slots=True)
@@ -129,79 +126,32 @@ def _load_data(cfg: Config) -> _Data:
     return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts])
 
 
-@dataclass(slots=True)
-class _Models:
-    groups: ModelGroups
-    actor: Actor
-    gatherer: Gatherer
-    reference: Policy | None
+def _parameters(role: Role) -> list[LocalParameter]:
+    return local_parameters(role.model) if role.model is not None else []
 
 
-def _build_models(cfg: Config, platform: Platform, dtype: str) -> _Models:
-    cut = cfg.actor.layout
-    layout = ParallelLayout(
-        dist.get_world_size(),
-        cut.tp,
-        cut.pp,
-        cut.vpp,
-        sequence_parallel=cut.sequence_parallel,
-        ep=cut.ep,
-        etp=cut.etp,
-        layers_per_stage=None if cut.layers_per_stage is None else tuple(cut.layers_per_stage),
-    )
-    groups = build_groups(layout)
-    temperature = cfg.rollout.sampling.temperature
-    model = _load_model(cfg, platform, groups, dtype, cfg.model.path, trainable=True)
-    optimizer = build_optimizer(model, cfg.actor.optimizer)
-    actor = Actor(model, cfg.trainer, temperature, optimizer, cfg.actor.optimizer, cfg.algorithm)
-    pgs = groups.collection
-    gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
-    reference = None
-    if cfg.algorithm.kl.coef:
-        path = cfg.reference.path or cfg.model.path
-        frozen = _load_model(cfg, platform, groups, dtype, path, trainable=False)
-        reference = Policy(frozen, cfg.trainer, temperature)
-    return _Models(groups, actor, gatherer, reference)
-
-
-def _load_model(
-    cfg: Config, platform: Platform, groups: ModelGroups, dtype: str, path: str, *, trainable: bool
-) -> MegatronModel:
-    spec = load_spec(path)
-    options = BuildOptions(
-        dtype=dtype,
-        layer_spec=cfg.model.layer_spec,
-        recompute=cfg.actor.recompute,
-        trainable=trainable,
-        deterministic=cfg.deterministic,
-        seed=cfg.seed,
-        aux_loss_coef=cfg.actor.moe.aux_loss_coef,
-    )
-    model = build_model(spec, groups, platform, options)
-    on_every_rank(lambda: load(local_parameters(model), spec.geometry, HFReader(path)))
-    return model
-
-
-def _bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge:
-    bridge = _plain_bridge(cfg, models, engine)
+def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> WeightBridge:
+    bridge = _plain_bridge(cfg, actor, engine)
     if not cfg.bridge.canary:
         return bridge
-    dp, model, drawn = models.groups.collection.dp, models.actor.model, cfg.rollout.sampling
-    count = math.lcm(engine.num_engines, dp.size())
-    prompts = canary_prompts(count, min(NUM_TOKENS, cfg.data.max_prompt_tokens), model.spec.geometry.vocab_size)
+    drawn = cfg.rollout.sampling
+    length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
+    prompts = canary_prompts(engine.num_engines, length, actor.spec.geometry.vocab_size)
     sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
-    return CanaryBridge(bridge, engine, models.actor, dp, prompts, sampling, TOLERANCE[model.config.params_dtype])
+    return CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[DTYPES[dtype]])
 
 
-def _plain_bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> WeightBridge:
+def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
     if cfg.bridge.method == "gather":
-        return GatherBridge(models.gatherer, engine)
+        assert actor.model is not None, "config.validate lets actor.ranks be set with the planned bridge only"
+        pgs = actor.model.groups.collection
+        gatherer = Gatherer(local_parameters(actor.model), actor.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        return GatherBridge(gatherer, engine)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(engine.model)
-    model = models.actor.model
     return PlannedBridge(
-        local_parameters(model),
-        model.spec.geometry,
+        _parameters(actor),
+        actor.spec.geometry,
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
@@ -209,40 +159,47 @@ def _plain_bridge(cfg: Config, models: _Models, engine: RolloutEngine) -> Weight
     )
 
 
-def _trainer(cfg: Config, data: _Data, models: _Models, engine: RolloutEngine, record: RunRecord) -> Trainer:
+def _exporter(cfg: Config, role: Role, path: str) -> Exporter:
+    """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
+    return Exporter(
+        _parameters(role),
+        role.spec.geometry,
+        [path, cfg.model.tokenizer_path or cfg.model.path],
+        bucket_bytes=cfg.bridge.bucket_bytes,
+        config_updates=role.spec.config_updates,
+    )
+
+
+def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine, record: RunRecord) -> Trainer:
     reward = build_reward(cfg.reward)
-    pgs = models.groups.collection
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
-    exchange = Exchange(
-        dp_rank=pgs.dp.rank(),
-        dp_size=pgs.dp.size(),
-        samples_per_prompt=sampling.n,
-        prompts_per_minibatch=cfg.trainer.minibatch_size or cfg.trainer.prompts_per_step,
-        pad_token_id=int(data.tokenizer.pad_token_id),
-    )
     run_directory = Path(cfg.output_dir) / cfg.project / cfg.experiment
-    exporter = Exporter(
-        local_parameters(models.actor.model),
-        models.actor.model.spec.geometry,
-        [cfg.model.path, cfg.model.tokenizer_path or cfg.model.path],
-        bucket_bytes=cfg.bridge.bucket_bytes,
+    writers = {"actor": _exporter(cfg, built.actor, cfg.model.path).save}
+    if built.critic is not None:
+        writers["critic"] = _exporter(cfg, built.critic, cfg.critic.path or cfg.model.path).save
+    roles = Roles(
+        built.actor,
+        built.critic,
+        built.reference,
+        built.reward_model,
+        warmup_steps=cfg.critic.warmup_steps if built.critic is not None else 0,
+        refresh_steps=cfg.reference.refresh_steps,
+        score_weight=cfg.reward.model.weight,
     )
     return Trainer(
         prompt_source=PromptBatches(data.train, sampler),
         engine=engine,
         sampling=sampling,
         reward=reward,
-        exchange=exchange,
-        actor=models.actor,
-        reference=models.reference,
+        exchange=Exchange(sampling.n, int(data.tokenizer.pad_token_id)),
+        roles=roles,
         algorithm=cfg.algorithm,
-        dp_group=pgs.dp,
-        bridge=_bridge(cfg, models, engine),
+        bridge=_bridge(cfg, built.actor, engine, built.dtype),
         evaluator=Evaluator(
             data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
         ),
-        checkpointer=ModelSaver(exporter.save, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
+        checkpointer=ModelSaver(writers, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,
     )
 

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, LayoutConfig
+
+@dataclass(frozen=True, slots=True)
+class RoleLayout:
+    """A model that the run builds, as its group of the configuration cuts it."""
+
+    name: str  # the group
+    layout: LayoutConfig
+    ranks: list[int] | None
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that one replica of the model needs; the role's number of ranks is a multiple of it."""
+        cut = self.layout
+        experts = (cut.tp if cut.etp is None else cut.etp) * cut.ep * cut.pp
+        return math.lcm(cut.tp * cut.pp * cut.cp, experts)
+
+
+def role_layouts(cfg: Config) -> list[RoleLayout]:
+    """Every role of the run that has a layout of its own."""
+    roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
+    if needs_critic(cfg):
+        roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
+    if cfg.reward.model.path is not None:
+        roles.append(RoleLayout("reward.model", cfg.reward.model.layout, cfg.reward.model.ranks))
+    return roles
 
 
 def default_world_size(cfg: Config) -> int:
-    """Number of processes of a run: ``trainer.world_size``, else the smallest that both layouts divide."""
+    """Number of processes of a run: ``trainer.world_size``, else the smallest that all layouts divide and all ranks are in."""
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
-    layout = cfg.actor.layout
-    experts = (layout.tp if layout.etp is None else layout.etp) * layout.ep * layout.pp
-    return math.lcm(layout.tp * layout.pp * layout.cp, experts, cfg.rollout.layout.tp)
+    roles = role_layouts(cfg)
+    smallest = math.lcm(cfg.rollout.layout.tp, *(role.model_size for role in roles if role.ranks is None))
+    last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
+    return -(-last // smallest) * smallest
 
 
 def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
@@ -24,11 +51,9 @@ def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
     return [high - low for low, high in pairwise(borders)]
 
 
-def updates_per_run(cfg: Config) -> int:
-    """Number of optimizer updates of the actor over the whole run."""
-    trainer = cfg.trainer
-    minibatch_size = trainer.minibatch_size or trainer.prompts_per_step
-    return trainer.num_steps * trainer.ppo_epochs * (trainer.prompts_per_step // minibatch_size)
+def updates_per_run(cfg: Config, minibatch_size: int, ppo_epochs: int) -> int:
+    """Number of optimizer updates of a role over the whole run."""
+    return cfg.trainer.num_steps * ppo_epochs * (cfg.trainer.prompts_per_step // minibatch_size)
 
 
 def resolve(cfg: Config) -> Config:
@@ -46,8 +71,14 @@ def resolve(cfg: Config) -> Config:
     _resolve_algorithm(cfg)
     if cfg.evaluate.max_new_tokens is None:
         cfg.evaluate.max_new_tokens = sampling.max_new_tokens
+    critic = cfg.critic
+    critic.minibatch_size = critic.minibatch_size or trainer.minibatch_size
+    critic.ppo_epochs = critic.ppo_epochs or trainer.ppo_epochs
     if cfg.actor.optimizer.schedule.total_updates is None:
-        cfg.actor.optimizer.schedule.total_updates = updates_per_run(cfg)
+        steps = updates_per_run(cfg, trainer.minibatch_size, trainer.ppo_epochs)
+        cfg.actor.optimizer.schedule.total_updates = steps
+    if critic.optimizer.schedule.total_updates is None:
+        critic.optimizer.schedule.total_updates = updates_per_run(cfg, critic.minibatch_size, critic.ppo_epochs)
     if cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
     return cfg

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 
-ARCHITECTURES = {  # architecture of a Hugging Face config -> model family
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
+_MODELS = {  # as the names of Hugging Face architectures begin -> model family
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3_moe",
+    "Mixtral": "mixtral",
+}
+HEADS = {  # kind of head -> how the names of architectures with it end
+    "lm": "ForCausalLM",
+    "token": "ForTokenClassification",
+    "sequence": "ForSequenceClassification",
+}
+ARCHITECTURES = {  # architecture of a Hugging Face config -> model family and kind of head
+    model + suffix: (family, head) for head, suffix in HEADS.items() for model, family in _MODELS.items()
 }
 MOE_FAMILIES = ("qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -25,7 +33,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What transformers takes for a key that the file leaves out, where it matters here.
 _MISTRAL_WINDOW = 4096
 _QWEN_MAX_WINDOW_LAYERS = 28
-_TOP_K = {"Qwen3MoeForCausalLM": 8, "MixtralForCausalLM": 2}
+_TOP_K = {"qwen3_moe": 8, "mixtral": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +51,16 @@ class ModelShape:
     has_dense_mlp: bool = True
 
 
-def inspect_model(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
+def architecture_name(architecture: str, head: str) -> str:
+    """The architecture of the same model with another head."""
+    _, own = ARCHITECTURES[architecture]
+    return architecture.removesuffix(HEADS[own]) + HEADS[head]
+
+
+def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelShape | None, list[str]]:
     """The shape of the model in directory ``path`` (None if it cannot be known), and what is wrong with the directory.
 
-    ``field`` is the config key that names the directory.
+    ``field`` is the config key that names the directory, ``heads`` the kinds of head that it may have.
     """
     prefix = f"{field}={path}"
     if not Path(path).is_dir():
@@ -55,7 +69,7 @@ def inspect_model(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
     problems = list(_weight_problems(Path(path), prefix))
     try:
         hf_config = read_json(Path(path) / "config.json", prefix)
-        problems += _config_problems(hf_config, prefix)
+        problems += _config_problems(hf_config, prefix, heads)
         return _shape(hf_config, prefix), problems
     except ConfigError as error:
         return None, [*error.problems, *problems]
@@ -135,14 +149,16 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
             yield f"{prefix}: {INDEX_FILE} names {shard}, which is not there; download the model again"
 
 
-def _config_problems(hf_config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _config_problems(hf_config: Mapping[str, Any], prefix: str, heads: Collection[str]) -> Iterator[str]:
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
     if "quantization_config" in hf_config:
         yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
     architecture = (hf_config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        yield f"{prefix}: architecture {architecture} is not supported; supported are: {', '.join(ARCHITECTURES)}"
+    family, head = ARCHITECTURES.get(architecture, ("", ""))
+    if head not in heads:
+        supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
+        yield f"{prefix}: architecture {architecture} is not supported; supported are: {', '.join(supported)}"
         return
     if hf_config.get("hidden_act", "silu") != "silu":
         yield f"{prefix}: hidden_act {hf_config['hidden_act']!r} is not supported, only 'silu'; use another model"
@@ -150,22 +166,21 @@ def _config_problems(hf_config: Mapping[str, Any], prefix: str) -> Iterator[str]
     if rope_type not in ROPE_TYPES:
         yield f"{prefix}: rope type {rope_type!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
     for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key) and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+        if hf_config.get(key) and family in ("llama", "qwen3", "qwen3_moe"):
             yield f"{prefix}: {key} is not supported for {architecture}; use another model"
-    window = _active_window(hf_config, architecture)
+    window = _active_window(hf_config, family)
     if window is not None:
         yield f"{prefix}: {architecture} with an active sliding_window {window} is not supported; use another model"
-    if ARCHITECTURES[architecture] in MOE_FAMILIES:
-        yield from _routing_problems(hf_config, prefix)
+    if family in MOE_FAMILIES:
+        yield from _routing_problems(hf_config, prefix, family)
 
 
-def _routing_problems(hf_config: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    top_k = hf_config.get("num_experts_per_tok", _TOP_K[hf_config["architectures"][0]])
+def _routing_problems(hf_config: Mapping[str, Any], prefix: str, family: str) -> Iterator[str]:
+    top_k = hf_config.get("num_experts_per_tok", _TOP_K[family])
     num_experts = _num_experts(hf_config)
     if isinstance(num_experts, int) and not 1 <= top_k <= num_experts:
         yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={num_experts}; export the model again"
-    is_mixtral = hf_config["architectures"][0] == "MixtralForCausalLM"
-    if top_k == 1 and (is_mixtral or hf_config.get("norm_topk_prob")):
+    if top_k == 1 and (family == "mixtral" or hf_config.get("norm_topk_prob")):
         yield f"{prefix}: num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
     if hf_config.get("shared_expert_intermediate_size"):
         yield f"{prefix}: shared experts (shared_expert_intermediate_size) are not supported; use another model"
@@ -184,17 +199,16 @@ def dense_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in range(hf_config["num_hidden_layers"]) if i in listed or (i + 1) % step)
 
 
-def _active_window(hf_config: Mapping[str, Any], architecture: str) -> int | None:
+def _active_window(hf_config: Mapping[str, Any], family: str) -> int | None:
     """The sliding window if some layer of the model really uses it."""
-    is_mistral = architecture == "MistralForCausalLM"
-    window = hf_config.get("sliding_window", _MISTRAL_WINDOW if is_mistral else None)
+    window = hf_config.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
     if not window or window >= hf_config.get("max_position_embeddings", window + 1):
         return None
-    if is_mistral or architecture == "MixtralForCausalLM":
+    if family in ("mistral", "mixtral"):
         return int(window)
     if not hf_config.get("use_sliding_window"):
         return None
-    if architecture == "Qwen3MoeForCausalLM":
+    if family == "qwen3_moe":
         return int(window)
     first = hf_config.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
     listed = "sliding_attention" in (hf_config.get("layer_types") or [])
@@ -227,7 +241,7 @@ def _shape(hf_config: Mapping[str, Any], prefix: str) -> ModelShape:
 
 
 def _expert_shape(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
-    family = ARCHITECTURES.get((hf_config.get("architectures") or ["none"])[0])
+    family, _ = ARCHITECTURES.get((hf_config.get("architectures") or ["none"])[0], ("", ""))
     if family not in MOE_FAMILIES:
         return {}
     return dict(

@@ -92,9 +92,29 @@ class ActorConfig:
     """The policy being trained."""
 
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    ranks: Optional[list[int]] = None  # [first, end): the ranks that hold it; null: all
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value model of PPO, in a layout of its own. Built only when algorithm.advantage needs values."""
+
+    path: Optional[str] = (
+        None  # a language model (its value head begins at zero) or a *ForTokenClassification; null: model.path
+    )
+    dtype: Optional[str] = None  # null: model.dtype
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    ranks: Optional[list[int]] = None  # [first, end): the ranks that hold it; null: all
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    value_clip: Optional[float] = 0.2  # how far a value may move from the one before the update; null: not clipped
+    warmup_steps: int = 0  # steps in which only the critic learns
+    minibatch_size: Optional[int] = None  # prompts per update; null: trainer.minibatch_size
+    ppo_epochs: Optional[int] = None  # null: trainer.ppo_epochs
 
 
 @dataclass
@@ -102,6 +122,8 @@ class ReferenceConfig:
     """The frozen policy that the KL term compares with. It has the actor's layout and is built only when needed."""
 
     path: Optional[str] = None  # null: model.path
+    offload: bool = False  # keep the weights in host memory between uses
+    refresh_steps: int = 0  # take over the actor's weights every so many steps; 0: never
 
 
 @dataclass
@@ -238,11 +260,24 @@ class RuleConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """A Hugging Face sequence-classification model with one label, on the families and the tokenizer of model.path."""
+
+    path: Optional[str] = None  # null: no reward model
+    weight: float = 1.0  # of its score; rules and function are added to it
+    dtype: Optional[str] = None  # null: model.dtype
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    ranks: Optional[list[int]] = None  # [first, end): the ranks that hold it; null: all
+    offload: bool = False  # keep the weights in host memory between uses
+
+
+@dataclass
 class RewardConfig:
-    """Where scores come from: rule graders, or a function of the user's."""
+    """Where scores come from: rule graders or a function of the user's, and a reward model."""
 
     rules: list[RuleConfig] = field(default_factory=lambda: [RuleConfig(name="final_number")])
     function: Optional[str] = None  # path/to/file.py:name, replaces the rules
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 
 @dataclass
@@ -334,6 +369,7 @@ class Config:
     deterministic: bool = False
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     bridge: BridgeConfig = field(default_factory=BridgeConfig)

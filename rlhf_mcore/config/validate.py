@@ -15,8 +15,9 @@ from typing import Any
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import balanced_stages, default_world_size, max_new_tokens, resolve
+from rlhf_mcore.config.derive import default_world_size, max_new_tokens, needs_critic, resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.layouts import cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
@@ -27,12 +28,24 @@ __all__ = ["default_world_size", "resolve", "validate"]
 RULES = ("final_number", "boxed", "exact_match", "format")
 RULES_WITHOUT_ANSWER = ("format",)
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "model.dtype": ("auto", "fp32", "bf16", "fp16"),
+TRAINED = ("actor", "critic")  # groups with an optimizer
+WITH_LAYOUT = ("actor", "critic", "reward.model")
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "model.dtype": DTYPES,
     "model.layer_spec": ("auto", "te", "local"),
-    "actor.optimizer.schedule.name": ("constant", "linear", "cosine"),
-    "actor.recompute.granularity": ("off", "selective", "full"),
-    "actor.recompute.method": ("uniform", "block"),
+    **{
+        f"{role}.{key}": allowed
+        for role in TRAINED
+        for key, allowed in {
+            "optimizer.schedule.name": ("constant", "linear", "cosine"),
+            "recompute.granularity": ("off", "selective", "full"),
+            "recompute.method": ("uniform", "block"),
+        }.items()
+    },
+    "critic.dtype": (None, *DTYPES),
+    "reward.model.dtype": (None, *DTYPES),
     "rollout.engine": ("vllm", "hf"),
     "bridge.method": ("planned", "gather"),
     "bridge.verify": ("off", "digest", "full"),
@@ -79,26 +92,43 @@ SHARE = Range(0, 1, open_low=True)
 
 RANGES: dict[str, Range] = {
     "seed": AT_LEAST_0,
-    "actor.layout.tp": AT_LEAST_1,
-    "actor.layout.pp": AT_LEAST_1,
-    "actor.layout.vpp": Range(2),
-    "actor.layout.ep": AT_LEAST_1,
-    "actor.layout.etp": AT_LEAST_1,
-    "actor.optimizer.lr": AT_LEAST_0,
-    "actor.optimizer.beta1": BETA,
-    "actor.optimizer.beta2": BETA,
-    "actor.optimizer.eps": ABOVE_0,
-    "actor.optimizer.weight_decay": AT_LEAST_0,
-    "actor.optimizer.clip_grad": AT_LEAST_0,
-    "actor.optimizer.schedule.warmup_updates": AT_LEAST_0,
-    "actor.optimizer.schedule.total_updates": AT_LEAST_1,
-    "actor.optimizer.schedule.min_lr": AT_LEAST_0,
-    "actor.optimizer.loss_scale.initial": AT_LEAST_1,
-    "actor.optimizer.loss_scale.minimum": ABOVE_0,
-    "actor.optimizer.loss_scale.growth_interval": AT_LEAST_1,
-    "actor.optimizer.loss_scale.hysteresis": AT_LEAST_1,
-    "actor.recompute.num_layers": AT_LEAST_1,
-    "actor.moe.aux_loss_coef": AT_LEAST_0,
+    **{
+        f"{role}.layout.{key}": allowed
+        for role in WITH_LAYOUT
+        for key, allowed in {
+            "tp": AT_LEAST_1,
+            "pp": AT_LEAST_1,
+            "vpp": Range(2),
+            "ep": AT_LEAST_1,
+            "etp": AT_LEAST_1,
+        }.items()
+    },
+    **{
+        f"{role}.{key}": allowed
+        for role in TRAINED
+        for key, allowed in {
+            "optimizer.lr": AT_LEAST_0,
+            "optimizer.beta1": BETA,
+            "optimizer.beta2": BETA,
+            "optimizer.eps": ABOVE_0,
+            "optimizer.weight_decay": AT_LEAST_0,
+            "optimizer.clip_grad": AT_LEAST_0,
+            "optimizer.schedule.warmup_updates": AT_LEAST_0,
+            "optimizer.schedule.total_updates": AT_LEAST_1,
+            "optimizer.schedule.min_lr": AT_LEAST_0,
+            "optimizer.loss_scale.initial": AT_LEAST_1,
+            "optimizer.loss_scale.minimum": ABOVE_0,
+            "optimizer.loss_scale.growth_interval": AT_LEAST_1,
+            "optimizer.loss_scale.hysteresis": AT_LEAST_1,
+            "recompute.num_layers": AT_LEAST_1,
+            "moe.aux_loss_coef": AT_LEAST_0,
+        }.items()
+    },
+    "critic.value_clip": ABOVE_0,
+    "critic.warmup_steps": AT_LEAST_0,
+    "critic.minibatch_size": AT_LEAST_1,
+    "critic.ppo_epochs": AT_LEAST_1,
+    "reference.refresh_steps": AT_LEAST_0,
     "rollout.layout.tp": AT_LEAST_1,
     "rollout.sampling.n": AT_LEAST_1,
     "rollout.sampling.temperature": ABOVE_0,  # a greedy rollout has nothing to learn from
@@ -163,7 +193,7 @@ def validate(cfg: Config, world_size: int | None = None) -> None:
     problems += [*_path_problems(cfg), *algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
     problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path")
-    problems += [*model_problems, *_tokenizer_problems(cfg), *_reference_problems(cfg, shape)]
+    problems += [*model_problems, *_tokenizer_problems(cfg), *_role_problems(cfg, shape)]
     if not out_of_range:  # what follows divides by these numbers
         problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg)]
         if shape is not None:
@@ -182,7 +212,7 @@ def _get(cfg: Config, key: str) -> Any:
 def _choice_problems(cfg: Config) -> Iterator[str]:
     for key, allowed in CHOICES.items():
         if _get(cfg, key) not in allowed:
-            yield f"{key}={_get(cfg, key)!r} is not a choice; choose one of: {', '.join(allowed)}"
+            yield f"{key}={_get(cfg, key)!r} is not a choice; choose one of: {', '.join(filter(None, allowed))}"
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
@@ -202,8 +232,9 @@ def _range_problems(cfg: Config) -> Iterator[str]:
 
 
 def _unsupported_problems(cfg: Config) -> Iterator[str]:
-    if cfg.actor.layout.cp != 1:
-        yield f"actor.layout.cp={cfg.actor.layout.cp} is not supported yet; set it to 1"
+    for role in role_layouts(cfg):
+        if role.layout.cp != 1:
+            yield f"{role.name}.layout.cp={role.layout.cp} is not supported yet; set it to 1"
     if cfg.rollout.placement == "disaggregated":
         yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
     elif cfg.rollout.placement != "colocated":
@@ -231,8 +262,11 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     if cfg.reward.function is not None:
         yield from function_problems(cfg.reward.function, "reward.function")
         return
-    if not cfg.reward.rules:
-        yield f"reward.rules is empty and reward.function is null; name one of the rules: {', '.join(RULES)}"
+    if not cfg.reward.rules and cfg.reward.model.path is None:
+        yield (
+            "reward.rules is empty, and reward.function and reward.model.path are null; "
+            f"name one of the rules: {', '.join(RULES)}"
+        )
     for index, rule in enumerate(cfg.reward.rules):
         if rule.name not in RULES:
             yield f"reward.rules[{index}].name={rule.name!r} is not a choice; choose one of: {', '.join(RULES)}"
@@ -267,59 +301,52 @@ def _tokenizer_problems(cfg: Config) -> Iterator[str]:
         yield from tokenizer_problems(path, "model.tokenizer_path")
 
 
-def _reference_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
-    path = cfg.reference.path
-    if path is None or cfg.algorithm.kl.coef == 0:
+def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
+    """The models beside the actor, each against its layout."""
+    if cfg.reference.path is not None and cfg.algorithm.kl.coef:
+        yield from _model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
+    if needs_critic(cfg):
+        key = "model.path" if cfg.critic.path is None else "critic.path"
+        path = cfg.critic.path or cfg.model.path
+        yield from _model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
+    if cfg.reward.model.path is not None:
+        path, layout = cfg.reward.model.path, cfg.reward.model.layout
+        yield from _model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
+
+
+def _model_problems(
+    key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelShape | None
+) -> Iterator[str]:
+    shape, problems = inspect_model(path, key, heads)
+    if key != "model.path":
+        yield from problems
+    if shape is None or actor is None:
         return
-    shape, problems = inspect_model(path, "reference.path")
-    yield from problems
-    if shape is not None and actor is not None:
-        if shape.vocab_size != actor.vocab_size:
-            yield (
-                f"reference.path={path}: its vocab_size={shape.vocab_size} is not model.path's {actor.vocab_size}; "
-                "choose a reference with the same vocabulary"
-            )
-        yield from _actor_cut_problems(cfg, shape, "reference.path")
+    if shape.vocab_size != actor.vocab_size:
+        yield (
+            f"{key}={path}: its vocab_size={shape.vocab_size} is not model.path's {actor.vocab_size}; "
+            "choose a model with the same vocabulary"
+        )
+    yield from cut_problems(role, layout, shape, key)
 
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
-    layout, tp = cfg.actor.layout, cfg.rollout.layout.tp
-    if layout.vpp is not None and layout.pp == 1:
-        yield f"actor.layout.vpp={layout.vpp} needs actor.layout.pp of at least 2, found 1; set actor.layout.vpp=null"
-    if layout.sequence_parallel and layout.tp == 1:
-        yield "actor.layout.sequence_parallel=True needs actor.layout.tp of at least 2, found 1; set it to false"
     world = world_size if world_size is not None else default_world_size(cfg)
     source = "the number of processes" if world_size is not None else "trainer.world_size"
-    ranks = layout.tp * layout.pp * layout.cp
-    if world % ranks:
-        yield (
-            f"{source}={world} is not divisible by actor.layout.tp*pp*cp={layout.tp}*{layout.pp}*{layout.cp}={ranks}; "
-            f"use a multiple of {ranks} processes or change actor.layout"
-        )
+    for role in role_layouts(cfg):
+        yield from layout_problems(role, world, f"{source}={world}")
+    tp = cfg.rollout.layout.tp
     if world % tp:
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
-    yield from _expert_grid_problems(cfg, world, source)
-
-
-def _expert_grid_problems(cfg: Config, world: int, source: str) -> Iterator[str]:
-    layout = cfg.actor.layout
-    etp = layout.tp if layout.etp is None else layout.etp
-    if layout.ep == 1 and etp != layout.tp:
-        yield (
-            f"actor.layout.etp={etp} is not actor.layout.tp={layout.tp}, which it has to be with actor.layout.ep=1; "
-            "set actor.layout.etp=null or raise actor.layout.ep"
-        )
-    elif world % (layout.tp * layout.pp * layout.cp) == 0 and world // layout.pp % (etp * layout.ep):
-        yield (
-            f"actor.layout.ep*etp={layout.ep}*{etp}={layout.ep * etp} does not divide the {world // layout.pp} ranks of "
-            f"a pipeline stage ({source}={world} over actor.layout.pp={layout.pp}); change actor.layout.ep or etp"
-        )
 
 
 def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
-    yield from _actor_cut_problems(cfg, shape, "model.path")
+    yield from cut_problems("actor", cfg.actor.layout, shape, "model.path")
+    if cfg.actor.moe.aux_loss_coef and not shape.num_experts:
+        coef = cfg.actor.moe.aux_loss_coef
+        yield f"actor.moe.aux_loss_coef={coef:g}, but model.path has no experts; set it to 0"
     tp = cfg.rollout.layout.tp
-    yield from _tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
+    yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
     if shape.num_experts and shape.expert_size % tp:
         yield (
             f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_size} of an expert of model.path; "
@@ -331,87 +358,19 @@ def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
 
 
-def _actor_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[str]:
-    layout = cfg.actor.layout
-    yield from _tensor_cut_problems(shape, "actor.layout.tp", layout.tp, model)
-    yield from _expert_cut_problems(cfg, shape, model)
-    yield from _stage_problems(layout, shape.num_layers, model)
-
-
-def _stage_problems(layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
-    stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
-    name = "actor.layout.pp" if layout.vpp is None else "actor.layout.pp*vpp"
-    example = f"actor.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
-    if stages > num_layers:
-        yield f"{name}={stages} is more than num_hidden_layers={num_layers} of {model}; lower it"
-    elif sizes is None and num_layers % stages:
-        yield (
-            f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
-            f"or say how many layers each stage has: {example}"
-        )
-    elif sizes is not None and len(sizes) != stages:
-        yield (
-            f"actor.layout.layers_per_stage={sizes} has {len(sizes)} numbers for {name}={stages} stages; "
-            f"give one for each, for example {example}"
-        )
-    elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
-        yield (
-            f"actor.layout.layers_per_stage={sizes} does not share out num_hidden_layers={num_layers} of {model}; "
-            f"give positive numbers with this sum, for example {example}"
-        )
-
-
-def _expert_cut_problems(cfg: Config, shape: ModelShape, model: str) -> Iterator[str]:
-    layout = cfg.actor.layout
-    if shape.num_experts == 0:
-        if layout.ep > 1:
-            yield f"actor.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
-        if cfg.actor.moe.aux_loss_coef and model == "model.path":
-            yield f"actor.moe.aux_loss_coef={cfg.actor.moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
-        return
-    if shape.num_experts % layout.ep:
-        yield (
-            f"actor.layout.ep={layout.ep} does not divide the {shape.num_experts} experts of {model}; "
-            f"choose a divisor of {shape.num_experts}"
-        )
-    etp = layout.tp if layout.etp is None else layout.etp
-    if shape.expert_size % etp:
-        yield (
-            f"actor.layout.etp={etp} does not divide the intermediate size {shape.expert_size} of an expert of {model}; "
-            f"choose a divisor of {shape.expert_size}"
-        )
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield (
-            f"actor.layout.sequence_parallel=False with actor.layout.tp={layout.tp}: mixture-of-experts models ({model}) "
-            "train under tensor parallelism with sequence parallelism only; set it to true"
-        )
-
-
-def _tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> Iterator[str]:
-    sizes = {"num_attention_heads": shape.num_heads}
-    if shape.has_dense_mlp:
-        sizes["intermediate_size"] = shape.intermediate_size
-    for name, size in sizes.items():
-        if size % tp:
-            yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
-    groups = shape.num_kv_heads
-    if max(groups, tp) % min(groups, tp):
-        yield (
-            f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "
-            f"choose a divisor or a multiple of {groups}"
-        )
-
-
 def _batch_problems(cfg: Config) -> Iterator[str]:
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
-    if trainer.minibatch_size is not None and trainer.prompts_per_step % trainer.minibatch_size:
-        yield (
-            f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "
-            f"trainer.minibatch_size={trainer.minibatch_size}; choose a divisor"
-        )
-    lr, min_lr = cfg.actor.optimizer.lr, cfg.actor.optimizer.schedule.min_lr
-    if min_lr > lr:
-        yield f"actor.optimizer.schedule.min_lr={min_lr:g} is above actor.optimizer.lr={lr:g}; lower it"
+    for key, size in {"trainer": trainer.minibatch_size, "critic": cfg.critic.minibatch_size}.items():
+        if size is not None and trainer.prompts_per_step % size:
+            yield (
+                f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "
+                f"{key}.minibatch_size={size}; choose a divisor"
+            )
+    for role in TRAINED:
+        optimizer = _get(cfg, f"{role}.optimizer")
+        lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
+        if min_lr > lr:
+            yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
     longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
     if trainer.max_tokens_per_microbatch < longest:
         yield (

@@ -10,7 +10,7 @@ and zero at the last position of each sequence. So a forward pass sees everythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,26 +28,19 @@ class Row:
     response_ids: list[int]
     rollout_logprobs: list[float]
     score: float
+    truncated: bool = False
 
 
-def make_train_batch(
-    records: Sequence[Row],
-    row_ids: Sequence[int],
-    group_ids: Sequence[int],
-    minibatch_ids: Sequence[int],
-    num_rows_global: int,
-    num_minibatches: int,
-    pad_token_id: int,
-) -> TrainBatch:
-    """Rows of one data-parallel rank, padded on the right to the longest. No rows at all give tensors [0, 1].
+def make_train_batch(records: Sequence[Row], group_ids: Sequence[int], pad_token_id: int) -> TrainBatch:
+    """The rows of a step, padded on the right to the longest. No rows at all give tensors [0, 1].
 
     Raises:
         ValueError: a row without a prompt (its first response token would have no predictor), or with a number of
             logprobs that is not that of its response tokens.
     """
-    assert len(records) == len(row_ids) == len(group_ids) == len(minibatch_ids)
-    for row_id, record in zip(row_ids, records, strict=True):
-        _check_row(row_id, record)
+    assert len(records) == len(group_ids)
+    for number, record in enumerate(records):
+        _check_row(number, record)
     width = max((len(record.prompt_ids) + len(record.response_ids) for record in records), default=1)
     token_ids = torch.full((len(records), width), pad_token_id, dtype=torch.int64)
     loss_mask = torch.zeros((len(records), width), dtype=torch.bool)
@@ -62,12 +55,9 @@ def make_train_batch(
         lengths=torch.tensor([len(r.prompt_ids) + len(r.response_ids) for r in records], dtype=torch.int64),
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
-        scores=torch.tensor([record.score for record in records], dtype=torch.float32),
+        scores=torch.tensor([record.score for record in records], dtype=torch.float64),
+        truncated=torch.tensor([record.truncated for record in records], dtype=torch.bool),
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
-        row_ids=torch.tensor(row_ids, dtype=torch.int64),
-        minibatch_ids=torch.tensor(minibatch_ids, dtype=torch.int64),
-        num_rows_global=num_rows_global,
-        num_minibatches=num_minibatches,
     )
 
 
@@ -116,15 +106,29 @@ def restore_rows(
     """
     result = torch.zeros((num_rows, max_length), dtype=torch.float32)
     lengths = torch.zeros(num_rows, dtype=torch.int64)
+    for row, values in _by_row(outputs, microbatches):
+        result[row, : len(values)] = values
+        lengths[row] = len(values)
+    return to_token_layout(result, lengths)
+
+
+def restore_last(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch], num_rows: int) -> Tensor:
+    """What the model says at the last token of each row: [num_rows] float32 on the host, zero for rows in no microbatch."""
+    result = torch.zeros(num_rows, dtype=torch.float32)
+    for row, values in _by_row(outputs, microbatches):
+        result[row] = values[-1]
+    return result
+
+
+def _by_row(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> Iterator[tuple[int, Tensor]]:
+    """Row and its outputs [length], in model layout, of every sequence."""
     for output, microbatch in zip(outputs, microbatches, strict=True):
         assert output.shape == microbatch.token_ids.shape, (output.shape, microbatch.token_ids.shape)
         values = output.detach().to(device="cpu", dtype=torch.float32)
         starts = microbatch.cu_seqlens.tolist() if microbatch.cu_seqlens is not None else None
         for sequence, (row, length) in enumerate(zip(microbatch.rows, microbatch.lengths, strict=True)):
             source = values[sequence] if starts is None else values[0, starts[sequence] :]
-            result[row, :length] = source[:length]
-            lengths[row] = length
-    return to_token_layout(result, lengths)
+            yield row, source[:length]
 
 
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
@@ -159,12 +163,12 @@ def _unpredicted(values: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(values.shape[1], device=values.device) >= lengths.to(values.device)[:, None] - 1
 
 
-def _check_row(row_id: int, record: Row) -> None:
+def _check_row(number: int, record: Row) -> None:
     if not record.prompt_ids:
-        raise ValueError(f"row {row_id}: the prompt has no tokens, so its first response token cannot be predicted")
+        raise ValueError(f"row {number}: the prompt has no tokens, so its first response token cannot be predicted")
     if len(record.rollout_logprobs) != len(record.response_ids):
         raise ValueError(
-            f"row {row_id}: the engine gave {len(record.rollout_logprobs)} logprobs for "
+            f"row {number}: the engine gave {len(record.rollout_logprobs)} logprobs for "
             f"{len(record.response_ids)} response tokens"
         )
 

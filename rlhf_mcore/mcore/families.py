@@ -14,7 +14,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, dense_layers, inspect_model
+from rlhf_mcore.config.model_files import (
+    ARCHITECTURES,
+    MOE_FAMILIES,
+    architecture_name,
+    dense_layers,
+    inspect_model,
+)
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.stages import UnevenStages
@@ -34,6 +40,21 @@ class ModelSpec:
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
 
     @property
+    def has_fresh_head(self) -> bool:
+        """Whether the directory holds a language model, so that a scalar head has to begin at zero."""
+        return ARCHITECTURES[self.hf_config.architectures[0]][1] != self.geometry.head
+
+    @property
+    def config_updates(self) -> dict[str, Any]:
+        """What a saved config.json says otherwise than the one the model came from: the head."""
+        head = self.geometry.head
+        if head == "lm":
+            return {}
+        labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        name = architecture_name(self.hf_config.architectures[0], head)
+        return {"architectures": [name], **labels, **({"classifier_dropout": 0.0} if head == "token" else {})}
+
+    @property
     def has_qkv_bias(self) -> bool:
         return self.geometry.family == "qwen2"
 
@@ -47,21 +68,22 @@ class ModelSpec:
         return self.geometry.family == "mixtral" or bool(self.hf_config.norm_topk_prob)
 
 
-def load_spec(path: str | Path) -> ModelSpec:
-    """Read ``config.json`` of a Hugging Face directory.
+def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> ModelSpec:
+    """Read ``config.json`` of a Hugging Face directory. A scalar ``head`` may also be put on a language model.
 
     Raises:
         ConfigError: something about the model is not supported; the message names it.
     """
-    _, problems = inspect_model(str(path), "model.path")
+    _, problems = inspect_model(str(path), field, (head, "lm"))
     if problems:
         raise ConfigError.many(problems)
     hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     inv_freq, rope_scale = _rotary(hf)
-    return ModelSpec(_geometry(hf, ARCHITECTURES[hf.architectures[0]]), hf, inv_freq, rope_scale)
+    return ModelSpec(_geometry(hf, head), hf, inv_freq, rope_scale)
 
 
-def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
+def _geometry(hf: PretrainedConfig, head: str) -> ModelGeometry:
+    family, _ = ARCHITECTURES[hf.architectures[0]]
     return ModelGeometry(
         family=family,
         num_layers=hf.num_hidden_layers,
@@ -71,7 +93,8 @@ def _geometry(hf: PretrainedConfig, family: str) -> ModelGeometry:
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         ffn_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
-        tied_embeddings=bool(hf.tie_word_embeddings),
+        tied_embeddings=bool(hf.tie_word_embeddings) and head == "lm",
+        head=head,
         **_expert_geometry(hf, family),
     )
 

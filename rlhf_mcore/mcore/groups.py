@@ -18,7 +18,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True)
 class ModelGroups:
-    """A layout and its process groups, as seen from this rank."""
+    """A layout and its process groups, as seen from one of its ranks."""
 
     layout: ParallelLayout
     collection: ProcessGroupCollection
@@ -60,10 +60,15 @@ class GroupPool:
         return self._known[key] if dist.get_rank() in named else None
 
 
-def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups:
-    """The process groups of a layout. Collective: every rank of the world calls it with the same layout and pool."""
+def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> ModelGroups | None:
+    """The process groups of a layout, None on ranks outside of it.
+
+    Collective: every rank of the world calls it with the same layout and pool.
+    """
     pool = pool or GroupPool()
-    grid = HyperCommGrid([layout.tp, layout.cp, layout.dp, layout.pp], ["tp", "cp", "dp", "pp"])
+    grid = HyperCommGrid(
+        [layout.tp, layout.cp, layout.dp, layout.pp], ["tp", "cp", "dp", "pp"], rank_offset=layout.first_rank
+    )
     pgs = ProcessGroupCollection()
     axes = {
         "tp": "tp",
@@ -83,7 +88,7 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     pgs.embd = pool.group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     pgs.pos_embd = pool.group_of([ranks[:1] for ranks in pipelines])
     (_dense_expert_groups if layout.ep == 1 else _expert_groups)(pgs, layout, pool)
-    return ModelGroups(layout, pgs)
+    return ModelGroups(layout, pgs) if dist.get_rank() in layout.ranks else None
 
 
 def _partition(enumeration: list[list[int]]) -> list[list[int]]:
@@ -94,7 +99,7 @@ def _partition(enumeration: list[list[int]]) -> list[list[int]]:
 
 def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
     """Expert groups without expert parallelism: experts are cut and replicated as the rest of the model."""
-    pgs.ep = pool.group_of([[rank] for rank in range(layout.world_size)])
+    pgs.ep = pool.group_of([[rank] for rank in layout.ranks])
     pgs.expt_tp = pgs.tp
     pgs.tp_ep = pgs.tp
     pgs.tp_ep_pp = pgs.mp
@@ -102,7 +107,11 @@ def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, po
 
 
 def _expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
-    grid = HyperCommGrid([layout.expert_tp, layout.ep, layout.expert_dp, layout.pp], ["tp", "ep", "dp", "pp"])
+    grid = HyperCommGrid(
+        [layout.expert_tp, layout.ep, layout.expert_dp, layout.pp],
+        ["tp", "ep", "dp", "pp"],
+        rank_offset=layout.first_rank,
+    )
     axes = {"ep": "ep", "expt_tp": "tp", "tp_ep": ["tp", "ep"], "tp_ep_pp": ["tp", "ep", "pp"], "expt_dp": "dp"}
     for name, dims in axes.items():
         setattr(pgs, name, pool.group_of(grid.get_rank_enum(dims)))

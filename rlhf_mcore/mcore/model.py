@@ -25,6 +25,7 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.ambient import ambient
 from rlhf_mcore.mcore.families import ModelSpec, transformer_config
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.heads import ScalarHead
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import LocalParameter
@@ -108,6 +109,8 @@ def _build_chunk(
         pg_collection=groups.collection,
         vp_stage=vp_stage,
     )
+    if last and spec.geometry.head != "lm":
+        chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
     chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
     _mark_tensor_parallel(chunk)
     return chunk

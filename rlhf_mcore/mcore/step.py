@@ -1,6 +1,6 @@
 """Running a model over microbatches through Megatron's own schedules: forward only, and forward-backward.
 
-A *head* turns the last stage's logits of one microbatch into per-token tensors; it runs on the last pipeline stage only.
+A *head* turns the last stage's outputs for one microbatch into per-token tensors; it runs on the last pipeline stage only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,7 +25,8 @@ from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.types import Microbatch
 
 Metrics = dict[str, Tensor]
-LossFunction = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, Metrics]]
+Head = Callable[[Tensor, Microbatch], tuple[Tensor, ...]]
+LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Metrics]]
 
 
 def policy_head(
@@ -43,14 +43,16 @@ def policy_head(
     )
 
 
-def forward_logprobs(
-    model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Logprobs and entropy of each microbatch, on the host, without gradients. Empty except on the last pipeline stage."""
+def scalar_head(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
+    """The number that a scalar head says at each position: shape of ``microbatch.token_ids``, fp32."""
+    return (outputs.squeeze(-1),)
 
-    def collect(microbatch: Microbatch, logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = policy_head(model, temperature, logits, microbatch)
-        return logprobs.cpu(), entropy.cpu()
+
+def forward(model: MegatronModel, microbatches: Sequence[Microbatch], head: Head) -> list[tuple[Tensor, ...]]:
+    """What ``head`` makes of each microbatch, on the host, without gradients. Empty except on the last pipeline stage."""
+
+    def collect(microbatch: Microbatch, outputs: Tensor, non_loss_data: bool = True) -> tuple[Tensor, ...]:
+        return tuple(tensor.cpu() for tensor in head(outputs, microbatch))
 
     for chunk in model.chunks:
         chunk.eval()
@@ -58,18 +60,15 @@ def forward_logprobs(
         return _run(model, microbatches, collect, forward_only=True)
 
 
-def forward_backward(
-    model: MegatronModel, microbatches: Sequence[Microbatch], temperature: float, loss_function: LossFunction
-) -> list[Metrics]:
+def forward_backward(model: MegatronModel, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[Metrics]:
     """Accumulate gradients of the summed losses and reduce them over ranks.
 
-    ``loss_function(logprobs, entropy, microbatch)`` returns a scalar that is already weighted by the global count, and
-    detached metrics. Returns the metrics of each microbatch; empty except on the last pipeline stage.
+    ``loss(outputs, microbatch)`` returns a scalar that is already weighted by the global count, and detached metrics. Returns the
+    metrics of each microbatch; empty except on the last pipeline stage.
     """
 
-    def compute(microbatch: Microbatch, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
-        logprobs, entropy = policy_head(model, temperature, logits, microbatch)
-        value, metrics = loss_function(logprobs, entropy, microbatch)
+    def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        value, metrics = loss(outputs, microbatch)
         # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
         return value, torch.zeros([], dtype=torch.int), {"loss": value.detach().clone(), **metrics}
 
@@ -160,13 +159,3 @@ def _packed(microbatch: Microbatch, device: torch.device) -> PackedSeqParams | N
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=length, max_seqlen_kv=length
     )
-
-
-def broadcast_from_last_stage(model: MegatronModel, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """A host tensor of the last pipeline stage, on every rank of its pipeline (fp32)."""
-    if model.groups.layout.pp == 1:
-        assert tensor is not None
-        return tensor
-    out = tensor if tensor is not None else torch.empty(shape, dtype=torch.float32)
-    dist.broadcast(out, model.groups.last_stage_rank, group=model.groups.collection.pp)
-    return out

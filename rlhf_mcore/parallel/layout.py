@@ -13,7 +13,7 @@ from rlhf_mcore.types import Shard
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks."""
+    """The sizes of one model's parallel axes over ``world_size`` consecutive ranks, of which ``first_rank`` is the first."""
 
     world_size: int
     tp: int = 1
@@ -25,6 +25,7 @@ class ParallelLayout:
     etp: int | None = None  # tensor-parallel size of an expert; None: as the rest of the model
     # Layers of every stage, chunk after chunk in the order of the network; None: all stages have equally many.
     layers_per_stage: tuple[int, ...] | None = None
+    first_rank: int = 0
 
     def __post_init__(self) -> None:
         model = self.tp * self.pp * self.cp
@@ -40,6 +41,11 @@ class ParallelLayout:
             raise ValueError(f"{per_stage} ranks of a stage are not a multiple of etp {self.expert_tp} x ep {self.ep}")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             raise ValueError(f"layers_per_stage {self.layers_per_stage} does not name {self.num_stages} stages")
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks that hold a part of the model."""
+        return range(self.first_rank, self.first_rank + self.world_size)
 
     @property
     def dp(self) -> int:
@@ -74,19 +80,19 @@ class ParallelLayout:
         return self.world_size // (self.pp * self.expert_tp * self.ep)
 
     def rank_of(self, tp: int = 0, dp: int = 0, pp: int = 0, cp: int = 0) -> int:
-        """The rank at the given coordinates."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+        """The global rank at the given coordinates."""
+        return self.first_rank + ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank: keys tp, cp, dp, pp."""
-        rank, tp = divmod(rank, self.tp)
+        """Coordinates of a global rank: keys tp, cp, dp, pp."""
+        rank, tp = divmod(rank - self.first_rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
         return {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinates of a rank in the grid of the experts: keys etp, ep, edp, pp."""
-        rank, etp = divmod(rank, self.expert_tp)
+        """Coordinates of a global rank in the grid of the experts: keys etp, ep, edp, pp."""
+        rank, etp = divmod(rank - self.first_rank, self.expert_tp)
         rank, ep = divmod(rank, self.ep)
         pp, edp = divmod(rank, self.expert_dp)
         return {"etp": etp, "ep": ep, "edp": edp, "pp": pp}

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats, WeightBridge
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.parts import LogprobModel
@@ -30,14 +28,12 @@ NUM_TOKENS = 8  # of a prompt, and of a response, at most
 class CanaryBridge:
     """Another bridge, with a canary after each of its syncs.
 
-    ``sampling`` has the temperature at which ``actor`` computes logprobs and draws from the whole vocabulary; ``dp_group`` are the
-    actor's data-parallel ranks.
+    ``sampling`` has the temperature at which ``actor`` computes logprobs and draws from the whole vocabulary.
     """
 
     bridge: WeightBridge
     engine: RolloutEngine
     actor: LogprobModel
-    dp_group: dist.ProcessGroup
     prompts: Sequence[Prompt]
     sampling: Sampling
     tolerance: float
@@ -62,17 +58,16 @@ class CanaryBridge:
     def _difference(self, version: int) -> float:
         """Largest mean difference of a response, over all engines; the same on every rank."""
         rollouts = generate(self.engine, self.prompts, self.sampling, step=version)
-        exchange = Exchange(self.dp_group.rank(), self.dp_group.size(), 1, len(self.prompts), pad_token_id=0)
+        exchange = Exchange(1, pad_token_id=0)
         scores = [Score(0.0) for _ in rollouts.trajectories]
         batch = exchange(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
-        logprobs, _ = self.actor.compute_logprobs(batch)
+        logprobs = self.actor.compute_logprobs(batch)
         gaps = (logprobs - batch.rollout_logprobs).abs().masked_fill(~batch.loss_mask, 0.0)
         means = (gaps.sum(dim=1) / batch.loss_mask.sum(dim=1)).tolist()
-        every = [mean for part in all_gather_json(means) for mean in part]
-        return max((mean if math.isfinite(mean) else math.inf for mean in every), default=0.0)
+        return max((mean if math.isfinite(mean) else math.inf for mean in means), default=0.0)
 
 
 def canary_prompts(count: int, num_tokens: int, vocab_size: int) -> list[Prompt]:
-    """Fixed prompts of fixed tokens. ``count`` is a multiple of the number of engines and of data-parallel ranks."""
+    """Fixed prompts of fixed tokens. ``count``: a multiple of the number of engines."""
     ids = [[(31 * number + 7 * t + 3) % vocab_size for t in range(num_tokens)] for number in range(count)]
     return [Prompt(f"canary-{number}", number, tokens, "canary") for number, tokens in enumerate(ids)]

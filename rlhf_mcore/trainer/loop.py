@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.trainer.advantages import estimate_advantages
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
 from rlhf_mcore.trainer.rollouts import generate, score
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from rlhf_mcore.config.schema import AlgorithmConfig
     from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
     from rlhf_mcore.trainer.evaluation import Evaluator
     from rlhf_mcore.trainer.exchange import Exchange
-    from rlhf_mcore.trainer.parts import Checkpointer, LogprobModel, PromptSource, Recorder, TrainablePolicy
-    from rlhf_mcore.types import Sampling
+    from rlhf_mcore.trainer.parts import Checkpointer, PromptSource, Recorder, Roles
+    from rlhf_mcore.types import Sampling, TrainBatch
 
 
 @dataclass(slots=True)
@@ -29,10 +28,8 @@ class Trainer:
     sampling: Sampling
     reward: RewardFunction
     exchange: Exchange
-    actor: TrainablePolicy
-    reference: LogprobModel | None
+    roles: Roles
     algorithm: AlgorithmConfig
-    dp_group: dist.ProcessGroup
     bridge: WeightBridge
     evaluator: Evaluator
     checkpointer: Checkpointer
@@ -60,17 +57,38 @@ class Trainer:
         self.recorder.rollouts(step, rollouts.trajectories, scores)
         with timed("exchange"):
             exchanged = self.exchange(prompts, rollouts.positions, rollouts.trajectories, scores)
-        batch = exchanged.batch
-        if self.reference is not None:
-            with timed("reference"):
-                batch.ref_logprobs, _ = self.reference.compute_logprobs(batch)
-        with timed("old_logprobs"):
-            batch.old_logprobs, _ = self.actor.compute_logprobs(batch)
-        metrics = rollout_metrics(exchanged) | agreement_metrics(batch, self.dp_group)
-        metrics |= estimate_advantages(batch, self.algorithm, self.dp_group)
+        self._compute(step, exchanged.batch)
+        metrics = rollout_metrics(exchanged) | agreement_metrics(exchanged.batch)
+        metrics |= estimate_advantages(exchanged.batch, self.algorithm)
         with timed("update"):
-            metrics |= self.actor.update(batch)
+            metrics |= self._update(step, exchanged.batch)
         return metrics | self._sync(step)
+
+    def _compute(self, step: int, batch: TrainBatch) -> None:
+        """Everything that the models say about a batch before any of them is updated."""
+        roles, timed = self.roles, self.recorder.phase
+        if roles.reward_model is not None:
+            with timed("reward_model"):
+                batch.scores = batch.scores + roles.score_weight * roles.reward_model.compute_scores(batch)
+        if roles.reference is not None:
+            with timed("reference"):
+                if roles.refresh_steps and step > 1 and (step - 1) % roles.refresh_steps == 0:
+                    roles.reference.refresh(roles.actor)
+                batch.ref_logprobs = roles.reference.compute_logprobs(batch)
+        if roles.critic is not None:
+            with timed("values"):
+                batch.old_values, batch.bootstrap_values = roles.critic.compute_values(batch)
+        with timed("old_logprobs"):
+            batch.old_logprobs = roles.actor.compute_logprobs(batch)
+
+    def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
+        """Where critic and actor lie on different ranks, they are updated at the same time."""
+        metrics: dict[str, float] = {}
+        if self.roles.critic is not None:
+            metrics |= self.roles.critic.update(batch)
+        if step > self.roles.warmup_steps:
+            metrics |= self.roles.actor.update(batch)
+        return union(metrics)
 
     def _sync(self, version: int) -> dict[str, float]:
         with self.recorder.phase("sync"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,15 +20,54 @@ class PromptSource(Protocol):
 
 
 class LogprobModel(Protocol):
-    """A policy that is asked for logprobs and entropy [B, T] of given tokens."""
+    """A policy that is asked for logprobs [B, T] of the response tokens. Collective over the world."""
 
-    def compute_logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]: ...
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor: ...
 
 
-class TrainablePolicy(LogprobModel, Protocol):
-    """A policy that is updated."""
+class ReferenceModel(LogprobModel, Protocol):
+    """A policy that takes over the weights of another one when it is told to."""
+
+    def refresh(self, actor: Any) -> None: ...
+
+
+class TrainableModel(Protocol):
+    """A model that is updated by the ranks that hold it; its metrics are known to these."""
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]: ...
+
+
+class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
+    """A policy that is updated."""
+
+
+class ValueModel(TrainableModel, Protocol):
+    """Values [B, T] of the states before each response token, and [B] of those after the last. Collective over the world."""
+
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor]: ...
+
+
+class ScoreModel(Protocol):
+    """Scores [B] of whole responses. Collective over the world."""
+
+    def compute_scores(self, batch: TrainBatch) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The models of a run; those that its algorithm does not need are None.
+
+    ``warmup_steps``: in so many steps only the critic learns. ``refresh_steps``: after so many steps the reference takes over the
+    actor's weights (0: never). ``score_weight``: of the reward model.
+    """
+
+    actor: TrainablePolicy
+    critic: ValueModel | None = None
+    reference: ReferenceModel | None = None
+    reward_model: ScoreModel | None = None
+    warmup_steps: int = 0
+    refresh_steps: int = 0
+    score_weight: float = 1.0
 
 
 class Checkpointer(Protocol):

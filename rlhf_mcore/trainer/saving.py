@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ModelSaver:
-    """Writes ``checkpoint-<step>/actor`` as a Hugging Face directory every ``every`` steps (0: never) and after the last one.
+    """Writes ``checkpoint-<step>/<role>`` as Hugging Face directories every ``every`` steps (0: never) and after the last one.
 
-    ``write`` is collective and leaves the directory whole or not at all.
+    Each of ``writers`` is collective and leaves its directory whole or not at all.
     """
 
-    write: Callable[[Path], None]
+    writers: Mapping[str, Callable[[Path], None]]
     run_directory: Path
     every: int
     num_steps: int
@@ -29,7 +29,8 @@ class ModelSaver:
         name = f"checkpoint-{step}"
         if dist.get_rank() == 0:
             (self.run_directory / name).mkdir(parents=True, exist_ok=True)
-        self.write(self.run_directory / name / "actor")
+        for role, write in self.writers.items():
+            write(self.run_directory / name / role)
         if dist.get_rank() == 0:
             _point(self.run_directory / "latest", name)
 

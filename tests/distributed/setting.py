@@ -17,7 +17,6 @@ warnings.filterwarnings("ignore")
 from rlhf_mcore.bridge.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
-from rlhf_mcore.data.balance import balance  # noqa: E402
 from rlhf_mcore.data.collate import Row, make_train_batch  # noqa: E402
 from rlhf_mcore.mcore.families import load_spec  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
@@ -26,6 +25,7 @@ from rlhf_mcore.mcore.optimizer import build_optimizer  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.policy import Actor  # noqa: E402
+from rlhf_mcore.roles.trained import Updates  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 
 # name -> (tp, pp, vpp, sequence parallel); the data-parallel size fills the world of four.
@@ -90,7 +90,9 @@ def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
         tp, pp, vpp, sp, *stages = {**LAYOUTS, **UNEVEN_LAYOUTS}[name]
         layers = stages[0] if stages else None
         layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, layers_per_stage=layers)
-        cache[name] = build_groups(layout, POOL)
+        groups = build_groups(layout, POOL)
+        assert groups is not None
+        cache[name] = groups
     return cache[name]
 
 
@@ -105,7 +107,9 @@ def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
         tp, pp, vpp, sp, ep, etp, *stages = MOE_LAYOUTS[name]
         layers = stages[0] if stages else None
         layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, 1, sp, ep, etp, layers)
-        cache[name] = build_groups(layout, POOL)
+        groups = build_groups(layout, POOL)
+        assert groups is not None
+        cache[name] = groups
     return cache[name]
 
 
@@ -124,19 +128,9 @@ def rows(seed: int = 0, count: int = 8) -> list[Row]:
     return made
 
 
-def batch_for(all_rows: list[Row], dp_rank: int, dp_size: int, width: int | None = None) -> TrainBatch:
-    """The rows of one data-parallel rank, balanced by tokens as the exchange does it; two samples a prompt, one minibatch."""
-    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in all_rows]
-    mine = sorted(balance(lengths, dp_size)[dp_rank])
-    return make_train_batch(
-        [all_rows[i] for i in mine],
-        row_ids=mine,
-        group_ids=[i // 2 for i in mine],
-        minibatch_ids=[0] * len(mine),
-        num_rows_global=len(all_rows),
-        num_minibatches=1,
-        pad_token_id=0,
-    )
+def batch_for(all_rows: list[Row]) -> TrainBatch:
+    """Two samples a prompt."""
+    return make_train_batch(all_rows, group_ids=[i // 2 for i in range(len(all_rows))], pad_token_id=0)
 
 
 @dataclass(slots=True)
@@ -173,8 +167,10 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     # A large eps keeps Adam's first step smooth in the gradient: without it rounding decides the sign of tiny ones.
     cfg = settings.optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
+    chosen = settings.algorithm or algorithm()
+    updates = Updates(1000, 1, chosen.loss_aggregation, chosen.constant_length)
     optimizer = build_optimizer(model, cfg)
-    return model, Actor(model, trainer, TEMPERATURE, optimizer, cfg, settings.algorithm or algorithm())
+    return model, Actor(model, spec, trainer, optimizer, cfg, updates, "actor", TEMPERATURE, chosen)
 
 
 def gatherer(model: MegatronModel) -> Gatherer:
@@ -198,7 +194,7 @@ def load_hf(path: Path) -> torch.nn.Module:
 
 def response_values(batch: TrainBatch, values: torch.Tensor) -> dict[int, list[float]]:
     """Per global row the values at its response tokens."""
-    return {int(row): values[k][batch.loss_mask[k]].tolist() for k, row in enumerate(batch.row_ids)}
+    return {row: values[row][batch.loss_mask[row]].tolist() for row in range(len(batch.lengths))}
 
 
 def plain(settings: Settings) -> dict[str, Any]:

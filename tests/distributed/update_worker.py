@@ -15,7 +15,6 @@ from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import estimate_advantages
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
@@ -79,19 +78,19 @@ def main(directory: Path) -> None:
     finish(findings, directory)
 
 
-def fill(batch: TrainBatch, actor: Actor, reference: torch.nn.Module, aggregation: str = "token") -> None:
+def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
     """The inputs of an update that other parts make: old logprobs off the policy, so that clipping happens, and a reference."""
     all_rows = rows()
     for which, model in (("ref_logprobs", reference), ("old_logprobs", None)):
         values = torch.zeros(batch.token_ids.shape)
-        for k, row in enumerate(batch.row_ids.tolist()):
+        for row, source in enumerate(all_rows):
             with torch.no_grad():
-                found = hf_logprobs(model, all_rows[row])[0] if model else torch.tensor(all_rows[row].rollout_logprobs)
-            values[k][batch.loss_mask[k]] = found
+                found = hf_logprobs(model, source)[0] if model else torch.tensor(source.rollout_logprobs)
+            values[row][batch.loss_mask[row]] = found
         setattr(batch, which, values)
     # Far from the mask anything may stand: it must not matter.
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
-    estimate_advantages(batch, algorithm(), actor.model.groups.collection.dp)
+    estimate_advantages(batch, algorithm())
 
 
 def update(
@@ -104,8 +103,8 @@ def update(
 ) -> dict[str, float]:
     """One update; returns its metrics and the largest difference of a weight from the oracle's."""
     model, actor = build(path, groups, platform, settings)
-    batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
-    fill(batch, actor, reference)
+    batch = batch_for(rows())
+    fill(batch, reference)
     metrics = actor.update(batch)
     worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if after), default=0.0)
     losses = all_gather_json(metrics["loss/total"])
@@ -121,8 +120,8 @@ def small_steps(
     before = {name: tensor.clone() for name, tensor in gatherer(model)}
     history = []
     for _ in range(30):
-        batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
-        fill(batch, actor, reference)
+        batch = batch_for(rows())
+        fill(batch, reference)
         history.append(actor.update(batch))
     moved = {name: float((tensor.float() - before[name].float()).abs().max()) for name, tensor in gatherer(model)}
     return {

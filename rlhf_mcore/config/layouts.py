@@ -1,0 +1,115 @@
+"""Whether layouts fit: the world, and the models that they cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhf_mcore.config.derive import RoleLayout, balanced_stages
+from rlhf_mcore.config.model_files import ModelShape
+from rlhf_mcore.config.schema import LayoutConfig
+
+
+def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
+    """A role's layout and ranks in a world of ``world`` processes; ``source`` says where that number is from."""
+    name, layout = role.name, role.layout
+    if layout.vpp is not None and layout.pp == 1:
+        yield f"{name}.layout.vpp={layout.vpp} needs {name}.layout.pp of at least 2, found 1; set {name}.layout.vpp=null"
+    if layout.sequence_parallel and layout.tp == 1:
+        yield f"{name}.layout.sequence_parallel=True needs {name}.layout.tp of at least 2, found 1; set it to false"
+    if role.ranks is not None:
+        ordered = len(role.ranks) == 2 and 0 <= role.ranks[0] < role.ranks[1]
+        if not ordered or role.ranks[1] > world:
+            yield f"{name}.ranks={role.ranks} is not [first, end) within {source}; name ranks that the run has"
+            return
+        world = role.ranks[1] - role.ranks[0]
+        source = f"the number of ranks in {name}.ranks={role.ranks}"
+    ranks = layout.tp * layout.pp * layout.cp
+    if world % ranks:
+        yield (
+            f"{source} is not divisible by {name}.layout.tp*pp*cp={layout.tp}*{layout.pp}*{layout.cp}={ranks}; "
+            f"use a multiple of {ranks} processes or change {name}.layout"
+        )
+    yield from _expert_grid_problems(name, layout, world, source)
+
+
+def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: str) -> Iterator[str]:
+    etp = layout.tp if layout.etp is None else layout.etp
+    if layout.ep == 1 and etp != layout.tp:
+        yield (
+            f"{name}.layout.etp={etp} is not {name}.layout.tp={layout.tp}, which it has to be with {name}.layout.ep=1; "
+            f"set {name}.layout.etp=null or raise {name}.layout.ep"
+        )
+    elif world % (layout.tp * layout.pp * layout.cp) == 0 and world // layout.pp % (etp * layout.ep):
+        yield (
+            f"{name}.layout.ep*etp={layout.ep}*{etp}={layout.ep * etp} does not divide the {world // layout.pp} ranks of "
+            f"a pipeline stage ({source} over {name}.layout.pp={layout.pp}); change {name}.layout.ep or etp"
+        )
+
+
+def cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, model: str) -> Iterator[str]:
+    """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
+    yield from tensor_cut_problems(shape, f"{role}.layout.tp", layout.tp, model)
+    yield from _expert_cut_problems(role, layout, shape, model)
+    yield from _stage_problems(role, layout, shape.num_layers, model)
+
+
+def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
+    stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
+    name = f"{role}.layout.pp" if layout.vpp is None else f"{role}.layout.pp*vpp"
+    example = f"{role}.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
+    if stages > num_layers:
+        yield f"{name}={stages} is more than num_hidden_layers={num_layers} of {model}; lower it"
+    elif sizes is None and num_layers % stages:
+        yield (
+            f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
+            f"or say how many layers each stage has: {example}"
+        )
+    elif sizes is not None and len(sizes) != stages:
+        yield (
+            f"{role}.layout.layers_per_stage={sizes} has {len(sizes)} numbers for {name}={stages} stages; "
+            f"give one for each, for example {example}"
+        )
+    elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
+        yield (
+            f"{role}.layout.layers_per_stage={sizes} does not share out num_hidden_layers={num_layers} of {model}; "
+            f"give positive numbers with this sum, for example {example}"
+        )
+
+
+def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, model: str) -> Iterator[str]:
+    if shape.num_experts == 0:
+        if layout.ep > 1:
+            yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
+        return
+    if shape.num_experts % layout.ep:
+        yield (
+            f"{role}.layout.ep={layout.ep} does not divide the {shape.num_experts} experts of {model}; "
+            f"choose a divisor of {shape.num_experts}"
+        )
+    etp = layout.tp if layout.etp is None else layout.etp
+    if shape.expert_size % etp:
+        yield (
+            f"{role}.layout.etp={etp} does not divide the intermediate size {shape.expert_size} of an expert of {model}; "
+            f"choose a divisor of {shape.expert_size}"
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield (
+            f"{role}.layout.sequence_parallel=False with {role}.layout.tp={layout.tp}: mixture-of-experts models ({model}) "
+            "train under tensor parallelism with sequence parallelism only; set it to true"
+        )
+
+
+def tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> Iterator[str]:
+    """Whether heads and MLP of a model can be cut in ``tp`` parts; ``field`` is the key that asks for it."""
+    sizes = {"num_attention_heads": shape.num_heads}
+    if shape.has_dense_mlp:
+        sizes["intermediate_size"] = shape.intermediate_size
+    for name, size in sizes.items():
+        if size % tp:
+            yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
+    groups = shape.num_kv_heads
+    if max(groups, tp) % min(groups, tp):
+        yield (
+            f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "
+            f"choose a divisor or a multiple of {groups}"
+        )

@@ -1,0 +1,32 @@
+"""Heads that turn the last stage's hidden states into something else than logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+
+class ScalarHead(torch.nn.Module):
+    """One number per token, in place of Megatron's output layer: values of a critic, scores of a reward model.
+
+    It is small and whole on every tensor-parallel rank. Hidden states have their full gradient on each of these, so nothing is
+    reduced on the way back; with sequence parallelism they are gathered first. Computed in fp32.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, *, has_bias: bool):
+        super().__init__()
+        self._tp = tp_group
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype)) if has_bias else None
+
+    def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None) -> tuple:
+        """[T or T / tp, b, hidden] -> [T, b, 1] fp32, and None where a bias would be handed on."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
+        bias = self.bias.float() if self.bias is not None else None
+        return F.linear(hidden.float(), self.weight.float(), bias), None
