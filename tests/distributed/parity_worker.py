@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.sources import stage_names
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
+from rlhf_mcore.mcore.step import policy_head
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows, broadcast_json, gather_json, reduce_sums
 from rlhf_mcore.roles.policy import Actor
 from tests.distributed import models
 from tests.distributed.setting import (
+    TEMPERATURE,
     Settings,
     batch_for,
     build,
@@ -66,11 +69,13 @@ def main(directory: Path) -> None:
 
 def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     """How far the actor's logprobs and entropies are at most, over all ranks, from those expected of each row."""
-    groups = actor.model.groups
+    assert actor.model is not None
     actor.trainer.packing = packing
-    batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
+    batch = batch_for(rows())
+    head = partial(policy_head, actor.model, TEMPERATURE)
     worst = [0.0, 0.0]
-    for which, values in enumerate(actor.compute_logprobs(batch)):
+    for which in (0, 1):
+        values = actor.per_token(batch, lambda logits, part, which=which: head(logits, part)[which:])
         for row, found in response_values(batch, values).items():
             worst[which] = max(worst[which], float((torch.tensor(found) - expected[row][which]).abs().max()))
     return [max(column) for column in zip(*all_gather_json(worst), strict=True)]

@@ -297,12 +297,11 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
     rollouts = generate(engine, prompts, sampling, step=step)
-    pgs = actor.model.groups.collection
-    exchange = Exchange(pgs.dp.rank(), pgs.dp.size(), sampling.n, len(prompts), pad_token_id=0)
+    exchange = Exchange(sampling.n, pad_token_id=0)
     scores = [Score(0.0) for _ in rollouts.trajectories]
     batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch
-    batch.old_logprobs, _ = actor.compute_logprobs(batch)
-    metrics = agreement_metrics(batch, pgs.dp)
+    batch.old_logprobs = actor.compute_logprobs(batch)
+    metrics = agreement_metrics(batch)
     hf, worst = load_hf(path), 0.0
     for trajectory in rollouts.trajectories:
         row = type(rows(count=1)[0])(

@@ -27,6 +27,7 @@ def main(directory: Path) -> None:
     platform = start()
     torch.backends.cuda.matmul.allow_tf32 = False
     groups = build_groups(ParallelLayout(1))
+    assert groups is not None
     findings = {}
     for name in ("llama", "qwen2", "qwen3_tied"):
         path = directory / name
@@ -36,8 +37,8 @@ def main(directory: Path) -> None:
         _, actor = build(path, groups, platform, Settings())
         for packing in (True, False):
             actor.trainer.packing = packing
-            batch = batch_for(rows(), 0, 1)
-            logprobs, _ = actor.compute_logprobs(batch)
+            batch = batch_for(rows())
+            logprobs = actor.compute_logprobs(batch)
             found = response_values(batch, logprobs)
             worst = max(float((torch.tensor(found[row]) - expected[row][0]).abs().max()) for row in found)
             findings[f"{name}/{'packed' if packing else 'padded'}"] = worst
