@@ -37,6 +37,7 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role import Role
 from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
@@ -194,7 +195,7 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         reward=reward,
         exchange=Exchange(sampling.n, int(data.tokenizer.pad_token_id)),
         roles=roles,
-        algorithm=cfg.algorithm,
+        estimation=Estimation(cfg.algorithm),
         bridge=_bridge(cfg, built.actor, engine, built.dtype),
         evaluator=Evaluator(
             data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from rlhf_mcore.config.schema import Config, LayoutConfig
 
+
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
     """A model that the run builds, as its group of the configuration cuts it."""

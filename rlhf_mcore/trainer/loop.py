@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import union
-from rlhf_mcore.trainer.advantages import estimate_advantages
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
 from rlhf_mcore.trainer.rollouts import generate, score
 
 if TYPE_CHECKING:
-    from rlhf_mcore.config.schema import AlgorithmConfig
     from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
+    from rlhf_mcore.trainer.advantages import Estimation
     from rlhf_mcore.trainer.evaluation import Evaluator
     from rlhf_mcore.trainer.exchange import Exchange
     from rlhf_mcore.trainer.parts import Checkpointer, PromptSource, Recorder, Roles
@@ -29,7 +28,7 @@ class Trainer:
     reward: RewardFunction
     exchange: Exchange
     roles: Roles
-    algorithm: AlgorithmConfig
+    estimation: Estimation
     bridge: WeightBridge
     evaluator: Evaluator
     checkpointer: Checkpointer
@@ -59,7 +58,7 @@ class Trainer:
             exchanged = self.exchange(prompts, rollouts.positions, rollouts.trajectories, scores)
         self._compute(step, exchanged.batch)
         metrics = rollout_metrics(exchanged) | agreement_metrics(exchanged.batch)
-        metrics |= estimate_advantages(exchanged.batch, self.algorithm)
+        metrics |= self.estimation(exchanged.batch)
         with timed("update"):
             metrics |= self._update(step, exchanged.batch)
         return metrics | self._sync(step)

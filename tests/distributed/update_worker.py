@@ -15,7 +15,7 @@ from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.trainer.advantages import estimate_advantages
+from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -90,7 +90,7 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
         setattr(batch, which, values)
     # Far from the mask anything may stand: it must not matter.
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
-    estimate_advantages(batch, algorithm())
+    Estimation(algorithm())(batch)
 
 
 def update(

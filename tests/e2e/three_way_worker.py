@@ -214,10 +214,9 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     newer = load_file(other / "model.safetensors")
     mixture = load_file(path / "model.safetensors") | {name: newer[name] for name in names}
     engine.load_weights(iter(mixture.items()), version=11)
-    dp = groups.collection.dp
-    prompts = canary_prompts(math.lcm(engine.num_engines, dp.size()), 8, 97)
+    prompts = canary_prompts(engine.num_engines, 8, 97)
     sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=8)
-    forgetful = CanaryBridge(Forgetful(engine), engine, actor, dp, prompts, sampling, TOLERANCE[torch.float32])
+    forgetful = CanaryBridge(Forgetful(engine), engine, actor, prompts, sampling, TOLERANCE[torch.float32])
     found = {
         "some_equal": brought == greedy(engine, world.prompts),
         "some_bytes": max(all_gather_json(stats.received_bytes + stats.local_bytes)),
@@ -229,7 +228,7 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     except SyncMismatch as error:
         found["canary"] = str(error)
     found["dropped"] = max(all_gather_json(engine.policy_version))
-    CanaryBridge(bridge, engine, actor, dp, prompts, sampling, TOLERANCE[torch.float32]).sync(13)
+    CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[torch.float32]).sync(13)
     found["agreed"] = min(all_gather_json(engine.policy_version))
     return found
 

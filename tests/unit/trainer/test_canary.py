@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlhf_mcore.protocols import SyncMismatch, SyncStats
 from rlhf_mcore.rollout.weights import VersionedWeights
@@ -46,17 +45,15 @@ class Bridge:
 class Actor:
     """Logprob of token t is -t, where the response begins with token 0."""
 
-    def compute_logprobs(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = -batch.token_ids.float().masked_fill(~batch.loss_mask, -77.0)
-        return logprobs, torch.zeros_like(logprobs)
+    def compute_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        return -batch.token_ids.float().masked_fill(~batch.loss_mask, -77.0)
 
 
 def canary(logprobs: list[list[float]], tolerance: float) -> tuple[CanaryBridge, Engine]:
-    engine, group = Engine(logprobs), dist.group.WORLD
-    assert group is not None
+    engine = Engine(logprobs)
     bridge: Any = Bridge(engine)
     prompts, sampling = canary_prompts(2, 3, vocab_size=50), Sampling(temperature=0.7, max_new_tokens=4)
-    return CanaryBridge(bridge, engine, Actor(), group, prompts, sampling, tolerance), engine  # type: ignore[arg-type]
+    return CanaryBridge(bridge, engine, Actor(), prompts, sampling, tolerance), engine  # type: ignore[arg-type]
 
 
 def test_an_engine_that_agrees_is_used() -> None:

@@ -1,0 +1,200 @@
+"""Actor, critic, reference and reward model under layouts of their own, against one process and against plain transformers."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
+from rlhf_mcore.mcore.offload import HostWeights
+from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.parallel.collectives import all_gather_json, union
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.types import TrainBatch
+from tests.distributed import models
+from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start
+
+NUM_STEPS = 5
+# name -> layout of the actor (and reference), layout of the critic: (ranks, tp, pp, vpp, sequence parallel), first rank
+SETUPS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
+    "one_process": ((1, 1, 1, None, False, 0), (1, 1, 1, None, False, 0)),
+    "tp2_dp2_beside_pp2_dp2": ((4, 2, 1, None, False, 0), (4, 1, 2, None, False, 0)),
+    "pp2_vpp2_dp2_beside_tp4_sp": ((4, 1, 2, 2, False, 0), (4, 4, 1, None, True, 0)),
+    "disjoint_tp2_and_pp2": ((2, 2, 1, None, False, 0), (2, 1, 2, None, False, 2)),
+    "disjoint_dp3_and_one": ((3, 1, 1, None, False, 1), (1, 1, 1, None, False, 0)),
+}
+MODEL = "qwen3_tied"
+
+
+@dataclass(slots=True)
+class Team:
+    actor: Actor
+    critic: Critic
+    reference: Reference
+
+
+def main(directory: Path) -> None:
+    platform = start()
+    path = directory / MODEL
+    if dist.get_rank() == 0:
+        models.make(MODEL, path)
+        make_classifier(AutoModelForTokenClassification, path, directory / "token")
+        make_classifier(AutoModelForSequenceClassification, path, directory / "sequence")
+    dist.barrier()
+    findings: dict[str, Any] = {"runs": {}, "values": {}, "scores": {}, "refresh": {}}
+    findings["oracle"] = {"values": hf_values(directory / "token"), "scores": hf_scores(directory / "sequence")}
+    for name, (actor, critic) in SETUPS.items():
+        findings["runs"][name] = run(team(path, actor, critic, platform))
+        findings["values"][name] = values(directory / "token", critic, platform, directory / f"{name}_saved")
+        findings["scores"][name] = scores(directory / "sequence", critic, platform)
+        findings["refresh"][name] = refresh(team(path, actor, critic, platform))
+    finish(findings, directory)
+
+
+def make_classifier(kind: Any, path: Path, target: Path) -> None:
+    torch.manual_seed(3)
+    model = kind.from_pretrained(path, num_labels=1, pad_token_id=0, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.3)
+        if model.score.bias is not None:
+            model.score.bias.fill_(0.7)
+    model.save_pretrained(target)
+
+
+def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable: bool) -> tuple[Any, Any]:
+    size, tp, pp, vpp, sp, first = cut
+    spec = load_spec(path, head)
+    groups = build_groups(ParallelLayout(size, tp, pp, vpp, sequence_parallel=sp, first_rank=first), POOL)
+    model: MegatronModel | None = None
+    if groups is not None:
+        options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
+        model = build_model(spec, groups, platform, options)
+        load(local_parameters(model), spec.geometry, HFReader(path), fresh_head=spec.has_fresh_head)
+    return model, spec
+
+
+def algorithm() -> AlgorithmConfig:
+    return AlgorithmConfig(advantage="gae", gamma=0.98, lam=0.9, loss_aggregation="token", kl=KLConfig(coef=0.05))
+
+
+def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: Any) -> Team:
+    trainer = TrainerConfig(max_tokens_per_microbatch=64)
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+    updates = Updates(prompts_per_minibatch=2, epochs=2)
+
+    def trained(head: str, cut: tuple[Any, ...]) -> list[Any]:
+        model, spec = built(path, head, cut, platform, trainable=True)
+        return [model, spec, trainer, build_optimizer(model, optimizer) if model else None, optimizer, updates]
+
+    frozen, spec = built(path, "lm", actor, platform, trainable=False)
+    host = HostWeights(frozen) if frozen is not None else None
+    return Team(
+        Actor(*trained("lm", actor), "actor", TEMPERATURE, algorithm()),
+        Critic(*trained("token", critic), "critic", 0.2),
+        Reference(frozen, spec, trainer, TEMPERATURE, host_weights=host),
+    )
+
+
+def scored_batch() -> TrainBatch:
+    batch = batch_for(rows())
+    batch.truncated = torch.arange(len(batch.lengths)) % 3 == 1
+    return batch
+
+
+def run(which: Team) -> list[dict[str, float]]:
+    """PPO steps on the same rows. The first rank's view of the metrics, which are the same everywhere."""
+    history, estimation = [], Estimation(algorithm())
+    for _ in range(NUM_STEPS):
+        batch = scored_batch()
+        batch.ref_logprobs = which.reference.compute_logprobs(batch)
+        batch.old_values, batch.bootstrap_values = which.critic.compute_values(batch)
+        batch.old_logprobs = which.actor.compute_logprobs(batch)
+        metrics = estimation(batch)
+        metrics |= union({**which.critic.update(batch), **which.actor.update(batch)})
+        history.append(metrics)
+    assert len({str(h) for h in all_gather_json(history)}) == 1
+    return history
+
+
+def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dict[str, Any]:
+    """Of a critic that is loaded with its head, and again of what it saved."""
+    model, spec = built(path, "token", cut, platform, trainable=False)
+    trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
+    role = Critic(model, spec, trainer, None, OptimizerConfig(), Updates(1), "critic", None)
+    exporter = Exporter(
+        local_parameters(model) if model else [],
+        spec.geometry,
+        [str(path)],
+        bucket_bytes=10_000,
+        config_updates=spec.config_updates,
+    )
+    exporter.save(target)
+    before, last = role.compute_values(batch)
+    return {
+        "before": [before[row][batch.loss_mask[row]].tolist() for row in range(len(batch.lengths))],
+        "last": last.tolist(),
+        "saved": hf_values(target),
+    }
+
+
+def scores(path: Path, cut: tuple[Any, ...], platform: Any) -> list[float]:
+    model, spec = built(path, "sequence", cut, platform, trainable=False)
+    return RewardModel(model, spec, TrainerConfig(max_tokens_per_microbatch=64)).compute_scores(scored_batch()).tolist()
+
+
+def refresh(which: Team) -> dict[str, float]:
+    """The reference, which waits in host memory, before and after it takes over the weights of a trained actor."""
+    batch = scored_batch()
+    run(which)
+
+    def distance() -> float:
+        return float((which.reference.compute_logprobs(batch) - which.actor.compute_logprobs(batch)).abs().max())
+
+    before = distance()
+    which.reference.refresh(which.actor)
+    held = sum(p.numel() for c in which.reference.model.chunks for p in c.parameters()) if which.reference.model else 0
+    return {"before": before, "after": distance(), "held_between_uses": float(max(all_gather_json(held)))}
+
+
+def hf_values(path: Path) -> dict[str, Any]:
+    """Row by row: values before each response token, and after the last."""
+    hf = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
+    before, last = [], []
+    for row in rows():
+        with torch.no_grad():
+            found = hf(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, :, 0]
+        before.append(found[len(row.prompt_ids) - 1 : -1].tolist())
+        last.append(float(found[-1]))
+    return {"before": before, "last": last}
+
+
+def hf_scores(path: Path) -> list[float]:
+    hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+
+    def score(row: Row) -> float:
+        ids = row.prompt_ids + row.response_ids
+        with torch.no_grad():  # a last token that is the pad token would be taken for padding
+            return float(hf(torch.tensor([ids[:-1] + [ids[-1] or VOCAB - 1]])).logits[0, 0])
+
+    return [score(row) for row in rows()]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

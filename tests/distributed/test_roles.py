@@ -1,0 +1,56 @@
+"""Actor and critic each under their own layout, on the same ranks or apart: the losses are those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.roles_worker import NUM_STEPS, SETUPS
+from tests.distributed.world import run_world
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("roles")
+    return run_world("roles_worker.py", 4, directory)
+
+
+@pytest.mark.parametrize("setup", [name for name in SETUPS if name != "one_process"])
+def test_curves_are_those_of_one_process(findings: Any, setup: str) -> None:
+    found, alone = findings["runs"][setup], findings["runs"]["one_process"]
+    assert len(found) == NUM_STEPS
+    for step, expected in zip(found, alone, strict=True):
+        for name in ("loss/total", "loss/policy", "loss/kl", "loss/value", "actor/grad_norm", "critic/grad_norm"):
+            assert step[name] == pytest.approx(expected[name], rel=2e-4, abs=2e-6), name
+        for name in ("critic/explained_variance", "critic/values", "actor/entropy"):
+            assert step[name] == pytest.approx(expected[name], abs=2e-4), name
+
+
+def test_the_critic_learns_the_returns(findings: Any) -> None:
+    run = findings["runs"]["one_process"]
+    assert run[0]["critic/explained_variance"] == 0.0, "a fresh head says zero everywhere"
+    assert run[-1]["loss/value"] < run[0]["loss/value"]
+    assert run[-1]["critic/explained_variance"] > run[1]["critic/explained_variance"]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_values_are_those_of_token_classification(findings: Any, setup: str) -> None:
+    found, oracle = findings["values"][setup], findings["oracle"]["values"]
+    for mine, theirs in zip(found["before"], oracle["before"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    assert found["last"] == pytest.approx(oracle["last"], abs=1e-5)
+    assert found["saved"] == oracle, "a saved critic is the model that it was loaded from"
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_scores_are_those_of_sequence_classification(findings: Any, setup: str) -> None:
+    assert findings["scores"][setup] == pytest.approx(findings["oracle"]["scores"], abs=1e-5)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_reference_in_host_memory_takes_over_the_actor(findings: Any, setup: str) -> None:
+    found = findings["refresh"][setup]
+    assert found["before"] > 1e-3 and found["after"] < 1e-5
+    assert found["held_between_uses"] == 0
