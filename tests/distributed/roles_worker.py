@@ -191,7 +191,7 @@ def hf_scores(path: Path) -> list[float]:
     def score(row: Row) -> float:
         ids = row.prompt_ids + row.response_ids
         with torch.no_grad():  # a last token that is the pad token would be taken for padding
-            return float(hf(torch.tensor([ids[:-1] + [ids[-1] or VOCAB - 1]])).logits[0, 0])
+            return float(hf(torch.tensor([[*ids[:-1], ids[-1] or VOCAB - 1]])).logits[0, 0])
 
     return [score(row) for row in rows()]
 
