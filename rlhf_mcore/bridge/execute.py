@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.rank_plan import Bucket, Copy, Message, RankPlan
+from rlhf_mcore.platform import current_platform
 
 
 class Destinations(Protocol):
@@ -75,7 +76,8 @@ class Executor:
         self, plan: RankPlan, sources: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], depth: int = 2
     ):
         self._plan, self._sources, self._dtypes, self._depth = plan, sources, dtypes, depth
-        self._device = next(iter(sources.values())).device
+        # A rank may hold no part of the model, and still receive.
+        self._device = next((flat.device for flat in sources.values()), current_platform().device())
         self._staged: dict[int, _Staged] = {}
         self._alignment = max(dtype.itemsize for dtype in dtypes.values())
         sizes = [self._bytes_of(bucket) for bucket in plan.buckets]

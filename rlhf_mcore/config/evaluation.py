@@ -10,6 +10,7 @@ from rlhf_mcore.config import validate as checks
 from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.layouts import tensor_cut_problems
 from rlhf_mcore.config.model_files import TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
@@ -95,7 +96,7 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
     if shape is None or not check_sizes:
         return
-    yield from checks._tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
+    yield from tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
     longest = own.rollout.max_model_len or 0
     if longest > shape.max_positions:
         yield (

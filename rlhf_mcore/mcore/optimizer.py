@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -11,6 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.mcore.ambient import ambient
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.parallel.collectives import all_gather_json
 
 
 def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptimizer:
@@ -34,7 +39,7 @@ def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptim
         loss_scale_window=scale.growth_interval,
         hysteresis=scale.hysteresis,
     )
-    with ambient(model.groups, model.platform):
+    with ambient(model.groups, model.platform), _aligned_within(model.groups.collection.intra_dist_opt):
         optimizer = get_megatron_optimizer(
             config, list(model.chunks), use_gloo_process_groups=False, pg_collection=model.groups.collection
         )
@@ -43,6 +48,29 @@ def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptim
         group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+@contextmanager
+def _aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
+    """Parameter groups are aligned over the ranks of the model: Megatron would do it over the whole world, and by pickles."""
+
+    def gather(found: list[Any], keys: list[Any]) -> None:
+        found[:] = [_tuples(part) for part in all_gather_json(keys, group)]
+
+    replaced = {"all_gather_object": gather, "get_world_size": lambda of=None: (of or group).size()}
+    before = {name: getattr(dist, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(dist, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists that JSON has made of tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float]:
