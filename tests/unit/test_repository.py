@@ -209,15 +209,42 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
+def configuration_page() -> str:
+    return (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def groups_described_elsewhere() -> dict[str, str]:
+    """Group of keys -> the group that the page describes in its place: "| `critic.layout.*` | as `actor.layout.*` |"."""
+    row = r"^\| `([a-z0-9_.]+\.)\*` \| as `([a-z0-9_.]+\.)\*`"
+    return dict(re.findall(row, configuration_page(), re.MULTILINE))
+
+
+def described_as(key: str) -> str:
+    """The key whose row on the page is about this one too."""
+    groups = groups_described_elsewhere()
+    return next((groups[group] + key.removeprefix(group) for group in groups if key.startswith(group)), key)
+
+
 def test_configuration_page_has_every_key_with_its_default() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    documented = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", page, re.MULTILINE))
-    assert documented == {key: as_yaml(value) for key, value in leaves(Config())}
+    rows = re.findall(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \|", configuration_page(), re.MULTILINE)
+    documented, defaults = dict(rows), {key: as_yaml(value) for key, value in leaves(Config())}
+    assert len(documented) == len(rows)
+    assert documented.keys() - defaults.keys() == set()
+    # A row of its own wins over the one of the group: the default may be another one.
+    assert {key: documented.get(key, documented.get(described_as(key))) for key in defaults} == defaults
+
+
+def test_configuration_page_refers_to_groups_with_the_same_keys() -> None:
+    keys = [key for key, _ in leaves(Config())]
+    for group, described in groups_described_elsewhere().items():
+        mine, theirs = ({key.removeprefix(g) for key in keys if key.startswith(g)} for g in (group, described))
+        assert mine == theirs != set(), group
 
 
 @pytest.mark.parametrize("key", sorted(CHOICES))
 def test_configuration_page_names_every_choice(key: str) -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
-    missing = [choice for choice in CHOICES[key] if f"`{choice}`" not in row]
+    lines = configuration_page().splitlines()
+    rows = [line for line in lines if line.startswith((f"| `{key}` |", f"| `{described_as(key)}` |"))]
+    assert rows
+    missing = [choice for choice in CHOICES[key] if f"`{as_yaml(choice)}`" not in rows[0]]
     assert missing == []

@@ -10,6 +10,7 @@ from rlhf_mcore.data.collate import (
     Row,
     make_microbatches,
     make_train_batch,
+    restore_last,
     restore_rows,
     to_model_layout,
     to_token_layout,
@@ -27,8 +28,7 @@ def batch_of(shapes: list[tuple[int, int]]) -> TrainBatch:
     for row, (prompt, response) in enumerate(shapes):
         ids = [100 * (row + 1) + t for t in range(prompt + response)]
         records.append(Row(ids[:prompt], ids[prompt:], [-float(i) for i in ids[prompt:]], float(row)))
-    numbers = list(range(len(shapes)))
-    return make_train_batch(records, numbers, numbers, [0] * len(shapes), len(shapes), 1, PAD)
+    return make_train_batch(records, list(range(len(shapes))), PAD)
 
 
 def microbatches_of(batch: TrainBatch, packing: bool, **settings: object) -> list[Microbatch]:
@@ -43,37 +43,36 @@ def microbatches_of(batch: TrainBatch, packing: bool, **settings: object) -> lis
 
 
 def test_a_train_batch_is_prompt_then_response_then_padding() -> None:
-    records = [Row([1, 2], [3], [-0.5], 1.0), Row([4], [5, 6, 7], [-1.0, -2.0, -3.0], 0.25)]
-    batch = make_train_batch(records, [5, 3], [2, 1], [1, 0], 8, 2, PAD)
+    records = [Row([1, 2], [3], [-0.5], 1.0), Row([4], [5, 6, 7], [-1.0, -2.0, -3.0], 0.1, truncated=True)]
+    batch = make_train_batch(records, [2, 1], PAD)
     assert batch.token_ids.tolist() == [[1, 2, 3, PAD], [4, 5, 6, 7]]
     assert batch.lengths.tolist() == [3, 4]
     assert batch.loss_mask.tolist() == [[False, False, True, False], [False, True, True, True]]
     assert batch.rollout_logprobs.tolist() == [[0, 0, -0.5, 0], [0, -1, -2, -3]]
-    assert batch.scores.tolist() == [1.0, 0.25]
-    assert (batch.row_ids.tolist(), batch.group_ids.tolist(), batch.minibatch_ids.tolist()) == ([5, 3], [2, 1], [1, 0])
-    assert (batch.num_rows_global, batch.num_minibatches) == (8, 2)
-    assert (batch.token_ids.dtype, batch.loss_mask.dtype, batch.scores.dtype) == (
-        torch.int64,
-        torch.bool,
-        torch.float32,
-    )
+    assert batch.scores.tolist() == [1.0, 0.1]  # 0.1 exactly: double precision
+    assert batch.truncated.tolist() == [False, True] and batch.group_ids.tolist() == [2, 1]
+    integers, booleans = (batch.token_ids, batch.lengths, batch.group_ids), (batch.loss_mask, batch.truncated)
+    assert {x.dtype for x in integers} == {torch.int64} and {x.dtype for x in booleans} == {torch.bool}
+    assert (batch.rollout_logprobs.dtype, batch.scores.dtype) == (torch.float32, torch.float64)
 
 
-def test_a_rank_may_have_no_rows() -> None:
-    batch = make_train_batch([], [], [], [], 4, 1, PAD)
+def test_a_batch_may_have_no_rows() -> None:
+    batch = make_train_batch([], [], PAD)
     assert batch.token_ids.shape == (0, 1)
-    assert batch.scores.shape == (0,) and batch.row_ids.dtype == torch.int64
+    assert batch.scores.shape == (0,) and batch.group_ids.dtype == torch.int64
     for packing in (True, False):
         (dummy,) = make_microbatches(batch, [], fields={}, max_tokens=8, packing=packing, pad_token_id=PAD)
         assert dummy.token_ids.tolist() == [[PAD]] and dummy.rows == []
         assert restore_rows([torch.ones(1, 1)], [dummy], 0, 1).shape == (0, 1)
+        assert restore_last([torch.ones(1, 1)], [dummy], 0).shape == (0,)
 
 
 def test_rows_that_an_engine_must_not_give_are_refused() -> None:
-    with pytest.raises(ValueError, match="row 4: the engine gave 1 logprobs for 2 response tokens"):
-        make_train_batch([Row([1], [2, 3], [-1.0], 0.0)], [4], [0], [0], 1, 1, PAD)
-    with pytest.raises(ValueError, match="row 4: the prompt has no tokens"):
-        make_train_batch([Row([], [2], [-1.0], 0.0)], [4], [0], [0], 1, 1, PAD)
+    good = Row([1], [2], [-1.0], 0.0)
+    with pytest.raises(ValueError, match="row 1: the engine gave 1 logprobs for 2 response tokens"):
+        make_train_batch([good, Row([1], [2, 3], [-1.0], 0.0)], [0, 1], PAD)
+    with pytest.raises(ValueError, match="row 0: the prompt has no tokens"):
+        make_train_batch([Row([], [2], [-1.0], 0.0), good], [0, 1], PAD)
 
 
 def test_the_shift_by_hand() -> None:
@@ -86,7 +85,7 @@ def test_the_shift_by_hand() -> None:
 
 def test_a_packed_microbatch_by_hand() -> None:
     records = [Row([1, 2], [3], [-3.0], 0.0), Row([4], [5, 6], [-5.0, -6.0], 0.0)]
-    batch = make_train_batch(records, [0, 1], [0, 0], [0, 0], 2, 1, PAD)
+    batch = make_train_batch(records, [0, 0], PAD)
     (micro,) = microbatches_of(batch, packing=True, pad_multiple=4)
     assert micro.token_ids.tolist() == [[1, 2, 3, 4, 5, 6, PAD, PAD]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]]
@@ -100,7 +99,7 @@ def test_a_packed_microbatch_by_hand() -> None:
 
 def test_a_padded_microbatch_by_hand() -> None:
     records = [Row([1, 2], [3], [-3.0], 0.0), Row([4], [5], [-5.0], 0.0)]
-    batch = make_train_batch(records, [0, 1], [0, 0], [0, 0], 2, 1, PAD)
+    batch = make_train_batch(records, [0, 0], PAD)
     (micro,) = microbatches_of(batch, packing=False, pad_multiple=4)
     assert micro.token_ids.tolist() == [[1, 2, 3, PAD], [4, 5, PAD, PAD]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters
 from rlhf_mcore.mcore.optimizer import build_optimizer, optimizer_step
-from rlhf_mcore.mcore.step import forward_backward, forward_logprobs
+from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -33,7 +34,9 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def groups(world: None) -> ModelGroups:
-    return build_groups(ParallelLayout(1))
+    made = build_groups(ParallelLayout(1))
+    assert made is not None
+    return made
 
 
 def build(directory: Path, groups: ModelGroups, *, trainable: bool) -> MegatronModel:
@@ -50,7 +53,7 @@ def batch() -> TrainBatch:
         Row([8], [9], [0.0], 0.0),
         Row([10, 11], [12] * 3, [0.0] * 3, 0.0),
     ]
-    return make_train_batch(rows, [0, 1, 2], [0, 1, 2], [0, 0, 0], 3, 1, 0)
+    return make_train_batch(rows, [0, 1, 2], 0)
 
 
 def microbatches(made: TrainBatch, packing: bool) -> list[Microbatch]:
@@ -77,19 +80,18 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
     made = batch()
     expected = expected_logprobs(hf, made)
+    head: Head = partial(policy_head, model, TEMPERATURE)
     for packing in (True, False):
         cut = microbatches(made, packing)
         assert len(cut) > 1
-        found = restore_rows([out[0] for out in forward_logprobs(model, cut, TEMPERATURE)], cut, 3, 7)
+        found = restore_rows([out[0] for out in forward(model, cut, head)], cut, 3, 7)
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
 
-    def loss(
-        logprobs: torch.Tensor, entropy: torch.Tensor, part: Microbatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = (logprobs * part.fields["mask"]).sum() / 8
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        value = (head(outputs, part)[0] * part.fields["mask"]).sum() / 8
         return value, {"count": part.fields["mask"].sum()}
 
-    metrics = forward_backward(model, microbatches(made, True), TEMPERATURE, loss)
+    metrics = forward_backward(model, microbatches(made, True), loss)
     reference = (expected * made.loss_mask).sum() / 8
     assert sum(int(m["count"]) for m in metrics) == 8
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)

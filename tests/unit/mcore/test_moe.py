@@ -26,7 +26,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def groups(world: None) -> ModelGroups:
-    return build_groups(ParallelLayout(1))
+    made = build_groups(ParallelLayout(1))
+    assert made is not None
+    return made
 
 
 def build(directory: Path, groups: ModelGroups, trainable: bool = True, **options: float) -> MegatronModel:

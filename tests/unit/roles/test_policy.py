@@ -6,113 +6,64 @@ The oracle goes token by token in double precision, without masks, weights or mi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
-from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.roles import policy as module
-from rlhf_mcore.roles.policy import Actor, Policy
-from rlhf_mcore.types import Microbatch, TrainBatch
+from rlhf_mcore.roles.policy import Actor, Policy, Reference
+from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.types import LocalParameter, Shard, TrainBatch
+from tests.unit.roles import lookup
+from tests.unit.roles.lookup import Layout, Lookup, descend, noise, stay
 
 pytestmark = pytest.mark.usefixtures("world")
 
-VOCAB = 7
 TEMPERATURE = 0.7
-NUM_ROWS = 6
-
-
-@dataclass
-class Bigram:
-    """What the role needs of a model, and functions in the place of mcore.step and mcore.optimizer."""
-
-    table: Tensor = field(init=False)
-    layout: Any = field(default_factory=lambda: SimpleNamespace(tp=1, pp=1, vpp=None, ep=1, sequence_parallel=False))
-    is_last_stage: bool = True
-    aux_loss_coef: float = 0.0
-    calls: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
-        self.table = table.requires_grad_()
-
-    @property
-    def groups(self) -> Any:
-        return SimpleNamespace(layout=self.layout, collection=SimpleNamespace(dp=dist.group.WORLD))
-
-    def outputs(self, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        log_p = torch.log_softmax(self.table[microbatch.token_ids] / temperature, dim=-1)
-        labels = microbatch.fields["labels"].unsqueeze(-1)
-        return log_p.gather(-1, labels).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-    def forward_logprobs(self, model: Any, parts: Sequence[Microbatch], temperature: float) -> list[Any]:
-        with torch.no_grad():
-            return [self.outputs(part, temperature) for part in parts]
-
-    def forward_backward(
-        self, model: Any, parts: Sequence[Microbatch], temperature: float, loss: Callable[..., Any]
-    ) -> Any:
-        self.calls.append([len(part.rows) for part in parts])
-        self.table.grad = None
-        found = []
-        for part in parts:
-            value, metrics = loss(*self.outputs(part, temperature), part)
-            value.backward()
-            found.append({"loss": value.detach().clone(), **metrics})
-        return found
-
-    def optimizer_step(self, model: Any, optimizer: Any, lr: float) -> tuple[bool, float]:
-        assert self.table.grad is not None
-        self.calls.append(("step", lr))
-        return optimizer(self, lr), float(self.table.grad.norm())
-
-
-def stay(model: Bigram, lr: float) -> bool:
-    return True
 
 
 @pytest.fixture
-def bigram(monkeypatch: pytest.MonkeyPatch) -> Bigram:
-    made = Bigram()
-    for name in ("forward_logprobs", "forward_backward", "optimizer_step"):
-        monkeypatch.setattr(module, name, getattr(made, name))
-    return made
+def bigram(monkeypatch: pytest.MonkeyPatch) -> Lookup:
+    return Lookup().take_over(monkeypatch)
 
 
-def actor(model: Bigram, algorithm: AlgorithmConfig, optimizer: Any = stay, **trainer: Any) -> Actor:
+def actor(
+    model: Lookup | None,
+    algorithm: AlgorithmConfig,
+    optimizer: Any = stay,
+    *,
+    prompts_per_minibatch: int = 3,
+    ppo_epochs: int = 1,
+    **trainer: Any,
+) -> Actor:
     settings: dict[str, Any] = dict(max_tokens_per_microbatch=64)
     cfg = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup_updates=2))
-    return Actor(model, TrainerConfig(**{**settings, **trainer}), TEMPERATURE, optimizer, cfg, algorithm)  # type: ignore[arg-type]
-
-
-def rows() -> list[Row]:
-    generator = torch.Generator().manual_seed(2)
-
-    def ids(count: int) -> list[int]:
-        return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
-
-    return [Row(ids(1 + k % 3), ids(1 + (3 * k) % 5), [0.0] * (1 + (3 * k) % 5), 0.0) for k in range(NUM_ROWS)]
-
-
-def batch(minibatches: int = 1) -> TrainBatch:
-    """With made-up old and reference logprobs close to the model's, and an advantage per row."""
-    made = make_train_batch(
-        rows(), list(range(6)), [0, 0, 1, 1, 2, 2], [k * minibatches // 6 for k in range(6)], 6, minibatches, 0
+    updates = Updates(prompts_per_minibatch, ppo_epochs, algorithm.loss_aggregation, algorithm.constant_length)
+    spec: Any = Lookup().spec
+    which: Any = model
+    return Actor(
+        which, spec, TrainerConfig(**{**settings, **trainer}), optimizer, cfg, updates, "actor", TEMPERATURE, algorithm
     )
-    generator = torch.Generator().manual_seed(3)
-    truth = Bigram().outputs
-    whole = Microbatch(made.token_ids, made.token_ids, [], [], fields={"labels": made.token_ids.roll(-1, 1)})
-    logprobs = truth(whole, TEMPERATURE)[0].detach().roll(1, 1)
-    noise = [0.4 * torch.randn(logprobs.shape, generator=generator) for _ in range(2)]
+
+
+def policy(model: Lookup | None, **trainer: Any) -> Policy:
+    which: Any = model
+    return Policy(which, Lookup().spec, TrainerConfig(**trainer), TEMPERATURE)
+
+
+def batch() -> TrainBatch:
+    """With made-up old and reference logprobs close to the model's, and an advantage per row."""
+    made = lookup.batch()
+    log_p = torch.log_softmax(Lookup().table.detach() / TEMPERATURE, dim=-1)
+    logprobs = log_p[made.token_ids.roll(1, 1), made.token_ids]
     nowhere = torch.where(made.loss_mask, 0.0, 50.0)  # garbage outside of the responses
-    made.old_logprobs, made.ref_logprobs = logprobs + noise[0] + nowhere, logprobs + noise[1] + nowhere
+    made.old_logprobs, made.ref_logprobs = (logprobs + noise(logprobs, seed) + nowhere for seed in (3, 4))
     made.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])[:, None] * made.loss_mask
     return made
 
@@ -166,7 +117,7 @@ ALGORITHMS = {
 @pytest.mark.parametrize("max_tokens", [8, 16, 64])
 @pytest.mark.parametrize("packing", [True, False])
 def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
-    bigram: Bigram, name: str, max_tokens: int, packing: bool
+    bigram: Lookup, name: str, max_tokens: int, packing: bool
 ) -> None:
     cfg, made = ALGORITHMS[name], batch()
     metrics = actor(bigram, cfg, max_tokens_per_microbatch=max_tokens, packing=packing).update(made)
@@ -189,11 +140,11 @@ def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
     assert (len(bigram.calls[0]) > 1) == (max_tokens < 64)
 
 
-def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram: Bigram) -> None:
+def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram: Lookup) -> None:
     # Ratios are 1, so the gradient is that of -mean over rows of mean over tokens of A log p (REINFORCE).
     made, cfg = batch(), AlgorithmConfig()
     which = actor(bigram, cfg)
-    made.old_logprobs, _ = which.compute_logprobs(made)
+    made.old_logprobs = which.compute_logprobs(made)
     metrics = which.update(made)
     assert metrics["actor/importance_ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["actor/approx_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -210,32 +161,25 @@ def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("role", ["reference", "actor"])
-def test_logprobs_and_entropy_by_token(bigram: Bigram, packing: bool, role: str) -> None:
+@pytest.mark.parametrize("role", [policy, lambda model, **trainer: actor(model, AlgorithmConfig(), **trainer)])
+def test_logprobs_by_token(bigram: Lookup, packing: bool, role: Any) -> None:
     made = batch()
-    trainer = TrainerConfig(max_tokens_per_microbatch=10, packing=packing)
-    policy = Policy(bigram, trainer, TEMPERATURE)  # type: ignore[arg-type]
-    if role == "actor":
-        policy = actor(bigram, AlgorithmConfig(), max_tokens_per_microbatch=10, packing=packing)
-    logprobs, entropy = policy.compute_logprobs(made)
-    assert logprobs.shape == entropy.shape == made.token_ids.shape and logprobs.dtype == torch.float32
+    logprobs = role(bigram, max_tokens_per_microbatch=10, packing=packing).compute_logprobs(made)
+    assert logprobs.shape == made.token_ids.shape and logprobs.dtype == torch.float32
+    assert len(bigram.calls[0][1]) > 1
     scaled = [[math.exp(x / TEMPERATURE) for x in row] for row in bigram.table.tolist()]
     for row in range(6):
         for t in range(made.token_ids.size(1)):
-            p = 1.0
-            if 0 < t < made.lengths[row]:
+            p = 1.0  # outside of the response
+            if made.loss_mask[row, t]:
                 weights = scaled[made.token_ids[row, t - 1]]
                 p = weights[made.token_ids[row, t]] / sum(weights)
-                spread = -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
-                assert entropy[row, t].item() == pytest.approx(spread, abs=1e-5)
-            else:
-                assert entropy[row, t] == 0.0
             assert logprobs[row, t].item() == pytest.approx(math.log(p), abs=1e-5)
 
 
-def test_minibatches_and_epochs_in_order(bigram: Bigram) -> None:
-    which = actor(bigram, AlgorithmConfig(), ppo_epochs=2, max_tokens_per_microbatch=1000)
-    made = batch(minibatches=3)
+def test_minibatches_and_epochs_in_order(bigram: Lookup) -> None:
+    which = actor(bigram, AlgorithmConfig(), prompts_per_minibatch=1, ppo_epochs=2, max_tokens_per_microbatch=1000)
+    made = batch()
     metrics = which.update(made)
     # Six updates of two rows each, in a warm-up of two updates to a rate of one half.
     assert bigram.calls == [[2], ("step", 0.25), [2], ("step", 0.5)] + [[2], ("step", 0.5)] * 4
@@ -244,9 +188,9 @@ def test_minibatches_and_epochs_in_order(bigram: Bigram) -> None:
     assert which.num_updates == 12 and bigram.calls[-1] == ("step", 0.5)
 
 
-def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Bigram) -> None:
-    cfg, made = ALGORITHMS["all"], batch(minibatches=3)
-    metrics = actor(bigram, cfg).update(made)
+def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Lookup) -> None:
+    cfg, made = ALGORITHMS["all"], batch()
+    metrics = actor(bigram, cfg, prompts_per_minibatch=1).update(made)
     table = bigram.table.detach().double()
     parts = [slow_loss(table, made, cfg, rows_of) for rows_of in ([0, 1], [2, 3], [4, 5])]
     assert metrics["loss/total"] == pytest.approx(sum(p["loss"].item() for p in parts) / 3, abs=1e-5)
@@ -254,47 +198,90 @@ def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Bigr
     assert metrics["actor/entropy"] == pytest.approx(sum(p["entropy"] for p in parts) / 3, abs=1e-5)
 
 
-def test_every_update_starts_from_the_weights_that_the_last_one_left(bigram: Bigram) -> None:
-    def descend(model: Bigram, lr: float) -> bool:
-        assert model.table.grad is not None
-        model.table.data -= lr * model.table.grad
-        return True
-
-    cfg, made = ALGORITHMS["all"], batch(minibatches=2)
+def test_every_update_starts_from_the_weights_that_the_last_one_left(bigram: Lookup) -> None:
+    cfg, made = ALGORITHMS["all"], batch()
     table = bigram.table.detach().double().requires_grad_()
-    actor(bigram, cfg, descend, ppo_epochs=2).update(made)
-    for lr, which in ((0.25, [0, 1, 2]), (0.5, [3, 4, 5]), (0.5, [0, 1, 2]), (0.5, [3, 4, 5])):
+    actor(bigram, cfg, descend, prompts_per_minibatch=2, ppo_epochs=2).update(made)
+    # Two prompts with two rows each, then the prompt that is left; twice.
+    for lr, which in ((0.25, [0, 1, 2, 3]), (0.5, [4, 5]), (0.5, [0, 1, 2, 3]), (0.5, [4, 5])):
         (gradient,) = torch.autograd.grad(slow_loss(table, made, cfg, which)["loss"], table)
         table.data -= lr * gradient
     torch.testing.assert_close(bigram.table.detach().double(), table.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_skipped_updates_are_counted(bigram: Bigram) -> None:
+def test_skipped_updates_are_counted(bigram: Lookup) -> None:
     answers = iter([True, False, False])
-    metrics = actor(bigram, AlgorithmConfig(), lambda model, lr: next(answers)).update(batch(minibatches=3))
+    which = actor(bigram, AlgorithmConfig(), lambda model, lr: next(answers), prompts_per_minibatch=1)
+    metrics = which.update(batch())
     assert metrics["actor/skipped_updates"] == pytest.approx(2 / 3)
 
 
-def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Bigram) -> None:
-    made = make_train_batch([], [], [], [], 6, 1, 0)
+def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Lookup) -> None:
+    made = batch()
+    bigram.layout, bigram.dp_rank = Layout(dp=7), 6
     which = actor(bigram, ALGORITHMS["all"])
-    logprobs, _ = which.compute_logprobs(made)
-    assert logprobs.shape == (0, 1)
-    made.old_logprobs = made.ref_logprobs = made.advantages = logprobs
+    assert not which.compute_logprobs(made).any()
     metrics = which.update(made)
+    assert bigram.calls == [("forward", [0]), [0], ("step", 0.25)]
     assert bigram.table.grad is not None and not bigram.table.grad.any()
     assert metrics["loss/total"] == 0.0 and metrics["actor/entropy"] == 0.0
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_microbatches_suit_the_layout(bigram: Bigram, packing: bool) -> None:
-    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=2, ep=1, sequence_parallel=True)
-    which = Policy(bigram, TrainerConfig(max_tokens_per_microbatch=12, packing=packing), 1.0)  # type: ignore[arg-type]
-    parts = which.microbatches(batch(), list(range(6)), {})
-    assert len(parts) % 3 == 0  # an interleaved pipeline wants a multiple of its stages
-    assert all(part.token_ids.size(1) % 4 == 0 for part in parts)  # sequence parallelism cuts tokens in four
-    assert sorted(row for part in parts for row in part.rows) == list(range(6))
-    bigram.layout = SimpleNamespace(tp=4, pp=3, vpp=None, ep=1, sequence_parallel=False)
-    parts = which.microbatches(batch(), [0, 3], {})
-    assert sum(part.token_ids.numel() for part in parts) >= sum(int(batch().lengths[row]) for row in (0, 3))
-    assert sorted(row for part in parts for row in part.rows) == [0, 3]
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(bigram: Lookup, name: str) -> None:
+    cfg, made = ALGORITHMS[name], batch()
+    table = bigram.table.detach().double().requires_grad_()
+    slow_loss(table, made, cfg, range(6))["loss"].backward()
+    total, logprobs = torch.zeros_like(bigram.table), torch.zeros(made.token_ids.shape)
+    for rank in range(4):
+        bigram.layout, bigram.dp_rank = Layout(dp=4), rank
+        which = actor(bigram, cfg)
+        logprobs += which.compute_logprobs(made)
+        which.update(made)
+        assert bigram.table.grad is not None
+        total += bigram.table.grad
+    assert table.grad is not None
+    torch.testing.assert_close(total.double(), table.grad, rtol=1e-4, atol=1e-6)
+    bigram.layout, bigram.dp_rank = Layout(), 0
+    assert torch.equal(logprobs, policy(bigram).compute_logprobs(made))
+
+
+def test_a_rank_without_the_model_knows_nothing_of_the_update(bigram: Lookup) -> None:
+    assert actor(None, AlgorithmConfig()).update(batch()) == {}
+    assert bigram.calls == []
+
+
+def parameters(*tensors: Tensor) -> list[LocalParameter]:
+    return [LocalParameter(f"w{k}", tensor, Shard(0, 1)) for k, tensor in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_refreshed_reference_has_the_actors_weights(monkeypatch: pytest.MonkeyPatch, offloaded: bool) -> None:
+    # Models are lists of tensors here; what they are in truth is a matter of local_parameters.
+    monkeypatch.setattr(module, "local_parameters", lambda model: parameters(*model))
+    mine, theirs = [torch.zeros(3), torch.zeros(2, 2)], [torch.arange(3.0), torch.ones(2, 2)]
+    events: list[str] = []
+
+    class Host:
+        @contextmanager
+        def resident(self) -> Iterator[None]:
+            events.append("on the device")
+            yield
+            events.append("off the device")
+
+        def store(self) -> None:
+            events.append("stored")
+
+    trainer, host = TrainerConfig(), Host() if offloaded else None
+    which = Reference(mine, None, trainer, 1.0, host_weights=host)  # type: ignore[arg-type]
+    which.refresh(SimpleNamespace(model=theirs))  # type: ignore[arg-type]
+    assert [x.tolist() for x in mine] == [[0.0, 1.0, 2.0], [[1.0, 1.0], [1.0, 1.0]]]
+    theirs[0] += 1
+    assert mine[0].tolist() == [0.0, 1.0, 2.0]  # a copy
+    assert events == (["on the device", "stored", "off the device"] if offloaded else [])
+
+
+def test_a_reference_takes_over_nothing_where_there_is_no_model() -> None:
+    trainer: Any = TrainerConfig()
+    nothing: Any = None
+    Reference(nothing, nothing, trainer, 1.0).refresh(policy(None))

@@ -20,16 +20,14 @@ def score(made_of: Trajectory) -> Score:
     return Score(made_of.prompt.index + made_of.sample / 10)
 
 
-def rows_of(batch: TrainBatch) -> dict[int, tuple[int, int, list[int], list[float], float]]:
-    """row id -> (group, minibatch, token ids, logprobs of the response, score)."""
-    found = {}
-    for k, row in enumerate(batch.row_ids.tolist()):
-        found[row] = (
-            int(batch.group_ids[k]),
-            int(batch.minibatch_ids[k]),
-            batch.token_ids[k, : batch.lengths[k]].tolist(),
-            batch.rollout_logprobs[k][batch.loss_mask[k]].tolist(),
-            float(batch.scores[k]),
+def rows_of(batch: TrainBatch) -> list[tuple[int, list[int], list[float], float]]:
+    """(group, token ids, logprobs of the response, score) of every row."""
+    return [
+        (
+            int(batch.group_ids[row]),
+            batch.token_ids[row, : batch.lengths[row]].tolist(),
+            batch.rollout_logprobs[row][batch.loss_mask[row]].tolist(),
+            float(batch.scores[row]),
         )
-    assert len(found) == len(batch.row_ids)
-    return found
+        for row in range(len(batch.lengths))
+    ]

@@ -4,30 +4,24 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.trainer.advantages import estimate_advantages
 from rlhf_mcore.types import TrainBatch
 
-pytestmark = pytest.mark.usefixtures("world")
 
-
-def batch(scores: list[float], responses: list[int], groups: list[int], row_ids: list[int] | None = None) -> TrainBatch:
+def batch(scores: list[float], responses: list[int], groups: list[int]) -> TrainBatch:
     """Prompts of one token."""
     rows = [Row([1], [2] * n, [0.0] * n, score) for n, score in zip(responses, scores, strict=True)]
-    ids = row_ids or list(range(len(rows)))
-    made = make_train_batch(rows, ids, groups, [0] * len(rows), len(rows), 1, 0)
+    made = make_train_batch(rows, groups, 0)
     made.old_logprobs = torch.zeros(made.token_ids.shape)
     made.ref_logprobs = torch.zeros(made.token_ids.shape)
     return made
 
 
 def estimate(made: TrainBatch, **settings: object) -> dict[str, float]:
-    group = dist.group.WORLD
-    assert group is not None
-    return estimate_advantages(made, AlgorithmConfig(**settings), group)  # type: ignore[arg-type]
+    return estimate_advantages(made, AlgorithmConfig(**settings))  # type: ignore[arg-type]
 
 
 def test_scores_become_advantages_of_every_response_token() -> None:
@@ -49,7 +43,7 @@ def test_without_the_standard_deviation() -> None:
 
 
 def test_rows_in_any_order_find_their_group() -> None:
-    made = batch([3.0, 1.0, 0.0, 0.0], [1, 1, 1, 1], [1, 0, 1, 0], row_ids=[3, 0, 2, 1])
+    made = batch([3.0, 1.0, 0.0, 0.0], [1, 1, 1, 1], [1, 0, 1, 0])
     estimate(made, normalize_std=False)
     assert made.advantages is not None
     assert made.advantages[:, 1].tolist() == [1.5, 0.5, -1.5, -0.5]

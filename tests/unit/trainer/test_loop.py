@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.parts import PromptBatches
+from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
 from tests.unit.trainer.records import prompt, trajectory
 
@@ -67,21 +67,31 @@ class Reward:
 
 
 class Model:
-    """Actor or reference: says a constant logprob, and keeps the batch of its update."""
+    """Every role in one: says a constant everywhere, and keeps a copy of the batch of its last update."""
 
-    def __init__(self, log: Log, name: str, logprob: float) -> None:
-        self.log, self.name, self.logprob = log, name, logprob
+    def __init__(self, log: Log, name: str, says: float) -> None:
+        self.log, self.name, self.says = log, name, says
         self.batch: TrainBatch | None = None
 
-    def compute_logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         self.log.append((self.name,))
-        shape = batch.token_ids.shape
-        return torch.full(shape, self.logprob), torch.zeros(shape)
+        return torch.full(batch.token_ids.shape, self.says)
+
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        return self.compute_logprobs(batch), torch.full(batch.lengths.shape, 10 * self.says)
+
+    def compute_scores(self, batch: TrainBatch) -> Tensor:
+        self.log.append((self.name,))
+        return batch.group_ids * self.says
+
+    def refresh(self, actor: Model) -> None:
+        self.log.append(("refresh", actor.name))
+        self.says = actor.says
 
     def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        self.log.append(("update",))
-        self.batch = batch
-        return {"loss/total": 0.5}
+        self.log.append(("update", self.name))
+        self.batch = replace(batch)
+        return {f"loss/{self.name}": 0.5}
 
 
 class Evaluator:
@@ -121,27 +131,28 @@ class Watch:
 
 class Sampler:
     def __init__(self) -> None:
-        self.batches = iter([[3, 1], [0, 2]])
+        self.batches = itertools.cycle([[3, 1], [0, 2]])
 
     def next_batch(self) -> list[int]:
         return next(self.batches)
 
 
-def trainer(due: set[int], *, with_reference: bool) -> tuple[Trainer, Log]:
+SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25, "reward_model": 4.0}
+
+
+def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Trainer, Log]:
+    """With the roles that are named; ``settings`` are those of ``Roles``."""
     log: Log = []
     engine, watch = Engine(log), Watch(log)
-    group = dist.group.WORLD
-    assert group is not None
+    models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
     made = Trainer(
         prompt_source=PromptBatches([prompt(i) for i in range(4)], Sampler()),
         engine=engine,  # type: ignore[arg-type]
         sampling=Sampling(n=2),
         reward=Reward(log),
-        exchange=Exchange(0, 1, samples_per_prompt=2, prompts_per_minibatch=1, pad_token_id=0),
-        actor=Model(log, "actor", -2.0),
-        reference=Model(log, "reference", -3.0) if with_reference else None,
-        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.1 if with_reference else 0.0)),
-        dp_group=group,
+        exchange=Exchange(samples_per_prompt=2, pad_token_id=0),
+        roles=Roles(**models, **settings),  # type: ignore[arg-type]
+        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0)),
         bridge=Bridge(log, engine),
         evaluator=Evaluator(log, due),  # type: ignore[arg-type]
         checkpointer=watch,
@@ -150,7 +161,21 @@ def trainer(due: set[int], *, with_reference: bool) -> tuple[Trainer, Log]:
     return made, log
 
 
-def step_of(number: int, prompts: list[int], reference: list[tuple[Any, ...]]) -> Log:
+def updated(model: Any) -> TrainBatch:
+    """The batch as a fake got it in its last update."""
+    assert model.batch is not None
+    return model.batch  # type: ignore[no-any-return]
+
+
+COMPUTED: dict[str, Log] = {
+    "reward_model": [("phase", "reward_model"), ("reward_model",)],
+    "reference": [("phase", "reference"), ("reference",)],
+    "critic": [("phase", "values"), ("critic",)],
+}
+
+
+def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
+    computed = [line for name, lines in COMPUTED.items() if name in beside_the_actor for line in lines]
     return [
         ("phase", "generate"),
         ("generate", number, prompts, number - 1),  # by the policy that this step updates
@@ -159,22 +184,22 @@ def step_of(number: int, prompts: list[int], reference: list[tuple[Any, ...]]) -
         ("score", 4),
         ("rollouts", number, 4, 4),
         ("phase", "exchange"),
-        *reference,
+        *computed,
         ("phase", "old_logprobs"),
         ("actor",),
         ("phase", "update"),
-        ("update",),
+        *([("update", "critic")] if "critic" in beside_the_actor else []),
+        ("update", "actor"),
         ("phase", "sync"),
         ("wake",),
         ("sync", number),
     ]
 
 
-@pytest.mark.parametrize("with_reference", [False, True])
-def test_two_steps_in_order(with_reference: bool) -> None:
-    which, log = trainer({0, 2}, with_reference=with_reference)
+@pytest.mark.parametrize("beside", [(), ("reference",), ("critic",), ("reward_model", "reference", "critic")])
+def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
+    which, log = trainer({0, 2}, *beside)
     which.run(2)
-    reference: Log = [("phase", "reference"), ("reference",)] if with_reference else []
     assert log == [
         ("phase", "sync"),
         ("wake",),
@@ -182,10 +207,10 @@ def test_two_steps_in_order(with_reference: bool) -> None:
         ("phase", "evaluate"),
         ("evaluate", 0),
         ("record", 0),
-        *step_of(1, [3, 1], reference),
+        *step_of(1, [3, 1], *beside),
         ("record", 1),
         ("checkpoint", 1),
-        *step_of(2, [0, 2], reference),
+        *step_of(2, [0, 2], *beside),
         ("phase", "evaluate"),
         ("evaluate", 2),
         ("record", 2),
@@ -194,41 +219,40 @@ def test_two_steps_in_order(with_reference: bool) -> None:
 
 
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
-    which, log = trainer(set(), with_reference=False)
+    which, log = trainer(set())
     which.run(1)
     assert log[:4] == [("phase", "sync"), ("wake",), ("sync", 0), ("phase", "generate")]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
-    which, _ = trainer({1}, with_reference=with_reference)
+    which, _ = trainer({1}, *["reference"] * with_reference)
     which.run(1)
-    batch = which.actor.batch  # type: ignore[attr-defined]
-    assert batch.row_ids.tolist() == [0, 1, 2, 3] and batch.group_ids.tolist() == [0, 0, 1, 1]
-    assert batch.minibatch_ids.tolist() == [0, 0, 1, 1] and batch.num_minibatches == 2
+    batch = updated(which.roles.actor)
+    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    assert batch.old_logprobs is not None and batch.advantages is not None and batch.old_values is None
     assert batch.token_ids[0].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
     assert torch.equal(batch.old_logprobs, torch.full((4, 5), -2.0))
-    if with_reference:
+    if batch.ref_logprobs is not None:
         assert torch.equal(batch.ref_logprobs, torch.full((4, 5), -3.0))
-    else:
-        assert batch.ref_logprobs is None
+    assert (batch.ref_logprobs is not None) == with_reference
     # Scores 0 and 1 in each group: -+ sqrt(1/2) on the response tokens.
     expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]).mul(0.5**0.5)[:, None] * batch.loss_mask
     torch.testing.assert_close(batch.advantages, expected, rtol=0, atol=3e-6)
 
 
 def test_metrics_of_all_parts_arrive_in_one_record() -> None:
-    which, _ = trainer({1}, with_reference=True)
+    which, _ = trainer({1}, "reference", "critic")
     which.run(1)
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
     assert metrics["reward/mean"] == 0.5 and metrics["rollout/num_tokens"] == 12.0
-    assert metrics["loss/total"] == 0.5 and metrics["evaluate/reward"] == 1.0
+    assert metrics["loss/actor"] == metrics["loss/critic"] == 0.5 and metrics["evaluate/reward"] == 1.0
     # The engine said -4.0, -4.001, ... and -2.2 at most; the trainer says -2 of every token.
     assert metrics["rollout/logprob_diff_max"] == pytest.approx(2.102, abs=1e-5)
 
 
 def test_an_error_in_a_part_ends_the_run() -> None:
-    which, log = trainer(set(), with_reference=False)
+    which, log = trainer(set())
 
     def broken(trajectories: Sequence[Trajectory]) -> list[Score]:
         raise ValueError("the grader fails")
@@ -236,4 +260,72 @@ def test_an_error_in_a_part_ends_the_run() -> None:
     which.reward.score = broken  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the grader fails"):
         which.run(2)
-    assert ("update",) not in log and ("record", 1) not in log
+    assert ("update", "actor") not in log and ("record", 1) not in log
+
+
+def test_values_are_known_before_anything_is_updated() -> None:
+    which, _ = trainer(set(), "critic")
+    which.run(1)
+    for model in (which.roles.critic, which.roles.actor):
+        batch = updated(model)
+        assert batch.old_values is not None and batch.bootstrap_values is not None
+        assert torch.equal(batch.old_values, torch.full((4, 5), 0.25))
+        assert torch.equal(batch.bootstrap_values, torch.full((4,), 2.5))
+        assert batch.old_logprobs is not None and batch.advantages is not None
+
+
+def test_the_critic_alone_learns_in_its_first_steps() -> None:
+    which, log = trainer(set(), "critic", warmup_steps=2)
+    which.run(3)
+    assert [line for line in log if line[0] == "update"] == [("update", "critic")] * 3 + [("update", "actor")]
+    # The engines get weights and a version in every step all the same.
+    assert [line for line in log if line[0] == "sync"] == [("sync", version) for version in range(4)]
+    metrics = which.recorder.metrics  # type: ignore[attr-defined]
+    assert ["loss/actor" in metrics[step] for step in (1, 2, 3)] == [False, False, True]
+    assert all("loss/critic" in metrics[step] for step in (1, 2, 3))
+
+
+def test_the_weighted_score_of_a_reward_model_is_added() -> None:
+    which, _ = trainer(set(), "reward_model", score_weight=0.5)
+    which.run(1)
+    batch = updated(which.roles.actor)
+    # The grader says 0 and 1 in each group, the model 0 in the first and 4 in the second.
+    assert batch.scores.tolist() == [0.0, 1.0, 2.0, 3.0] and batch.scores.dtype == torch.float64
+    assert batch.rewards is not None and batch.rewards.sum(1).tolist() == [0.0, 1.0, 2.0, 3.0]
+    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    assert (metrics["reward/mean"], metrics["reward/max"]) == (1.5, 3.0)
+
+
+@pytest.mark.parametrize(("every", "before"), [(0, []), (1, [2, 3, 4, 5]), (2, [3, 5]), (3, [4])])
+def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, before: list[int]) -> None:
+    which, log = trainer(set(), "reference", refresh_steps=every)
+    which.run(5)
+    refreshed, step = [], 0
+    for line in log:
+        step = line[1] if line[0] == "generate" else step
+        if line == ("refresh", "actor"):
+            refreshed.append(step)
+    assert refreshed == before
+    says = SAYS["actor"] if before else SAYS["reference"]
+    assert updated(which.roles.actor).ref_logprobs.unique().tolist() == [says]  # type: ignore[union-attr]
+
+
+def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() -> None:
+    which, log = trainer(set(), "reference", refresh_steps=1)
+    which.run(2)
+    assert log[log.index(("refresh", "actor")) - 1 :][:3] == [
+        ("phase", "reference"),
+        ("refresh", "actor"),
+        ("reference",),
+    ]
+
+
+def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a rank that holds neither model both updates are empty; what the others say comes through the union.
+    monkeypatch.setattr("rlhf_mcore.trainer.loop.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
+    which, _ = trainer(set(), "critic")
+    for model in (which.roles.critic, which.roles.actor):
+        monkeypatch.setattr(model, "update", lambda batch: {})
+    which.run(1)
+    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    assert metrics["loss/elsewhere"] == 7.0 and "loss/actor" not in metrics

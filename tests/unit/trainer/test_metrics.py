@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.trainer.exchange import Exchanged
@@ -14,17 +13,14 @@ from rlhf_mcore.types import TrainBatch
 
 def batch() -> TrainBatch:
     rows = [Row([1], [2, 3], [-1.0, -2.0], 0.0), Row([1, 1], [2], [-0.5], 0.0)]
-    return make_train_batch(rows, [0, 1], [0, 0], [0, 0], 2, 1, 0)
+    return make_train_batch(rows, [0, 0], 0)
 
 
 def test_rewards_and_lengths_by_hand() -> None:
-    exchanged = Exchanged(
-        batch(),
-        scores=torch.tensor([1.0, 0.0, 0.0, 3.0], dtype=torch.float64),
-        response_lengths=torch.tensor([2, 4, 6, 8]),
-        truncated=torch.tensor([False, False, False, True]),
-        part_means={"format": 0.25},
-    )
+    # Prompts are of different lengths, and do not count.
+    responses = {2: 1.0, 4: 0.0, 6: 0.0, 8: 3.0}
+    rows = [Row([7] * (10 - n), [1] * n, [0.0] * n, score, truncated=n == 8) for n, score in responses.items()]
+    exchanged = Exchanged(make_train_batch(rows, [0, 0, 1, 1], 0), part_means={"format": 0.25})
     assert rollout_metrics(exchanged) == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(1.5)),  # squares of 0, 1, 1, 2 over 4
@@ -38,22 +34,16 @@ def test_rewards_and_lengths_by_hand() -> None:
     }
 
 
-@pytest.mark.usefixtures("world")
 def test_agreement_of_engine_and_trainer_by_hand() -> None:
     made = batch()
     made.old_logprobs = torch.tensor([[9.0, -1.25, -2.0], [9.0, 9.0, -1.5]])  # 9: not a response token
-    group = dist.group.WORLD
-    assert group is not None
-    assert agreement_metrics(made, group) == {
+    assert agreement_metrics(made) == {
         "rollout/logprob_diff_mean": pytest.approx((0.25 + 0.0 + 1.0) / 3),
         "rollout/logprob_diff_max": 1.0,
     }
 
 
-@pytest.mark.usefixtures("world")
 def test_agreement_of_no_rows_is_zero() -> None:
-    made = make_train_batch([], [], [], [], 2, 1, 0)
+    made = make_train_batch([], [], 0)
     made.old_logprobs = torch.zeros(made.token_ids.shape)
-    group = dist.group.WORLD
-    assert group is not None
-    assert agreement_metrics(made, group) == {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}
+    assert agreement_metrics(made) == {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}

@@ -16,7 +16,7 @@ def saver(directory: Path, every: int, num_steps: int = 7) -> ModelSaver:
         path.mkdir(exist_ok=True)
         (path / "model").write_text(path.parent.name)
 
-    return ModelSaver(write, directory, every, num_steps)
+    return ModelSaver({"actor": write, "critic": write}, directory, every, num_steps)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (9, [7])])
@@ -28,7 +28,8 @@ def test_which_steps_are_saved(tmp_path: Path, every: int, steps: list[int]) -> 
         assert sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink()) == [f"checkpoint-{s}" for s in done]
         if done:
             assert os.readlink(tmp_path / "latest") == f"checkpoint-{done[-1]}"  # relative: the run may be moved
-            assert (tmp_path / "latest" / "actor" / "model").read_text() == f"checkpoint-{done[-1]}"
+            for role in ("actor", "critic"):
+                assert (tmp_path / "latest" / role / "model").read_text() == f"checkpoint-{done[-1]}"
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
@@ -64,6 +65,7 @@ def test_a_save_that_fails_leaves_the_link(tmp_path: Path) -> None:
     def broken(path: Path) -> None:
         raise OSError("no space left on device")
 
+    writers = dict(saver(tmp_path, 1).writers)
     with pytest.raises(OSError, match="no space left"):
-        ModelSaver(broken, tmp_path, 1, 7).after_step(2)
+        ModelSaver(writers | {"critic": broken}, tmp_path, 1, 7).after_step(2)
     assert os.readlink(tmp_path / "latest") == "checkpoint-1"

@@ -1,0 +1,131 @@
+"""The critic over a table of values. The oracle goes token by token in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
+from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.types import TrainBatch
+from tests.unit.roles import lookup
+from tests.unit.roles.lookup import Layout, Lookup, descend, noise, stay
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Lookup:
+    return Lookup(width=1).take_over(monkeypatch)
+
+
+def critic(
+    model: Lookup | None, clip: float | None, optimizer: Any = stay, updates: Updates | None = None, **trainer: Any
+) -> Critic:
+    which: Any = model
+    settings: dict[str, Any] = dict(max_tokens_per_microbatch=64) | trainer
+    cfg = OptimizerConfig(lr=0.5)
+    spec: Any = None
+    return Critic(which, spec, TrainerConfig(**settings), optimizer, cfg, updates or Updates(3), "critic", clip)
+
+
+def batch() -> TrainBatch:
+    """Old values close to the model's, returns close to these, and garbage outside of the responses."""
+    made = lookup.batch()
+    values = Lookup(width=1).table.detach().squeeze(1)[made.token_ids.roll(1, 1)]
+    nowhere = torch.where(made.loss_mask, 0.0, torch.nan)
+    made.old_values = values + noise(values, 3) + nowhere
+    made.returns = values + 2 * noise(values, 4) + nowhere
+    return made
+
+
+def slow_loss(table: Tensor, made: TrainBatch, clip: float | None, which: Sequence[int]) -> dict[str, Any]:
+    """PPO's value loss as its reference implementation has it, one token after the other."""
+    assert made.old_values is not None and made.returns is not None
+    at = [(row, t) for row in which for t in made.loss_mask[row].nonzero().flatten().tolist()]
+    loss, clipped, mean = torch.zeros((), dtype=torch.float64), 0, 0.0
+    for row, t in at:
+        value = table[made.token_ids[row, t - 1], 0]
+        old, target = made.old_values[row, t].double(), made.returns[row, t].double()
+        squares = [(value - target) ** 2]
+        if clip is not None:
+            squares.append((old + (value - old).clamp(-clip, clip) - target) ** 2)
+        loss = loss + 0.5 * max(squares) / len(at)
+        clipped += squares[-1] > squares[0]
+        mean += value.item() / len(at)
+    return {"loss": loss, "clip_fraction": float(clipped) / len(at), "value_mean": mean}
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+@pytest.mark.parametrize("max_tokens", [8, 64])
+@pytest.mark.parametrize("packing", [True, False])
+def test_gradient_and_metrics_equal_the_equation_however_the_batch_is_cut(
+    model: Lookup, clip: float | None, max_tokens: int, packing: bool
+) -> None:
+    made = batch()
+    metrics = critic(model, clip, max_tokens_per_microbatch=max_tokens, packing=packing).update(made)
+    table = model.table.detach().double().requires_grad_()
+    expected = slow_loss(table, made, clip, range(6))
+    expected["loss"].backward()
+    assert model.table.grad is not None and table.grad is not None
+    torch.testing.assert_close(model.table.grad.double(), table.grad, rtol=1e-4, atol=1e-6)
+    assert metrics == {
+        "loss/value": pytest.approx(expected["loss"].item(), abs=1e-5),
+        "critic/clip_fraction": pytest.approx(expected["clip_fraction"], abs=1e-6),
+        "critic/value_mean": pytest.approx(expected["value_mean"], abs=1e-5),
+        "critic/grad_norm": pytest.approx(float(table.grad.norm()), rel=1e-4),
+        "critic/lr": 0.5,
+        "critic/skipped_updates": 0.0,
+    }
+    assert (expected["clip_fraction"] > 0) == (clip is not None)
+
+
+def test_minibatches_epochs_and_rate_are_its_own(model: Lookup) -> None:
+    made = batch()
+    table = model.table.detach().double().requires_grad_()
+    which = critic(model, 0.2, descend, Updates(prompts_per_minibatch=2, epochs=2))
+    which.update(made)
+    for rows in ([0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]):
+        (gradient,) = torch.autograd.grad(slow_loss(table, made, 0.2, rows)["loss"], table)
+        table.data -= 0.5 * gradient
+    torch.testing.assert_close(model.table.detach().double(), table.detach(), rtol=1e-5, atol=1e-5)
+    assert which.num_updates == 4
+
+
+def test_values_of_the_states_before_each_token_and_after_the_last(model: Lookup) -> None:
+    made = batch()
+    values, bootstrap = critic(model, None, max_tokens_per_microbatch=10).compute_values(made)
+    says = model.table.detach().squeeze(1)
+    assert values.shape == made.token_ids.shape and values.dtype == bootstrap.dtype == torch.float32
+    for row, length in enumerate(made.lengths.tolist()):
+        for t in range(made.token_ids.size(1)):
+            before = says[made.token_ids[row, t - 1]] if made.loss_mask[row, t] else torch.tensor(0.0)
+            assert values[row, t] == before
+        assert bootstrap[row] == says[made.token_ids[row, length - 1]]
+
+
+def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(model: Lookup) -> None:
+    made = batch()
+    table = model.table.detach().double().requires_grad_()
+    slow_loss(table, made, 0.2, range(6))["loss"].backward()
+    total = torch.zeros_like(model.table)
+    for rank in range(7):  # one of them has no rows
+        model.layout, model.dp_rank = Layout(dp=7), rank
+        critic(model, 0.2).update(made)
+        assert model.table.grad is not None
+        total += model.table.grad
+    assert table.grad is not None
+    torch.testing.assert_close(total.double(), table.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_without_the_model_knows_nothing_of_the_update(model: Lookup) -> None:
+    which = critic(None, 0.2)
+    assert which.update(batch()) == {} and which.num_updates == 0
+    values, bootstrap = which.compute_values(batch())  # the world of one has nobody who knows
+    assert values.shape == batch().token_ids.shape and bootstrap.shape == (6,)
+    assert model.calls == []

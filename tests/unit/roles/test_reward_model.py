@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_mcore.config.schema import TrainerConfig
+from rlhf_mcore.roles.reward_model import RewardModel
+from tests.unit.roles import lookup
+from tests.unit.roles.lookup import Lookup
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("max_tokens", [8, 64])
+def test_the_score_is_what_the_model_says_at_the_last_token(
+    monkeypatch: pytest.MonkeyPatch, packing: bool, max_tokens: int
+) -> None:
+    model: Any = Lookup(width=1).take_over(monkeypatch)
+    made = lookup.batch()
+    trainer, spec = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), model.spec
+    scores = RewardModel(model, spec, trainer).compute_scores(made)
+    last = [ids[length - 1] for ids, length in zip(made.token_ids.tolist(), made.lengths.tolist(), strict=True)]
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [model.table[token, 0].item() for token in last]
