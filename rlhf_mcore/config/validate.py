@@ -259,6 +259,8 @@ def _path_problems(cfg: Config) -> Iterator[str]:
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
+    if not math.isfinite(cfg.reward.model.weight):
+        yield f"reward.model.weight={cfg.reward.model.weight} is out of range; give a finite number"
     if cfg.reward.function is not None:
         yield from function_problems(cfg.reward.function, "reward.function")
         return

@@ -161,6 +161,7 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["reward.rules=[]"], None, ["reward.rules", "final_number"]),
         (["reward.rules=[{name: boxd}]"], None, ["reward.rules[0].name='boxd'", "boxed"]),
         (["reward.rules=[{name: boxed, weight: .inf}]"], None, ["reward.rules[0].weight=inf"]),
+        (["reward.model.weight=.nan"], None, ["reward.model.weight=nan", "finite"]),
     ],
 )
 def test_a_mistake_names_field_value_and_remedy(
@@ -181,13 +182,18 @@ def test_every_choice_is_checked_and_listed(workspace: Any, key: str) -> None:
     setattr(node, name, "nonsense")
     with pytest.raises(ConfigError) as caught:
         validate(cfg)
-    assert caught.value.problems == [f"{key}='nonsense' is not a choice; choose one of: {', '.join(CHOICES[key])}"]
+    assert caught.value.problems == [
+        f"{key}='nonsense' is not a choice; choose one of: {', '.join(filter(None, CHOICES[key]))}"
+    ]
 
 
 def test_the_tables_cover_the_schema() -> None:
     numbers = {key for key in leaf_keys() if KEYS[key] in (int, float, int | None, float | None)}
     assert numbers - RANGES.keys() == {
         "actor.layout.cp",
+        "critic.layout.cp",
+        "reward.model.layout.cp",
+        "reward.model.weight",
         "rollout.sampling.top_k",
         "evaluate.top_k",
     }

@@ -7,7 +7,7 @@ import torch
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.data.collate import Row, make_train_batch
-from rlhf_mcore.trainer.advantages import estimate_advantages
+from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.types import TrainBatch
 
 
@@ -21,7 +21,7 @@ def batch(scores: list[float], responses: list[int], groups: list[int]) -> Train
 
 
 def estimate(made: TrainBatch, **settings: object) -> dict[str, float]:
-    return estimate_advantages(made, AlgorithmConfig(**settings))  # type: ignore[arg-type]
+    return Estimation(AlgorithmConfig(**settings))(made)  # type: ignore[arg-type]
 
 
 def test_scores_become_advantages_of_every_response_token() -> None:

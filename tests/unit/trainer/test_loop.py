@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.protocols import SyncStats
+from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
@@ -144,6 +145,10 @@ def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Tra
     """With the roles that are named; ``settings`` are those of ``Roles``."""
     log: Log = []
     engine, watch = Engine(log), Watch(log)
+    algorithm = AlgorithmConfig(
+        advantage="gae" if "critic" in beside_the_actor else "grpo",
+        kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0),
+    )
     models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
     made = Trainer(
         prompt_source=PromptBatches([prompt(i) for i in range(4)], Sampler()),
@@ -152,7 +157,7 @@ def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Tra
         reward=Reward(log),
         exchange=Exchange(samples_per_prompt=2, pad_token_id=0),
         roles=Roles(**models, **settings),  # type: ignore[arg-type]
-        algorithm=AlgorithmConfig(kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0)),
+        estimation=Estimation(algorithm),
         bridge=Bridge(log, engine),
         evaluator=Evaluator(log, due),  # type: ignore[arg-type]
         checkpointer=watch,
@@ -271,7 +276,7 @@ def test_values_are_known_before_anything_is_updated() -> None:
         assert batch.old_values is not None and batch.bootstrap_values is not None
         assert torch.equal(batch.old_values, torch.full((4, 5), 0.25))
         assert torch.equal(batch.bootstrap_values, torch.full((4,), 2.5))
-        assert batch.old_logprobs is not None and batch.advantages is not None
+        assert batch.old_logprobs is not None and batch.advantages is not None and batch.returns is not None
 
 
 def test_the_critic_alone_learns_in_its_first_steps() -> None:
