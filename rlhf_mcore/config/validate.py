@@ -193,8 +193,10 @@ def validate(cfg: Config, world_size: int | None = None) -> None:
     problems += [*_path_problems(cfg), *algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
     problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path")
-    problems += [*model_problems, *_tokenizer_problems(cfg), *_role_problems(cfg, shape)]
-    if not out_of_range:  # what follows divides by these numbers
+    problems += [*model_problems, *_tokenizer_problems(cfg)]
+    # Layouts are checked only where they are in range: the checks divide by their numbers.
+    problems += _role_problems(cfg, None if out_of_range else shape)
+    if not out_of_range:
         problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg)]
         if shape is not None:
             problems += [*_cut_problems(cfg, shape), *_position_problems(cfg, shape)]

@@ -30,6 +30,7 @@ def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:
     kv, per_kv, head_dim = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 2, 4, 6]))
     heads = kv * per_kv
     # Ranks get equal numbers of interleaved rows and of columns of the output projection.
+    head = draw(st.sampled_from(["lm", "lm", "token", "sequence"]))
     need = math.lcm(tp // math.gcd(tp, kv * (per_kv + 2)), tp // math.gcd(tp, heads))
     geometry = ModelGeometry(
         family=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
@@ -40,7 +41,8 @@ def geometries(draw: st.DrawFn) -> tuple[ModelGeometry, int]:
         head_dim=head_dim * need,
         ffn_size=tp * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 30)),
-        tied_embeddings=draw(st.booleans()),
+        tied_embeddings=head == "lm" and draw(st.booleans()),
+        head=head,
     )
     return geometry, tp
 
@@ -62,8 +64,12 @@ def hf_tensors(g: ModelGeometry) -> dict[str, Tensor]:
         shapes[p + "mlp.gate_proj.weight"] = shapes[p + "mlp.up_proj.weight"] = (g.ffn_size, g.hidden_size)
         shapes[p + "mlp.down_proj.weight"] = (g.hidden_size, g.ffn_size)
     shapes["model.norm.weight"] = (g.hidden_size,)
-    if not g.tied_embeddings:
+    if g.head != "lm":
+        shapes["score.weight"] = (1, g.hidden_size)
+    elif not g.tied_embeddings:
         shapes["lm_head.weight"] = (g.vocab_size, g.hidden_size)
+    if g.head == "token":
+        shapes["score.bias"] = (1,)
     tensors, first = {}, 1
     for name, shape in shapes.items():
         tensors[name] = torch.arange(first, first + math.prod(shape), dtype=torch.float64).reshape(shape)
@@ -89,8 +95,12 @@ def mcore_tensors(g: ModelGeometry, hf: dict[str, Tensor], rank: int, tp: int) -
         out[m + "mlp.linear_fc1.weight"] = torch.cat(gate_up)
         out[m + "mlp.linear_fc2.weight"] = hf[p + "mlp.down_proj.weight"].chunk(tp, dim=1)[rank]
     out["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-    head = hf["model.embed_tokens.weight" if g.tied_embeddings else "lm_head.weight"]
-    out["output_layer.weight"] = _vocab_rows(head, rank, tp)
+    if g.head == "lm":
+        head = hf["model.embed_tokens.weight" if g.tied_embeddings else "lm_head.weight"]
+        out["output_layer.weight"] = _vocab_rows(head, rank, tp)
+    for name in ("score.weight", "score.bias"):
+        if name in hf:
+            out[name.replace("score", "output_layer")] = hf[name]
     return {name: tensor.clone().contiguous() for name, tensor in out.items()}
 
 

@@ -212,3 +212,12 @@ def test_config_and_tokenizer_travel_along_and_nothing_else(tmp_path: Path) -> N
         "chat_template.jinja": "tokenizer chat_template.jinja",
     }
     assert json.loads((target / "config.json").read_text()) == {"model_type": "llama", "dtype": "bfloat16"}
+
+
+def test_the_copied_config_says_what_the_updates_say(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}')
+    target = tmp_path / "target"
+    target.mkdir()
+    updates = {"architectures": ["LlamaForTokenClassification"], "id2label": {"0": "value"}}
+    copy_companions([tmp_path], target, torch.float32, updates)
+    assert json.loads((target / "config.json").read_text()) == {**updates, "torch_dtype": "float32"}

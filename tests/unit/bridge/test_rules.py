@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 
 from rlhf_mcore.bridge.regions import Piece, view
 from rlhf_mcore.bridge.rules import FAMILIES, hf_shapes, pieces
+from rlhf_mcore.config.model_files import HEADS, architecture_name
 from rlhf_mcore.types import ModelGeometry, Shard
 from tests.distributed.models import MODELS, SIZES
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
@@ -60,6 +62,13 @@ def test_the_other_cuts_by_hand() -> None:
         Piece("model.layers.3.self_attn.k_proj.bias", (2,), (2,), 4, (1,)),
         Piece("model.layers.3.self_attn.v_proj.bias", (2,), (2,), 6, (1,)),
     ]
+    # A scalar head is whole on every rank.
+    for rank in range(2):
+        for head in ("token", "sequence"):
+            scored = pieces("output_layer.weight", replace(GEOMETRY, head=head), Shard(rank, 2))
+            assert scored == [Piece("score.weight", (0, 0), (1, 8), 0, (8, 1))]
+        bias = pieces("output_layer.bias", replace(GEOMETRY, head="token"), Shard(rank, 2))
+        assert bias == [Piece("score.bias", (0,), (1,), 0, (1,))]
     # 5 tokens on four ranks are padded to 8: the last holds padding only.
     assert pieces("output_layer.weight", replace(GEOMETRY, vocab_size=5), Shard(3, 4)) == []
 
@@ -95,7 +104,7 @@ def test_ranks_tile_every_tensor_once_and_pieces_tile_the_local_one(case: tuple[
                 view(held, piece).add_(1)
             assert torch.equal(held, (local != 0).double()), name  # zeros are vocabulary padding
     for name, count in covered.items():
-        replicated = name.endswith(("layernorm.weight", "norm.weight"))
+        replicated = name.endswith("norm.weight") or name.startswith("score.")
         assert torch.equal(count, torch.full_like(count, tp if replicated else 1)), name
 
 
@@ -106,12 +115,15 @@ def test_shapes_are_those_of_the_whole_tensors(case: tuple[ModelGeometry, int]) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_shapes_are_those_of_transformers_models(name: str) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_shapes_are_those_of_transformers_models(name: str, head: str) -> None:
     model_class, config_class, extra = MODELS[name]
-    config = config_class(**{key: value for key, value in {**SIZES, **extra}.items() if value is not None})
+    settings = {key: value for key, value in {**SIZES, **extra}.items() if value is not None}
+    config = config_class(**settings, num_labels=1)
+    kind = getattr(transformers, architecture_name(model_class.__name__, head))
     with torch.device("meta"):
-        state = model_class(config).state_dict()
-    tied = bool(config.tie_word_embeddings)
+        state = kind(config).state_dict()
+    tied = bool(config.tie_word_embeddings) and head == "lm"
     geometry = ModelGeometry(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -122,6 +134,7 @@ def test_shapes_are_those_of_transformers_models(name: str) -> None:
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         tied_embeddings=tied,
+        head=head,
     )
     expected = {key: tuple(value.shape) for key, value in state.items() if not (tied and key == "lm_head.weight")}
     assert hf_shapes(geometry) == expected
@@ -130,6 +143,8 @@ def test_shapes_are_those_of_transformers_models(name: str) -> None:
 def test_shapes_come_in_the_order_of_the_network() -> None:
     names = list(hf_shapes(replace(GEOMETRY, num_layers=12)))
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
+    scored = list(hf_shapes(replace(GEOMETRY, head="token")))
+    assert scored[-3:] == ["model.norm.weight", "score.weight", "score.bias"]
     assert names[0] == "model.embed_tokens.weight" and names[-2:] == ["model.norm.weight", "lm_head.weight"]
     assert layers == sorted(layers)
 
@@ -144,6 +159,12 @@ def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family
         expected = [Piece(f"model.layers.5.{hf}.weight", (0,), (8,), 0, (1,))]
         for name in (fused, alone):
             assert pieces(f"decoder.layers.5.{name}", geometry, Shard(1, 2)) == expected
+
+
+def test_a_head_has_the_parameters_of_its_kind_only() -> None:
+    for head in ("lm", "sequence"):
+        with pytest.raises(KeyError, match="no rule of family 'qwen2' places Megatron parameter"):
+            pieces("output_layer.bias", replace(GEOMETRY, head=head), Shard(0, 1))
 
 
 @pytest.mark.parametrize(

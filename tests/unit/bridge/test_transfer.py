@@ -46,6 +46,29 @@ def test_every_rank_reads_its_part_and_padding_is_zero(tmp_path: Path, family: s
             assert torch.equal(parameter.tensor, expected[parameter.name]), parameter.name
 
 
+@pytest.mark.parametrize("head", ["token", "sequence"])
+def test_a_scalar_head_is_read_or_begins_at_zero_on_a_language_model(tmp_path: Path, head: str) -> None:
+    geometry = replace(GEOMETRY, head=head)
+    language_model, scorer = hf_tensors(replace(GEOMETRY, tied_embeddings=True)), hf_tensors(geometry)
+    for fresh_head, hf in ((False, scorer), (True, language_model)):
+        reader = write(tmp_path / str(fresh_head), hf)
+        for rank in range(2):
+            parameters = garbage(mcore_tensors(geometry, scorer, rank, 2), Shard(rank, 2))
+            load(parameters, geometry, reader, fresh_head=fresh_head)
+            expected = mcore_tensors(geometry, {**scorer, **hf}, rank, 2)
+            for parameter in parameters:
+                fresh = fresh_head and parameter.name.startswith("output_layer.")
+                wanted = torch.zeros_like(parameter.tensor) if fresh else expected[parameter.name]
+                assert torch.equal(parameter.tensor, wanted), parameter.name
+
+
+def test_a_head_with_more_than_one_label_is_refused(tmp_path: Path) -> None:
+    reader = write(tmp_path, {"score.weight": torch.ones(2, 8)})
+    parameter = LocalParameter("output_layer.weight", torch.zeros(1, 8), Shard(0, 1))
+    with pytest.raises(ConfigError, match=r"score.weight has shape \(2, 8\), but config.json asks for \(1, 8\)"):
+        load([parameter], replace(GEOMETRY, head="sequence"), reader)
+
+
 def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.tensor([1.0, 2.5, -3.0, 0.1] * 2).bfloat16()})
     parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
@@ -110,9 +133,9 @@ def gatherer(geometry: ModelGeometry, hf: dict[str, Tensor]) -> Gatherer:
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_full_tensors_come_back_once_each(family: str, tied: bool) -> None:
-    geometry = replace(GEOMETRY, family=family, tied_embeddings=tied)
+@pytest.mark.parametrize(("head", "tied"), [("lm", False), ("lm", True), ("token", False), ("sequence", False)])
+def test_full_tensors_come_back_once_each(family: str, head: str, tied: bool) -> None:
+    geometry = replace(GEOMETRY, family=family, tied_embeddings=tied, head=head)
     hf = hf_tensors(geometry)
     source = gatherer(geometry, hf)
     for _ in range(2):  # a gatherer is asked again after every step

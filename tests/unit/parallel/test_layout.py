@@ -36,15 +36,33 @@ def test_context_parallel_ranks_lie_between_tensor_and_data_parallel_ones() -> N
     assert groups(layout, "dp")[:2] == [[0, 4], [1, 5]]
 
 
-@given(SIZES, SIZES, SIZES, SIZES)
-def test_ranks_and_coordinates_are_inverse(tp: int, cp: int, dp: int, pp: int) -> None:
-    layout = ParallelLayout(tp * cp * dp * pp, tp=tp, cp=cp, pp=pp)
+@given(SIZES, SIZES, SIZES, SIZES, st.integers(0, 9))
+def test_ranks_and_coordinates_are_inverse(tp: int, cp: int, dp: int, pp: int, first: int) -> None:
+    layout = ParallelLayout(tp * cp * dp * pp, tp=tp, cp=cp, pp=pp, first_rank=first)
     assert layout.dp == dp
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-    for rank in range(layout.world_size):
+    assert list(layout.ranks) == list(range(first, first + tp * cp * dp * pp))
+    for rank in layout.ranks:
         place = layout.coordinates(rank)
         assert all(0 <= place[axis] < size for axis, size in sizes.items())
         assert layout.rank_of(**place) == rank
+
+
+def test_a_layout_that_does_not_begin_at_the_first_rank_by_hand() -> None:
+    # Ranks 4 to 11 of a larger world: what rank 4 is here, rank 0 is in a world of these eight.
+    layout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, first_rank=4)
+    alone = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1)
+    assert layout.ranks == range(4, 12) and alone.ranks == range(8)
+    assert layout.coordinates(4) == {"tp": 0, "cp": 0, "dp": 0, "pp": 0}
+    assert layout.coordinates(11) == {"tp": 1, "cp": 0, "dp": 1, "pp": 1}
+    assert layout.rank_of(tp=1, dp=1, pp=1) == 11
+    expert = "decoder.layers.3.mlp.experts.linear_fc1.weight1"
+    for rank in alone.ranks:
+        assert layout.coordinates(4 + rank) == alone.coordinates(rank)
+        assert layout.expert_coordinates(4 + rank) == alone.expert_coordinates(rank)
+        for name in (expert, "embedding.word_embeddings.weight"):
+            assert layout.shard_of(name, 4 + rank) == alone.shard_of(name, rank)
+    assert layout.shard_of(expert, 10) == Shard(0, 1, 2, 4)
 
 
 def test_a_world_that_the_layout_does_not_fill_is_refused() -> None:
