@@ -12,6 +12,7 @@ from rlhf_mcore.data.collate import (
     make_train_batch,
     restore_last,
     restore_rows,
+    sequence_ids,
     to_model_layout,
     to_token_layout,
 )
@@ -170,6 +171,42 @@ def test_rows_that_are_not_asked_for_stay_zero(packing: bool) -> None:
     assert restored.shape == (3, 6) and not restored.requires_grad
     assert torch.equal(restored[[0, 2], :4], batch.rollout_logprobs[[0, 2]])
     assert not restored[1].any()
+
+
+@settings(deadline=None)
+@given(SHAPES, st.booleans(), st.sampled_from([1, 4, 8]), st.integers(1, 4))
+def test_the_word_at_the_last_token_of_every_row_is_found(
+    shapes: list[tuple[int, int]], packing: bool, pad_multiple: int, min_count: int
+) -> None:
+    batch = batch_of(shapes)
+    microbatches = microbatches_of(batch, packing, pad_multiple=pad_multiple, min_count=min_count)
+    outputs = [(2 * micro.token_ids).to(torch.float64) for micro in microbatches]  # padding says something too
+    last = restore_last(outputs, microbatches, len(shapes))
+    assert last.dtype == torch.float32
+    assert last.tolist() == [2 * (100 * (row + 1) + sum(shape) - 1) for row, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_of_other_ranks_have_no_last_word_here(packing: bool) -> None:
+    batch = batch_of([(2, 2), (1, 3), (2, 1)])
+    microbatches = make_microbatches(batch, [2, 0], fields={}, max_tokens=16, packing=packing)
+    outputs = [micro.token_ids.float().requires_grad_() for micro in microbatches]
+    last = restore_last(outputs, microbatches, 3)
+    assert last.tolist() == [103.0, 0.0, 302.0] and not last.requires_grad
+    assert restore_last([], [], 3).tolist() == [0.0, 0.0, 0.0]
+
+
+@settings(deadline=None)
+@given(SHAPES, st.booleans(), st.sampled_from([1, 4, 8]))
+def test_tokens_know_their_sequence(shapes: list[tuple[int, int]], packing: bool, pad_multiple: int) -> None:
+    for micro in microbatches_of(batch_of(shapes), packing, pad_multiple=pad_multiple):
+        ids, count = sequence_ids(micro)
+        assert ids.shape == micro.token_ids.shape and ids.dtype == torch.int64
+        assert int(ids.max()) < count and int(ids.min()) == 0
+        real = micro.token_ids != PAD
+        # Token ids say their row: 100 * (row + 1) + position.
+        rows = [micro.rows[k] for k in ids[real].tolist()]
+        assert rows == (micro.token_ids[real] // 100 - 1).tolist()
 
 
 @pytest.mark.parametrize("packing", [True, False])
