@@ -143,10 +143,13 @@ def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> Wei
 
 
 def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
-    if cfg.bridge.method == "gather":
-        assert actor.model is not None, "config.validate lets actor.ranks be set with the planned bridge only"
+    gatherer = None
+    if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
+        assert actor.model is not None, "config.validate keeps actor.ranks from these"
         pgs = actor.model.groups.collection
         gatherer = Gatherer(local_parameters(actor.model), actor.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+    if cfg.bridge.method == "gather":
+        assert gatherer is not None
         return GatherBridge(gatherer, engine)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(engine.model)
@@ -156,7 +159,7 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
-        gatherer=models.gatherer,
+        gatherer=gatherer,
     )
 
 

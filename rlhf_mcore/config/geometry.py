@@ -28,13 +28,13 @@ def read_geometry(directory: str | Path) -> ModelGeometry:
             f"{folder}: architecture {architecture} is not supported; supported are: {', '.join(ARCHITECTURES)}"
         )
     try:
-        return geometry_of(hf_config, ARCHITECTURES[architecture])
+        return geometry_of(hf_config, *ARCHITECTURES[architecture])
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{folder}: config.json is malformed ({error}); export the model again") from error
 
 
-def geometry_of(hf_config: Mapping[str, Any], family: str) -> ModelGeometry:
-    """The geometry of a family's Hugging Face config, as a mapping.
+def geometry_of(hf_config: Mapping[str, Any], family: str, head: str) -> ModelGeometry:
+    """The geometry of a family's Hugging Face config, as a mapping, under one kind of head.
 
     Raises:
         ValueError: a size is missing or is not a positive integer.
@@ -49,7 +49,8 @@ def geometry_of(hf_config: Mapping[str, Any], family: str) -> ModelGeometry:
         head_dim=_size(hf_config, "head_dim", _HEAD_DIM.get(family, hidden // num_heads)),
         ffn_size=_size(hf_config, "intermediate_size"),
         vocab_size=_size(hf_config, "vocab_size"),
-        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
+        tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)) and head == "lm",
+        head=head,
         **_expert_geometry(hf_config, family),
     )
 

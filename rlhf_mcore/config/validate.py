@@ -339,6 +339,11 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     source = "the number of processes" if world_size is not None else "trainer.world_size"
     for role in role_layouts(cfg):
         yield from layout_problems(role, world, f"{source}={world}")
+    if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
+        yield (
+            f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
+            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest, or set actor.ranks=null"
+        )
     tp = cfg.rollout.layout.tp
     if world % tp:
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"

@@ -14,11 +14,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import geometry_of
 from rlhf_mcore.config.model_files import (
     ARCHITECTURES,
-    MOE_FAMILIES,
     architecture_name,
-    dense_layers,
     inspect_model,
 )
 from rlhf_mcore.config.schema import RecomputeConfig
@@ -79,34 +78,8 @@ def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> 
         raise ConfigError.many(problems)
     hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     inv_freq, rope_scale = _rotary(hf)
-    return ModelSpec(_geometry(hf, head), hf, inv_freq, rope_scale)
-
-
-def _geometry(hf: PretrainedConfig, head: str) -> ModelGeometry:
     family, _ = ARCHITECTURES[hf.architectures[0]]
-    return ModelGeometry(
-        family=family,
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        ffn_size=hf.intermediate_size,
-        vocab_size=hf.vocab_size,
-        tied_embeddings=bool(hf.tie_word_embeddings) and head == "lm",
-        head=head,
-        **_expert_geometry(hf, family),
-    )
-
-
-def _expert_geometry(hf: PretrainedConfig, family: str) -> dict[str, Any]:
-    if family not in MOE_FAMILIES:
-        return {}
-    return dict(
-        num_experts=hf.num_local_experts,
-        expert_ffn_size=hf.moe_intermediate_size if family == "qwen3_moe" else hf.intermediate_size,
-        dense_layers=dense_layers(hf.to_dict()),
-    )
+    return ModelSpec(geometry_of(hf.to_dict(), family, head), hf, inv_freq, rope_scale)
 
 
 def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
