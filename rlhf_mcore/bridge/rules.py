@@ -126,8 +126,8 @@ def parameter_names(geometry: ModelGeometry) -> list[str]:
     """
     rules = FAMILIES[geometry.family]
     once = [rule.mcore for rule in rules if "{i}" not in rule.mcore]
-    if geometry.tied_embeddings:
-        once.remove("output_layer.weight")
+    if not geometry.tied_embeddings:
+        once += [rule.mcore for rule in HEADS[geometry.head]]
     names = once[:1]
     for layer in range(geometry.num_layers):
         kinds = ("all", "moe") if geometry.is_moe_layer(layer) else ("all", "dense")

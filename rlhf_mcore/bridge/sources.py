@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.rules import FAMILIES, pieces
+from rlhf_mcore.bridge.rules import FAMILIES, HEADS, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 
@@ -114,7 +114,7 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     stages[0].insert(0, "embedding.word_embeddings.weight")
     stages[-1].append("decoder.final_layernorm.weight")
     if not geometry.tied_embeddings or layout.pp > 1:
-        stages[-1].append("output_layer.weight")
+        stages[-1] += [rule.mcore for rule in HEADS[geometry.head]]
     return stages
 
 

@@ -123,14 +123,14 @@ def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
 
 def test_the_exchange_takes_what_was_collected() -> None:
     collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
-    exchange = Exchange(0, 1, SAMPLES, prompts_per_minibatch=2, pad_token_id=0)
+    exchange = Exchange(SAMPLES, pad_token_id=0)
     rollouts = collected.rollouts
     batch = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores).batch
     rows = rows_of(batch)
     assert len(rows) == 8
-    for row, (group, minibatch, ids, _, score) in rows.items():
+    for row, (group, ids, _, score) in enumerate(rows):
         index, sample = 3 * (row // 2), row % 2
-        assert (group, minibatch, score) == (row // 2, row // 4, float(sample))
+        assert (group, score) == (row // 2, float(sample))
         assert ids == prompt(index).prompt_ids + trajectory(prompt(index), sample).response_ids
 
 
