@@ -1,0 +1,164 @@
+"""Delta saves: weight files as compressed differences to the last full checkpoint.
+
+Chains have length one: a delta always leans on a full checkpoint, which its manifest names with the digest of that one's manifest.
+How a file is stored is in ``delta_files``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX, encode_file, restore_file
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import MANIFEST, scan, step_of, transitional_path
+from rlhf_mcore.checkpoint.manifest import (
+    FULL,
+    About,
+    Base,
+    Problem,
+    files_below,
+    hash_files,
+    read_manifest,
+    relative_name,
+    verify,
+    write_manifest,
+)
+from rlhf_mcore.config.errors import ConfigError
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file, by its path in a checkpoint, holds weights of a model: ``actor/*.safetensors``, not its training state."""
+    parts = name.split("/")
+    return len(parts) == 2 and name.endswith(".safetensors")
+
+
+def choose_base(run: Path, full_every: int) -> Base | None:
+    """What the next save is a difference to: the newest full checkpoint, or None when a full save is due.
+
+    Args:
+        run: the run directory.
+        full_every: a full save and the deltas that lean on it, together.
+    """
+    leaning: dict[str, int] = {}
+    full: Base | None = None
+    for checkpoint in scan(run):
+        try:
+            manifest = read_manifest(checkpoint.path)
+        except ConfigError:
+            continue
+        if manifest.about.base is not None:
+            leaning[manifest.about.base.name] = leaning.get(manifest.about.base.name, 0) + 1
+        else:
+            full = Base(checkpoint.path.name, manifest.digest)
+    if full is None or leaning.get(full.name, 0) >= full_every - 1:
+        return None
+    return full
+
+
+def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:
+    """Replace the weight files among ``paths`` by differences to ``base``, a full checkpoint. Returns the paths that there are now.
+
+    Every rank does it with the files that it wrote, on its own.
+    """
+    out = []
+    for path in paths:
+        name = relative_name(directory, path)
+        if is_weight_file(name):
+            out += encode_file(directory, name, base)
+        else:
+            out.append(directory / name)
+    return out
+
+
+def base_of(checkpoint: Path) -> Path | None:
+    """The full checkpoint that a delta leans on, None for a full one.
+
+    Raises:
+        ConfigError: it is not there, or not what it was.
+    """
+    base = read_manifest(checkpoint).about.base
+    if base is None:
+        return None
+    path = checkpoint.resolve().parent / base.name
+    wanted = f"{checkpoint.name} holds differences to {base.name}"
+    if step_of(base.name) is None or not (path / MANIFEST).is_file():
+        raise ConfigError(
+            f"{checkpoint}: {wanted}, which is not beside it; bring it back, or choose another checkpoint"
+        )
+    if read_manifest(path).digest != base.digest:
+        raise ConfigError(f"{checkpoint}: {wanted}, which was saved again since; choose another checkpoint")
+    return path
+
+
+def verify_chain(checkpoint: Path, *, hashes: bool = True) -> list[Problem]:
+    """``manifest.verify`` of a checkpoint, and of the full one that it leans on."""
+    problems = verify(checkpoint, hashes=hashes)
+    if any(problem.kind == "manifest" for problem in problems):
+        return problems
+    try:
+        base = base_of(checkpoint)
+    except ConfigError as error:
+        return [*problems, Problem(MANIFEST, "base", str(error))]
+    if base is not None:
+        below = [problem for problem in verify(base, hashes=hashes) if problem.is_damage]
+        problems += [Problem(f"../{base.name}/{problem.path}", "base", problem.detail) for problem in below]
+    return problems
+
+
+def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None) -> Path:
+    """A Hugging Face directory with the weights of a checkpoint: its own, or that of a delta made whole. One process calls it.
+
+    Args:
+        checkpoint: a committed checkpoint.
+        role: the model in it.
+        scratch: where a whole copy is made, the run directory by default; ``recover`` removes it there.
+    """
+    manifest = read_manifest(checkpoint)
+    base = base_of(checkpoint)
+    if base is None:
+        return checkpoint / role
+    scratch = scratch or checkpoint.resolve().parent
+    whole = transitional_path(scratch, manifest.about.step, "full", manifest.digest[:8]) / role
+    if not whole.is_dir():
+        half = transitional_path(scratch, manifest.about.step, "full") / role
+        shutil.rmtree(half, ignore_errors=True)
+        prefix = f"{role}/"
+        names = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
+        names = [name for name in names if "/" not in name]
+        _restore(checkpoint / role, names, base, half)
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        half.rename(whole)
+        half.parent.rmdir()
+    return whole
+
+
+def merge(checkpoint: Path, out: Path) -> None:
+    """Write a full checkpoint with the content of ``checkpoint``, a delta or a full one, to ``out``, which must not be there.
+
+    Raises:
+        ConfigError: ``out`` exists, or the checkpoint or its base is damaged.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already; choose another place")
+    manifest = read_manifest(checkpoint)
+    base = base_of(checkpoint)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _restore(checkpoint, list(manifest.files), base, partial)
+    about = About(manifest.about.step, FULL, None, manifest.about.metrics)
+    write_manifest(partial, hash_files(partial, files_below(partial)), about, Disk())
+    partial.rename(out)
+
+
+def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> None:
+    """Copy files, and make whole those that are differences."""
+    for name in names:
+        target = out / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(INDEX_SUFFIX):
+            assert base is not None, f"{source / name} has no base"
+            restore_file(source / name, base, target.with_name(target.name.removesuffix(INDEX_SUFFIX)))
+        elif not name.endswith(DATA_SUFFIX):
+            shutil.copyfile(source / name, target)

@@ -1,0 +1,231 @@
+"""One file of weights as a difference to a full checkpoint, and back, bit for bit.
+
+A difference is the XOR of the bytes of a tensor with those of its namesake in the base. Of a small update most high bytes are zero;
+bytes of the same place in their elements lie together (byte planes) before they are compressed.
+
+In place of ``model.safetensors`` there is ``model.safetensors.delta``, the tensors' zstandard frames one after the other, and
+``model.safetensors.delta.json``, which says where they are, what the header was and what the whole file is.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+import zstandard
+
+from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.errors import ConfigError
+
+DATA_SUFFIX = ".delta"
+INDEX_SUFFIX = ".delta.json"
+FORMAT = "rlhf_mcore.delta"
+VERSION = 1
+
+T = TypeVar("T")
+
+_LEVEL = 3
+_CHUNK_BYTES = 8 * 2**20
+_THREADS = 4
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file: its bytes, where they begin in the file, and the size of an element (1: unknown)."""
+
+    name: str
+    begin: int
+    size: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor in a delta file: its frame [begin, end), and its namesake in the base (None: it has none of this size)."""
+
+    name: str
+    begin: int
+    end: int
+    base_file: str | None
+    base_begin: int
+
+
+def encode_file(directory: Path, name: str, base: Path) -> list[Path]:
+    """Replace a weight file, ``name`` relative to a checkpoint, by its difference to ``base``. Returns the two files there are now."""
+    path = directory / name
+    header, tensors = _read_header(path)
+    known = _tensors_of(base, name.split("/")[0])
+    delta, index = path.with_name(path.name + DATA_SUFFIX), path.with_name(path.name + INDEX_SUFFIX)
+    data, files = _mapped(path), _BaseFiles(base)
+    sources = [(tensor, *_namesake(known, tensor)) for tensor in tensors]
+    differences = []
+    with delta.open("wb") as out:
+        frames = _in_order(lambda s: _compress(data, s[0], files.get(s[1]), s[2]), sources)
+        for (tensor, base_file, base_begin), frame in zip(sources, frames, strict=True):
+            begin = out.tell()
+            out.write(frame)
+            differences.append(Difference(tensor.name, begin, out.tell(), base_file, base_begin))
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "header": header.decode("utf-8"),
+        **asdict(hash_file(path)),
+        "tensors": [asdict(difference) for difference in differences],
+    }
+    index.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.unlink()
+    return [delta, index]
+
+
+def restore_file(index: Path, base: Path, target: Path) -> None:
+    """Write the weight file that an index and its data describe, to ``target``.
+
+    Raises:
+        ConfigError: the result is not the file that was saved, because the difference or the base is damaged.
+    """
+    content = json.loads(index.read_text(encoding="utf-8"))
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise ConfigError(f"{index}: not an index that this release reads; use the release that wrote it")
+    header = content["header"].encode("utf-8")
+    items = list(zip(_parse_header(header, index), (Difference(**item) for item in content["tensors"]), strict=True))
+    data = _mapped(index.with_name(index.name.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX))
+    state, size = xxhash.xxh3_128(), 0
+    with target.open("wb") as out:
+        for part in _whole(header, items, data, _BaseFiles(base)):
+            state.update(part)
+            size += out.write(part)
+    if (size, state.hexdigest()) != (content["size"], content["xxh3_128"]):
+        target.unlink()
+        raise ConfigError(
+            f"{index}: the file that it restores is not the one that was saved; choose another checkpoint"
+        )
+
+
+def _whole(
+    header: bytes, items: list[tuple[Stored, Difference]], data: memoryview, files: _BaseFiles
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, from its header and its differences."""
+    yield len(header).to_bytes(8, "little") + header
+    for tensor, difference in items:
+        assert tensor.name == difference.name, f"{tensor.name} and {difference.name} should be the same tensor"
+        base = files.get(difference.base_file)
+        stream = zstandard.ZstdDecompressor().stream_reader(data[difference.begin : difference.end])
+        for begin, end in _chunks(tensor):
+            planes = np.frombuffer(_read_exactly(stream, end - begin), np.uint8)
+            part = planes.reshape(tensor.item_bytes, -1).T.reshape(-1)
+            if base is not None:
+                at = difference.base_begin + begin
+                part = part ^ np.frombuffer(base[at : at + end - begin], np.uint8)
+            yield np.ascontiguousarray(part).data
+
+
+def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_begin: int) -> bytes:
+    """One frame: the byte planes of each chunk of the difference."""
+    compressor = zstandard.ZstdCompressor(_LEVEL).compressobj(size=tensor.size)
+    out = []
+    for begin, end in _chunks(tensor):
+        part = np.frombuffer(data[tensor.begin + begin : tensor.begin + end], np.uint8)
+        if base is not None:
+            part = part ^ np.frombuffer(base[base_begin + begin : base_begin + end], np.uint8)
+        planes = np.ascontiguousarray(part.reshape(-1, tensor.item_bytes).T)
+        out.append(compressor.compress(planes.data))
+    return b"".join([*out, compressor.flush()])
+
+
+def _chunks(tensor: Stored) -> Iterator[tuple[int, int]]:
+    for begin in range(0, tensor.size, _CHUNK_BYTES):
+        yield begin, min(begin + _CHUNK_BYTES, tensor.size)
+
+
+def _read_exactly(stream: Any, count: int) -> bytes:
+    parts = []
+    while count:
+        part = stream.read(count)
+        if not part:
+            raise ConfigError("a difference is shorter than its tensor; the checkpoint is damaged, choose another")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _in_order(action: Callable[[T], bytes], items: list[T]) -> Iterator[bytes]:
+    """``action`` of each item, a few at a time in threads: no more results wait than there are threads."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        rest = iter(items)
+        while group := list(islice(rest, _THREADS)):
+            yield from pool.map(action, group)
+
+
+def _namesake(known: Mapping[str, tuple[str, Stored]], tensor: Stored) -> tuple[str | None, int]:
+    """File and offset of the tensor of the same name and size in the base."""
+    file, found = known.get(tensor.name, (None, tensor))
+    return (file, found.begin) if file is not None and found.size == tensor.size else (None, 0)
+
+
+def _tensors_of(base: Path, role: str) -> dict[str, tuple[str, Stored]]:
+    """All tensors of a model of a full checkpoint, by name, each with its file."""
+    found = {}
+    for path in sorted((base / role).glob("*.safetensors")):
+        for tensor in _read_header(path)[1]:
+            found[tensor.name] = (f"{role}/{path.name}", tensor)
+    return found
+
+
+def _read_header(path: Path) -> tuple[bytes, list[Stored]]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size)
+    tensors = _parse_header(header, path)
+    end = tensors[-1].begin + tensors[-1].size if tensors else 8 + size
+    assert end == path.stat().st_size, f"{path}: the header speaks of {end} bytes, the file has {path.stat().st_size}"
+    return header, tensors
+
+
+def _parse_header(header: bytes, path: Path) -> list[Stored]:
+    """The tensors of a safetensors file in the order of their bytes, which follow each other without gaps."""
+    tensors = []
+    for name, entry in json.loads(header).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            tensors.append(Stored(name, 8 + len(header) + begin, end - begin, _ITEM_BYTES.get(entry["dtype"], 1)))
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.size))
+    at = 8 + len(header)
+    for tensor in tensors:
+        assert tensor.begin == at, f"{path}: {tensor.name} begins at {tensor.begin}, not at {at}"
+        at += tensor.size
+    return tensors
+
+
+def _mapped(path: Path) -> memoryview:
+    """A file's bytes, read as they are used; the mapping goes with the last view of it."""
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+class _BaseFiles:
+    """The files of a base, mapped when they are first asked for. Names come from an index: they must not lead out of the base."""
+
+    def __init__(self, base: Path):
+        self._base = base.resolve()
+        self._mapped: dict[str, memoryview] = {}
+
+    def get(self, name: str | None) -> memoryview | None:
+        if name is None:
+            return None
+        if name not in self._mapped:
+            path = (self._base / name).resolve()
+            if self._base not in path.parents:
+                raise ConfigError(f"{name} leads out of {self._base}; the checkpoint is damaged, choose another")
+            self._mapped[name] = _mapped(path)
+        return self._mapped[name]

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlhf_mcore.checkpoint import delta_files
+from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, merge, readable, verify_chain
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import scan_transitional
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base, files_below, read_manifest, verify
+from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.config.errors import ConfigError
+
+Weights = dict[str, np.ndarray]
+
+
+def weights(seed: int = 0) -> Weights:
+    rng = np.random.default_rng(seed)
+    return {
+        "a": rng.normal(size=(64, 33)).astype(np.float32),
+        "b": rng.normal(size=(128,)).astype(np.float16),
+        "c": rng.integers(0, 255, size=(7,), dtype=np.uint8),
+        "scalar": np.array(3.0, np.float64),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+
+
+def updated(before: Weights) -> Weights:
+    """As after a small step of an optimizer."""
+    return {name: np.asarray(value * 1.0001, value.dtype) for name, value in before.items()}
+
+
+def write_model(folder: Path, tensors: Weights, files: int = 1) -> list[Path]:
+    """Weight files, a config and a file of training state, as a rank would write them."""
+    (folder / "training").mkdir(parents=True)
+    names = sorted(tensors)
+    paths = []
+    for k in range(files):
+        path = folder / f"model-{k}.safetensors"
+        save_file({name: tensors[name] for name in names[k::files]}, path, metadata={"format": "pt"})
+        paths.append(path)
+    (folder / "config.json").write_text("{}")
+    save_file({"moments": np.ones(3, np.float32)}, folder / "training" / "moments.safetensors")
+    return [*paths, folder / "config.json", folder / "training" / "moments.safetensors"]
+
+
+def save(run: Path, step: int, tensors: Weights, base: Base | None = None, files: int = 1) -> Path:
+    """A whole save, full or delta."""
+    disk = Disk()
+    partial = prepare(run, step, "1", disk)
+    paths = write_model(partial / "actor", tensors, files)
+    (partial / "trainer_state.json").write_text(json.dumps({"step": step}))
+    paths.append(partial / "trainer_state.json")
+    if base is not None:
+        paths = encode(partial, paths, run / base.name)
+    about = About(step, DELTA if base else FULL, base, {"evaluate/reward": 0.5})
+    seal(partial, seal_files(partial, paths, disk), about, disk)
+    return publish(run, step, partial, disk)
+
+
+def saved_bytes(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files_below(folder)}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path, dict[str, bytes]]:
+    """A full checkpoint, a delta that leans on it, and what the delta's model would have been as a full one."""
+    run = tmp_path / "run"
+    first, second = weights(), updated(weights())
+    full = save(run, 10, first)
+    base = choose_base(run, 10)
+    delta = save(run, 20, second, base)
+    write_model(tmp_path / "expected", second)
+    return full, delta, saved_bytes(tmp_path / "expected")
+
+
+def test_what_is_read_back_is_the_full_file_bit_for_bit(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
+    _, delta, expected = pair
+    assert sorted(path.name for path in (delta / "actor").iterdir()) == [
+        "config.json",
+        "model-0.safetensors.delta",
+        "model-0.safetensors.delta.json",
+        "training",
+    ]
+    got = saved_bytes(readable(delta))
+    assert got == {name: data for name, data in expected.items() if not name.startswith("training/")}
+    assert (delta / "actor" / "training" / "moments.safetensors").read_bytes() == expected[
+        "training/moments.safetensors"
+    ]
+    tensors = load_file(readable(delta) / "model-0.safetensors")
+    assert all(np.array_equal(tensors[name], value) for name, value in updated(weights()).items())
+
+
+def test_a_full_checkpoint_is_read_where_it_is(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
+    full, _, _ = pair
+    assert readable(full) == full / "actor"
+    assert base_of(full) is None
+
+
+def test_a_whole_copy_is_made_once_and_cleared_away_by_the_next_start(
+    pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    full, delta, _ = pair
+    made = readable(delta).stat().st_mtime_ns
+    assert readable(delta).stat().st_mtime_ns == made
+    assert [item.state for item in scan_transitional(full.parent)] == ["full"]
+    recover(full.parent, None, Disk())
+    assert scan_transitional(full.parent) == []
+    assert readable(delta, scratch=tmp_path / "scratch").parent.parent == tmp_path / "scratch"
+
+
+def test_tensors_may_be_new_or_gone_or_of_another_shape_or_in_other_files(tmp_path: Path) -> None:
+    before = weights()
+    save(tmp_path, 10, before, files=3)
+    after = updated(before)
+    after["new"] = after.pop("b")
+    after["a"] = np.ones((5, 5), np.float32)
+    delta = save(tmp_path, 20, after, choose_base(tmp_path, 10), files=2)
+    loaded = {}
+    for path in sorted(readable(delta).glob("*.safetensors")):
+        loaded |= load_file(path)
+    assert loaded.keys() == after.keys()
+    assert all(loaded[name].tobytes() == value.tobytes() for name, value in after.items())
+
+
+def test_long_tensors_are_cut_into_chunks_that_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_files, "_CHUNK_BYTES", 1024)
+    before = weights()
+    save(tmp_path, 10, before)
+    delta = save(tmp_path, 20, updated(before), choose_base(tmp_path, 10))
+    loaded = load_file(readable(delta) / "model-0.safetensors")
+    assert all(loaded[name].tobytes() == value.tobytes() for name, value in updated(before).items())
+
+
+def test_unchanged_weights_take_next_to_nothing(tmp_path: Path) -> None:
+    same = {"w": np.random.default_rng(0).normal(size=2**18).astype(np.float32)}
+    save(tmp_path, 10, same)
+    delta = save(tmp_path, 20, same, choose_base(tmp_path, 10))
+    assert (delta / "actor" / "model-0.safetensors.delta").stat().st_size < 2**20 / 1000
+
+
+def test_every_so_many_saves_is_a_full_one(tmp_path: Path) -> None:
+    kinds = []
+    for step in range(1, 8):
+        base = choose_base(tmp_path, 3)
+        save(tmp_path, step, weights(step), base)
+        kinds.append(base.name if base else "full")
+    one, four = "checkpoint-1", "checkpoint-4"
+    assert kinds == ["full", one, one, "full", four, four, "full"]
+    assert choose_base(tmp_path, 1) is None
+
+
+def test_training_state_and_other_files_are_not_weights() -> None:
+    names = ["actor/model.safetensors", "critic/model-1.safetensors", "actor/training/m.safetensors", "rng.safetensors"]
+    assert [is_weight_file(name) for name in names] == [True, True, False, False]
+
+
+def test_merging_gives_the_full_checkpoint(pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path) -> None:
+    _, delta, expected = pair
+    merge(delta, tmp_path / "whole")
+    assert verify(tmp_path / "whole") == []
+    assert saved_bytes(tmp_path / "whole" / "actor") == expected
+    about = read_manifest(tmp_path / "whole").about
+    assert (about.step, about.kind, about.base, about.metrics) == (20, "full", None, {"evaluate/reward": 0.5})
+    assert (tmp_path / "whole" / "trainer_state.json").read_text() == '{"step": 20}'
+    with pytest.raises(ConfigError, match="exists already"):
+        merge(delta, tmp_path / "whole")
+
+
+def test_a_base_that_is_missing_or_changed_is_named(pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path) -> None:
+    full, delta, _ = pair
+    assert verify_chain(delta) == []
+    full.rename(tmp_path / "away")
+    (problem,) = verify_chain(delta)
+    assert problem.is_damage and "checkpoint-20 holds differences to checkpoint-10, which is not beside it" in str(
+        problem
+    )
+    save(full.parent, 10, weights(1))
+    (problem,) = verify_chain(delta)
+    assert "which was saved again since" in str(problem)
+    with pytest.raises(ConfigError, match="saved again since"):
+        readable(delta)
+
+
+def test_fault_11_damage_of_the_base_is_damage_of_the_delta(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
+    full, delta, _ = pair
+    weights_file = full / "actor" / "model-0.safetensors"
+    data = bytearray(weights_file.read_bytes())
+    data[-1] ^= 1
+    weights_file.write_bytes(data)
+    (problem,) = verify_chain(delta)
+    assert (problem.path, problem.kind) == ("../checkpoint-10/actor/model-0.safetensors", "base")
+    with pytest.raises(ConfigError, match="is not the one that was saved"):  # and without verifying first
+        readable(delta)
+
+
+def test_an_index_cannot_lead_out_of_the_base(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
+    _, delta, _ = pair
+    index = delta / "actor" / "model-0.safetensors.delta.json"
+    content = json.loads(index.read_text())
+    for tensor in content["tensors"]:
+        tensor["base_file"] = "../../secret"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="leads out of"):
+        readable(delta)
