@@ -1,7 +1,7 @@
 """The console script ``rlhf-mcore COMMAND ...``. Each command is a module, also ``python -m rlhf_mcore.cli.COMMAND``.
 
-Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; others are a
-failure, and 128 + N means that signal N ended the run.
+Exit codes: 0 done; 2 a mistake of the user (configuration, command line, data), with one readable message; 75 saved and to be
+started again; others are a failure, and 128 + N means that signal N ended the run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
     "evaluate": "score a model on held-out prompts, or two side by side",
+    "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
 }
 
 
@@ -27,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to the command. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     command = _parser().parse_args(args[:1]).command
-    return int(import_module(f"rlhf_mcore.cli.{command}").main(args[1:]))
+    return int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name:<18} {summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="rlhf-mcore",
         description=f"Reinforcement learning on Megatron-core with vLLM rollouts.\n\ncommands:\n{commands}",

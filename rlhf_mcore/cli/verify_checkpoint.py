@@ -1,0 +1,101 @@
+"""``rlhf-mcore verify-checkpoint DIR``: name every file of a checkpoint that is damaged, missing, truncated or too many."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.delta import verify_chain
+from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_step, scan
+from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config.errors import ConfigError
+
+EPILOG = """\
+exit codes:
+  0          intact
+  2          damaged, or there is no checkpoint"""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found in one checkpoint."""
+
+    path: Path
+    problems: list[Problem]
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether it can be loaded: extra files are reported, and do no harm."""
+        return not any(problem.is_damage for problem in self.problems)
+
+    def as_text(self) -> str:
+        """One line, and one more per problem."""
+        lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}"]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and print. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        reports = [_check(path, hashes=not args.quick) for path in _checkpoints(Path(args.directory))]
+    except ConfigError as error:
+        return exit_codes.report(error)
+    if args.json:
+        found = [
+            {"path": str(r.path), "intact": r.is_intact, "problems": [asdict(p) for p in r.problems]} for r in reports
+        ]
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n".join(report.as_text() for report in reports))
+    return exit_codes.DONE if all(report.is_intact for report in reports) else exit_codes.USER_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore verify-checkpoint",
+        description=(
+            "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it leans on too. "
+            "Given a run directory, all checkpoints in it and the links to them."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a run directory")
+    parser.add_argument("--quick", action="store_true", help="compare names and sizes, read no content")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _checkpoints(directory: Path) -> list[Path]:
+    """The checkpoint, or those of a run directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory; give a checkpoint or a run directory")
+    if (directory / MANIFEST).exists() or (directory / "actor").is_dir():
+        return [directory.resolve()]
+    found = [checkpoint.path for checkpoint in scan(directory)]
+    if not found:
+        raise ConfigError(f"{directory} has neither a {MANIFEST} nor checkpoints; give a checkpoint or a run directory")
+    return [*found, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
+
+
+def _check(path: Path, *, hashes: bool) -> Report:
+    if not path.is_symlink():
+        return Report(path, verify_chain(path, hashes=hashes))
+    if linked_step(path.parent, path.name) is None:
+        return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])
+    return Report(path, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli.main import main
+from tests.unit.checkpoint.saving import save
+
+
+def run(*arguments: object) -> int:
+    return main(["verify-checkpoint", *map(str, arguments)])
+
+
+def test_an_intact_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save(tmp_path, 20)
+    assert run(checkpoint) == 0
+    assert capsys.readouterr().out == f"{checkpoint}: intact\n"
+    assert run(tmp_path / "latest") == 0
+    assert capsys.readouterr().out == f"{checkpoint}: intact\n"
+
+
+def test_every_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save(tmp_path, 20)
+    os.truncate(checkpoint / "actor" / "model.safetensors", 5)
+    (checkpoint / "actor" / "config.json").unlink()
+    (checkpoint / "trainer_state.json").write_text("[]")
+    (checkpoint / "notes.txt").write_text("mine")
+    assert run(checkpoint) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{checkpoint}: damaged"
+    assert [line.split(": ")[:2] for line in lines[1:]] == [
+        ["  actor/config.json", "missing"],
+        ["  actor/model.safetensors", "truncated"],
+        ["  notes.txt", "not in the manifest"],
+        ["  trainer_state.json", "damaged"],
+    ]
+    assert run(checkpoint, "--quick", "--json") == 2
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["path"], report["intact"]) == (str(checkpoint), False)
+    assert [problem["kind"] for problem in report["problems"]] == ["missing", "size", "extra"]  # no content was read
+
+
+def test_extra_files_alone_do_no_harm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save(tmp_path, 20)
+    (checkpoint / "notes.txt").write_text("mine")
+    assert run(checkpoint) == 0
+    assert capsys.readouterr().out == f"{checkpoint}: intact\n  notes.txt: not in the manifest\n"
+
+
+def test_all_checkpoints_of_a_run_and_its_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = save(tmp_path, 10), save(tmp_path, 20)
+    (tmp_path / "best").symlink_to("checkpoint-15")
+    (first / "trainer_state.json").write_text("")
+    assert run(tmp_path) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        f"{first}: damaged",
+        "  trainer_state.json: truncated: 0 bytes, the manifest says 2",
+        f"{second}: intact",
+        f"{tmp_path / 'latest'}: intact",
+        f"{tmp_path / 'best'}: damaged",
+        "  best: names checkpoint-15, which is no checkpoint",
+    ]
+
+
+def test_a_checkpoint_without_a_manifest_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = save(tmp_path, 20)
+    (checkpoint / "manifest.json").unlink()
+    assert run(checkpoint) == 2
+    assert "manifest.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, words", [("absent", "is not a directory"), (".", "has neither a manifest.json nor")])
+def test_where_there_is_no_checkpoint(
+    name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path / name) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_it_is_instant() -> None:
+    code = "import rlhf_mcore.cli.verify_checkpoint, sys; print([m for m in ('torch', 'megatron', 'vllm') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
