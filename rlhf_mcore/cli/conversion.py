@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ def run(request: Request) -> None:
     """
     if request.destination is None and not request.dry_run:
         raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+    # Meshes of other processes are read here, and never compiled for.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     console = Console(stderr=True)
     companions = _companions(request)
     geometry = read_geometry(companions)
@@ -79,7 +82,9 @@ def run(request: Request) -> None:
             _verify(console, reading, written)
     console.print(
         f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {total / 1e9:.2f} GB"
-        f"{', verified' if request.verify else ''}"
+        f"{', verified' if request.verify else ''}",
+        soft_wrap=True,
+        highlight=False,
     )
 
 

@@ -1,0 +1,184 @@
+"""Memory and time of ``rlhf-mcore convert`` on a model of 2 GB, whose embedding alone has half a gigabyte.
+
+    python -m benchmarks.convert [--quick]
+
+Each conversion is a process of its own, in turns with the others, ``ROUNDS`` times; its peak is what the kernel counts as its largest
+resident set, pages mapped from files included. ``save_file`` is a process that has the whole model in memory already and only writes
+it, with safetensors' own function, and fsyncs: what any conversion could at best be, in time and at the price of that memory.
+
+The figure is the largest peak over 600 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import report
+from rlhf_mcore.bridge.hf_writer import ShardFiles, cut_into_shards, write_index
+from rlhf_mcore.bridge.rules import hf_shapes
+from rlhf_mcore.config.geometry import read_geometry
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_BYTES = 600e6
+ROUNDS = 2
+RANKS = 4
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+QUICK = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+}
+CONVERSIONS = {
+    "hf -> hf": ("hf", "hf", "hf"),
+    "hf -> megatron": ("hf", "megatron", "hf"),
+    "megatron -> hf": ("megatron", "hf", "megatron"),
+    "fsdp -> hf": ("fsdp", "hf", "fsdp"),
+    "fsdp -> megatron": ("fsdp", "megatron", "fsdp"),
+}
+
+
+def make_hf(directory: Path, config: dict[str, Any]) -> int:
+    """A model of random bf16 weights, in one file. Returns its bytes."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    types = {name: (torch.bfloat16, shape) for name, shape in hf_shapes(read_geometry(directory)).items()}
+    shards = cut_into_shards({name: prod(shape) * 2 for name, (_, shape) in types.items()}, 1, 2**40)
+    files = ShardFiles(directory, shards, types)
+    for name, (_, shape) in types.items():
+        files.write(name, torch.randn(shape).bfloat16())
+    files.close()
+    write_index(directory, shards, types)
+    return sum(prod(shape) * 2 for _, shape in types.values())
+
+
+def make_fsdp(source: Path, directory: Path) -> None:
+    """The same model as ``RANKS`` ranks of FSDP save it."""
+    from safetensors.torch import load_file
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    (directory / "huggingface").mkdir(parents=True)
+    (directory / "huggingface" / "config.json").write_text((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    for rank in range(RANKS):
+        dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+        mesh = init_device_mesh("cpu", (RANKS,))
+        local = {
+            name: DTensor.from_local(
+                tensor.chunk(RANKS)[rank].clone(), mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride()
+            )
+            for name, tensor in tensors.items()
+        }
+        torch.save(local, directory / f"model_world_size_{RANKS}_rank_{rank}.pt")  # noqa: TID251 (what others write)
+        dist.destroy_process_group()
+
+
+def save_file_alone(source: Path, target: Path) -> None:
+    """Write a model that is in memory, as safetensors does, and print the seconds."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()}
+    begin = time.perf_counter()
+    save_file(tensors, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+    print(time.perf_counter() - begin)
+
+
+def run(command: Sequence[str]) -> dict[str, float]:
+    """Run a process; its seconds and its largest resident set."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    begin = time.perf_counter()
+    child = subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True)
+    output = child.stdout.read() if child.stdout else ""
+    _, status, usage = os.wait4(child.pid, 0)
+    wall = time.perf_counter() - begin
+    if status:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    inner = float(output) if output else wall
+    return {"wall_s": inner, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024.0}
+
+
+def measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Everything in turns; the megatron source is what the first of the conversions to megatron wrote."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        alone = ["-m", "benchmarks.convert", "--save-file", str(root / "hf"), str(root / "alone.safetensors")]
+        found.setdefault("save_file", []).append(run(alone))
+        for name, (source_format, target_format, source) in CONVERSIONS.items():
+            target = root / ("megatron" if name == "hf -> megatron" else "out")
+            options = ["--from", source_format, "--to", target_format, "--overwrite"]
+            command = ["-m", "rlhf_mcore.cli.convert", *options, str(root / source), str(target)]
+            found.setdefault(name, []).append(run(command))
+        found.setdefault("imports alone", []).append(run(["-c", "import rlhf_mcore.cli.conversion"]))
+    return found
+
+
+def main() -> None:
+    """Make the models, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, once")
+    parser.add_argument("--save-file", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--make-fsdp", nargs=2, type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.save_file:
+        save_file_alone(*args.save_file)
+        return
+    if args.make_fsdp:
+        make_fsdp(*args.make_fsdp)
+        return
+    with tempfile.TemporaryDirectory(prefix="convert-") as folder:
+        root = Path(folder)
+        num_bytes = make_hf(root / "hf", {**CONFIG, **(QUICK if args.quick else {})})
+        run(["-m", "benchmarks.convert", "--make-fsdp", str(root / "hf"), str(root / "fsdp")])
+        found = measure(root, 1 if args.quick else ROUNDS)
+    rows = {
+        name: {key: round(statistics.median(row[key] for row in runs), 3) for key in runs[0]}
+        for name, runs in found.items()
+    }
+    for name, row in rows.items():
+        row["gb_per_s"] = round(num_bytes / 1e9 / row["wall_s"], 3)
+        row["speed_of_save_file"] = round(
+            statistics.median(
+                alone["wall_s"] / own["wall_s"] for alone, own in zip(found["save_file"], found[name], strict=True)
+            ),
+            3,
+        )
+        print(f"{name:18} {row['wall_s']:6.2f} s {row['gb_per_s']:6.2f} GB/s  peak {row['peak_bytes'] / 1e6:6.0f} MB")
+    worst = max(row["peak_bytes"] for name in CONVERSIONS for row in found[name])
+    report("convert", {"model_bytes": num_bytes, "rows": rows}, ratio=worst / LIMIT_BYTES, goal=1.0, quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The forms that Megatron-core gives a checkpoint: layers stacked or apart, experts stacked or apart, gate and up apart, wrappers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from rlhf_mcore.bridge.formats.source import HFSource
+from rlhf_mcore.bridge.formats.torch_dist import open_torch_dist
+from rlhf_mcore.bridge.formats.torch_dist_writer import TorchDistWriter, targets
+from rlhf_mcore.bridge.rules import parameter_names
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.types import ModelGeometry
+from tests.unit.bridge.formats.conftest import ALL, HFModel
+from tests.unit.bridge.geometry import mcore_tensors
+
+Get = Callable[[str], HFModel]
+
+
+def save(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """With torch's own distributed checkpoint, from one process."""
+    dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
+
+
+def read_all(directory: Path, model: Path, geometry: ModelGeometry) -> dict[str, Tensor]:
+    source = open_torch_dist(directory, model, geometry)
+    return {name: source.read(name, 0, shape[0]) for name, (_, shape) in source.types.items()}
+
+
+def fused(geometry: ModelGeometry, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Megatron's tensors of a dense model, built slowly and apart from the rules."""
+    tensors = mcore_tensors(geometry, dict(hf), 0, 1)
+    if geometry.tied_embeddings:
+        del tensors["output_layer.weight"]
+    return tensors
+
+
+def stacked(geometry: ModelGeometry, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: t for name, t in tensors.items() if not name.startswith("decoder.layers.")}
+    prefix = "decoder.layers.0."
+    for name in [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]:
+        layers = [tensors[f"decoder.layers.{i}.{name}"] for i in range(geometry.num_layers)]
+        found[f"decoder.layers.{name}"] = torch.stack(layers)
+    return found
+
+
+def gate_and_up_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {name: tensor for name, tensor in tensors.items() if "linear_fc1.weight" not in name}
+    for name in tensors.keys() - found.keys():
+        found[f"{name}_w"], found[f"{name}_v"] = (half.clone() for half in tensors[name].chunk(2))
+    return found
+
+
+def with_junk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Padding of the vocabulary, a wrapper's prefix, optimizer state."""
+    found = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    table = found["module.embedding.word_embeddings.weight"]
+    found["module.embedding.word_embeddings.weight"] = torch.cat([table, torch.full((31, table.shape[1]), torch.nan)])
+    found["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(64)
+    return found
+
+
+FORMS: dict[str, Callable[[ModelGeometry, Mapping[str, Tensor]], Mapping[str, Tensor]]] = {
+    "stacked": stacked,
+    "apart": lambda geometry, tensors: tensors,
+    "gate and up apart": lambda geometry, tensors: gate_and_up_apart(tensors),
+    "junk": lambda geometry, tensors: with_junk(stacked(geometry, tensors)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_dense_models(hf_model: Get, tmp_path: Path, name: str, form: str) -> None:
+    model, expected, _ = hf_model(name)
+    geometry = read_geometry(model)
+    save(tmp_path / "m", FORMS[form](geometry, fused(geometry, expected)))
+    found = read_all(tmp_path / "m", model, geometry)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
+    """Built from the Hugging Face tensors of each expert by hand."""
+    model, expected, _ = hf_model("mixtral")
+    geometry = read_geometry(model)
+    dense = ModelGeometry(
+        **{**{f: getattr(geometry, f) for f in geometry.__slots__}, "family": "llama", "num_experts": 0}
+    )
+    stand_in = {
+        f"model.layers.{i}.mlp.{x}_proj.weight": torch.zeros(192, 64) for i in range(4) for x in ("gate", "up", "down")
+    }
+    stand_in |= {name: tensor.t() for name, tensor in stand_in.items() if "down" in name}
+    tensors = {
+        n: t for n, t in fused(dense, {**expected, **stand_in}).items() if ".mlp.linear_fc" not in n or "norm" in n
+    }
+    for i in range(geometry.num_layers):
+        hf, megatron = f"model.layers.{i}.block_sparse_moe.", f"decoder.layers.{i}.mlp."
+        tensors[f"{megatron}router.weight"] = expected[f"{hf}gate.weight"]
+        parts = [[expected[f"{hf}experts.{e}.{w}.weight"] for w in ("w1", "w3", "w2")] for e in range(4)]
+        first, second = [torch.cat([w1, w3]) for w1, w3, _ in parts], [w2 for _, _, w2 in parts]
+        for linear, experts in (("linear_fc1", first), ("linear_fc2", second)):
+            if apart:
+                tensors |= {
+                    f"{megatron}experts.experts.{e}.{linear}.weight": tensor for e, tensor in enumerate(experts)
+                }
+            else:
+                tensors[f"{megatron}experts.experts.{linear}.weight"] = torch.stack(experts)
+    save(tmp_path / "m", tensors if apart else stacked(geometry, tensors))
+    found = read_all(tmp_path / "m", model, geometry)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
+    hf_model: Get, tmp_path: Path, name: str
+) -> None:
+    """Every element of every Megatron tensor, through torch.distributed.checkpoint; blocks of a few rows."""
+    model, expected, _ = hf_model(name)
+    geometry = read_geometry(model)
+    source = HFSource(model, model)
+    writer = TorchDistWriter(tmp_path, geometry, source.types, block_bytes=3000, file_bytes=100_000)
+    writer.write(source.read)
+    index = pickle.loads((tmp_path / ".metadata").read_bytes())
+    empty = {
+        key: torch.full(found.size, torch.nan)
+        for key, found in index.state_dict_metadata.items()
+        if hasattr(found, "chunks")
+    }
+    dcp.load(empty, checkpoint_id=tmp_path, no_dist=True)
+    assert not any(tensor.isnan().any() for tensor in empty.values())
+    assert {target.key for target in targets(geometry)} == set(empty)
+    assert [target.parameter for target in targets(geometry)] == parameter_names(geometry)
+    if not geometry.num_experts:
+        apart = fused(geometry, expected)
+        for target in targets(geometry):
+            local = apart[local_name(target.parameter)]
+            held = empty[target.key][target.lead]
+            assert torch.equal(held[: len(local)], local) and not held[len(local) :].any()
+    assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def local_name(parameter: str) -> str:
+    """The independent tensors have the norms' names of the layer spec without Transformer Engine."""
+    parameter = parameter.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight")
+    return parameter.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
+
+
+def test_parts_of_one_parameter_in_two_dtypes_are_refused(hf_model: Get, tmp_path: Path) -> None:
+    model, _, _ = hf_model("llama")
+    source = HFSource(model, model)
+    types = {n: (torch.bfloat16 if "k_proj" in n else dtype, shape) for n, (dtype, shape) in source.types.items()}
+    writer = TorchDistWriter(tmp_path, read_geometry(model), types, block_bytes=3000, file_bytes=10**9)
+    with pytest.raises(ConfigError, match=r"linear_qkv\.weight: its parts are of 2 dtypes; give --dtype"):
+        writer.write(source.read)
