@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.tensor  # registers the classes of a DTensor as safe
+from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -45,6 +46,9 @@ _INDEX_CLASSES: dict[tuple[str, str], Any] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
+    **{  # where torch had them before 2.3
+        (sharded.__name__, name): getattr(sharded, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+    },
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "int64", "bool", "strided")},
@@ -66,7 +70,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return _INDEX_CLASSES[module, name]
         if module.split(".")[0] == "megatron" or module == "torch.distributed.checkpoint.planner":
             return _Shell
-        if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "WindowsPath")):
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
             return _Shell
         raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
 

@@ -266,6 +266,21 @@ def test_what_megatron_adds_to_an_index_is_an_inert_shell(tmp_path: Path) -> Non
         foreign_pickle.read_index(tmp_path / ".metadata")
 
 
+def test_an_index_with_megatrons_plans_and_old_classes_is_read(megatron: Path) -> None:
+    """Megatron-core may keep the plans of all ranks in it, torch a path; torch before 2.3 had a class elsewhere."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+    from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+    def edit(index: Any) -> None:
+        index.all_local_plans = [SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.SHARD)])]
+        index.storage_meta = StorageMeta(checkpoint_id=Path("/somewhere"))
+        index.state_dict_metadata["output_layer.weight"].properties = TensorProperties(torch.float32)
+
+    edit_index(megatron, edit)
+    assert main(["--from", "megatron", "--to", "hf", str(megatron), str(megatron.parent / "out")]) == 0
+
+
 def test_a_part_that_is_pickle_and_no_tensor(megatron: Path, capsys: Capture) -> None:
     file = megatron / "release" / "__0_0.distcp"
     torch.save(Bomb(megatron / "exploded"), megatron / "bomb")
