@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -20,7 +21,7 @@ from rlhf_mcore.bridge.formats.megatron_rows import runs
 from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
 from rlhf_mcore.bridge.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.tensor_files import TensorTypes
-from rlhf_mcore.checkpoint import manifest
+from rlhf_mcore.checkpoint import delta, manifest
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
@@ -62,7 +63,12 @@ def run(request: Request) -> None:
     console = Console(stderr=True)
     companions = _companions(request)
     geometry = read_geometry(companions)
-    sources = [_open(request, path, companions, geometry) for path in (request.source, *request.average)]
+    with ExitStack() as cleanup:
+        _convert(request, companions, geometry, console, cleanup)
+
+
+def _convert(request: Request, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack) -> None:
+    sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = _cast(checked_types(source, geometry), request.dtype)
     if request.dry_run:
@@ -107,7 +113,7 @@ def _companions(request: Request) -> Path:
     return found
 
 
-def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry) -> Source:
+def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack) -> Source:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
     if request.source_format == "megatron":
@@ -116,8 +122,13 @@ def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometr
         return fsdp.open_fsdp(path, companions, geometry)
     if request.source_format == "hf":
         return HFSource(path, companions)
+    weights = _role_directory(path, request.role)
     _check_manifest(path, request.role)
-    return HFSource(_role_directory(path, request.role), companions)
+    if delta.base_of(path) is not None:
+        place = request.destination.parent if request.destination and request.destination.parent.is_dir() else None
+        scratch = cleanup.enter_context(TemporaryDirectory(prefix=".convert-", dir=place))
+        weights = delta.readable(path, request.role, Path(scratch))
+    return HFSource(weights, companions)
 
 
 def _role_directory(checkpoint: Path, role: str) -> Path:
@@ -133,7 +144,7 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
 
 def _check_manifest(checkpoint: Path, role: str) -> None:
     """All files are there, and those of the role's model are what was saved."""
-    problems = [str(problem) for problem in manifest.verify(checkpoint, hashes=False) if problem.is_damage]
+    problems = [str(problem) for problem in delta.verify_chain(checkpoint, hashes=False) if problem.is_damage]
     found = manifest.read_manifest(checkpoint).files if not problems else {}
     for name, entry in found.items():
         path = Path(name)

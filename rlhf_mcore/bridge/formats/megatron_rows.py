@@ -35,3 +35,10 @@ def runs(parameter: str, geometry: ModelGeometry) -> tuple[list[Run], tuple[int,
         found.append(Run(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
     found.sort(key=lambda run: run.row)
     return found, (sum(run.count for run in found), *width)
+
+
+def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
+    """Whether a file may have more rows of a parameter than the model: those of a vocabulary."""
+    return parameter == "embedding.word_embeddings.weight" or (
+        parameter == "output_layer.weight" and geometry.head == "lm"
+    )

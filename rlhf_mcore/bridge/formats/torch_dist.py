@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from rlhf_mcore.bridge.formats.checks import inside
 from rlhf_mcore.bridge.formats.foreign_pickle import load_chunk, read_index
-from rlhf_mcore.bridge.formats.megatron_rows import runs
+from rlhf_mcore.bridge.formats.megatron_rows import is_padded, runs
 from rlhf_mcore.bridge.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
@@ -190,7 +190,7 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
                 found = [found["_w_v".index(place.half) // 2]]
                 full = (found[0].count, *full[1:])
             own = shape[len(place.lead) :]
-            padded = place.parameter in ("embedding.word_embeddings.weight", "output_layer.weight")
+            padded = is_padded(place.parameter, geometry)
             if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
                 raise ConfigError(
                     f"shape {shape} is not that of config.json: {full} expected after {len(place.lead)} stacked axes"

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf_mcore.bridge.formats.foreign_pickle import save_chunk, save_index, save_values
-from rlhf_mcore.bridge.formats.megatron_rows import runs
+from rlhf_mcore.bridge.formats.megatron_rows import is_padded, runs
 from rlhf_mcore.bridge.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.rules import parameter_names
 from rlhf_mcore.bridge.tensor_files import TensorTypes
@@ -110,7 +110,7 @@ class TorchDistWriter:
                 f"{target.parameter}: its parts are of {len(dtypes)} dtypes; give --dtype to write them all alike"
             )
         dtype = dtypes.pop()
-        if target.parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if is_padded(target.parameter, self._geometry):
             shape = (padded_vocab(self._geometry), *shape[1:])
         rest = shape[1:]
         step = max(self._block_bytes // max(torch.Size(rest).numel() * dtype.itemsize, 1), 1)

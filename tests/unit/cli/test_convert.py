@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from rlhf_mcore.bridge.formats import convert as core
-from rlhf_mcore.checkpoint import manifest
+from rlhf_mcore.checkpoint import delta, manifest
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.cli import conversion
 from rlhf_mcore.cli import main as main_module
@@ -40,10 +42,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return seal(directory)
 
 
-def seal(directory: Path) -> Path:
+def seal(directory: Path, about: manifest.About | None = None) -> Path:
     (directory / "manifest.json").unlink(missing_ok=True)
     files = [path for path in directory.rglob("*") if path.is_file()]
-    manifest.write_manifest(directory, manifest.hash_files(directory, files), manifest.About(5), Disk())
+    manifest.write_manifest(directory, manifest.hash_files(directory, files), about or manifest.About(5), Disk())
     return directory
 
 
@@ -125,6 +127,48 @@ def test_the_mean_of_checkpoints(checkpoint: Path, tmp_path: Path, capsys: Captu
     ]
     assert main(args) == 2
     assert "average checkpoints of one model" in capsys.readouterr().err
+
+
+def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
+    checkpoint: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """A checkpoint that holds differences to another one."""
+    newer = tmp_path / "checkpoint-6"
+    make("qwen3_tied", newer / "actor", seed=1)
+    tensors = load_file(newer / "actor" / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-3
+    save_file(tensors, newer / "actor" / "model.safetensors")
+    files = [path for path in newer.rglob("*") if path.is_file()]
+    base = manifest.Base("checkpoint-5", manifest.read_manifest(checkpoint).digest)
+    delta.encode(newer, files, checkpoint)
+    seal(newer, manifest.About(6, manifest.DELTA, base))
+    assert not (newer / "actor" / "model.safetensors").exists()
+    assert main(["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]) == 0
+    assert main(["--from", "megatron", "--to", "hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "checkpoint-6", "m", "hf"}
+    os.truncate(checkpoint / "actor" / "model.safetensors", 100)
+    assert main(["--from", "checkpoint", "--to", "hf", str(newer), str(tmp_path / "x")]) == 2
+    assert "../checkpoint-5/actor/model.safetensors: truncated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["TokenClassification", "SequenceClassification"])
+def test_a_critic_keeps_its_head(checkpoint: Path, tmp_path: Path, kind: str) -> None:
+    actor = AutoConfig.from_pretrained(checkpoint / "actor")
+    actor.num_labels = 1
+    critic = getattr(transformers, f"AutoModelFor{kind}").from_config(actor)
+    critic.save_pretrained(checkpoint / "critic")
+    seal(checkpoint)
+    options = ["--from", "checkpoint", "--role", "critic", "--verify"]
+    assert main([*options, "--to", "megatron", str(checkpoint), str(tmp_path / "m")]) == 0
+    assert main([*options, "--to", "hf", str(checkpoint), str(tmp_path / "direct")]) == 0
+    assert main(["--from", "megatron", "--to", "hf", str(tmp_path / "m"), str(tmp_path / "back")]) == 0
+    expected = load_file(checkpoint / "critic" / "model.safetensors")
+    assert "score.weight" in expected
+    for directory in ("direct", "back"):
+        found = load_file(tmp_path / directory / "model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 # ------------------------------------------------------------------------------------------------------- the command line
