@@ -158,6 +158,8 @@ class TrainBatch:
     old_logprobs: Tensor | None = None  # [B, T] float32
     old_values: Tensor | None = None  # [B, T] float32: value of the state before each token
     bootstrap_values: Tensor | None = None  # [B] float32: value of the state after the last token
+    correction: Tensor | None = None  # [B, T] float32: factors of the token weights of the policy loss
+    kl_coef: float = 0.0  # of this step, where the KL is in the loss
     rewards: Tensor | None = None  # [B, T] float32: after shaping and KL
     advantages: Tensor | None = None  # [B, T] float32
     returns: Tensor | None = None  # [B, T] float32

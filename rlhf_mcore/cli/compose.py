@@ -39,6 +39,7 @@ from rlhf_mcore.roles.role import Role
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
@@ -182,6 +183,7 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
     writers = {"actor": _exporter(cfg, built.actor, cfg.model.path).save}
     if built.critic is not None:
         writers["critic"] = _exporter(cfg, built.critic, cfg.critic.path or cfg.model.path).save
+    dynamic = cfg.algorithm.dynamic_sampling
     roles = Roles(
         built.actor,
         built.critic,
@@ -196,6 +198,7 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         engine=engine,
         sampling=sampling,
         reward=reward,
+        collector=DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
         exchange=Exchange(sampling.n, int(data.tokenizer.pad_token_id)),
         roles=roles,
         estimation=Estimation(cfg.algorithm),

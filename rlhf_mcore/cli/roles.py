@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.transfer import load
 from rlhf_mcore.config.derive import needs_critic
@@ -137,6 +138,7 @@ class _Builder:
             Updates(cfg.minibatch_size, cfg.ppo_epochs),
             "critic",
             cfg.value_clip,
+            ReturnNormalizer() if cfg.normalize_returns else None,
         )
 
     def reference(self, groups: ModelGroups | None) -> Reference:

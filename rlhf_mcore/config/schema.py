@@ -112,6 +112,7 @@ class CriticConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     value_clip: Optional[float] = 0.2  # how far a value may move from the one before the update; null: not clipped
+    normalize_returns: bool = False  # predict returns in units of their running mean and deviation
     warmup_steps: int = 0  # steps in which only the critic learns
     minibatch_size: Optional[int] = None  # prompts per update; null: trainer.minibatch_size
     ppo_epochs: Optional[int] = None  # null: trainer.ppo_epochs

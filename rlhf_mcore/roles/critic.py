@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rlhf_mcore.algorithms.value_loss import value_loss
+from rlhf_mcore.algorithms.value_loss import ReturnNormalizer, value_loss
 from rlhf_mcore.mcore.step import Metrics, scalar_head
 from rlhf_mcore.roles.trained import TrainedRole
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -17,13 +17,27 @@ class Critic(TrainedRole):
     """A model with a value head, trained on returns."""
 
     value_clip: float | None
+    normalizer: ReturnNormalizer | None = None  # the model speaks in its units; values and returns outside are plain
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Values [B, T] fp32 of the states before each response token, and [B] of the states after the last one.
 
         Collective over the world.
         """
-        return self.per_token_and_row(batch, scalar_head)
+        values, last = self.per_token_and_row(batch, scalar_head)
+        if self.normalizer is None:
+            return values, last
+        inside = self.normalizer.denormalize(values).masked_fill(~batch.loss_mask, 0.0)
+        return inside, self.normalizer.denormalize(last)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """All updates of a step. With a normalizer, which takes in the step's returns first, in its units."""
+        if self.normalizer is not None:
+            assert batch.old_values is not None and batch.returns is not None
+            said = self.normalizer.normalize(batch.old_values)
+            self.normalizer.update(batch.returns, batch.loss_mask)
+            batch = replace(batch, old_values=said, returns=self.normalizer.normalize(batch.returns))
+        return TrainedRole.update(self, batch)
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         assert batch.old_values is not None and batch.returns is not None

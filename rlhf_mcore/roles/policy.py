@@ -61,6 +61,7 @@ class Actor(TrainedRole):
     temperature: float
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss = field(init=False)
+    kl_coef: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.policy_loss = find_policy_loss(self.algorithm.policy_loss)
@@ -68,6 +69,14 @@ class Actor(TrainedRole):
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Logprobs [B, T] fp32 of the response tokens, zero elsewhere. Collective over the world."""
         return _logprobs(self, batch, self.temperature)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """All updates of a step, with the step's weight of the KL."""
+        self.kl_coef = batch.kl_coef
+        return TrainedRole.update(self, batch)
+
+    def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
+        return weights if batch.correction is None else weights * batch.correction
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         assert batch.old_logprobs is not None and batch.advantages is not None
@@ -91,9 +100,9 @@ class Actor(TrainedRole):
         metrics["entropy"] = masked_sum(entropy.detach(), trainable)
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
-        if cfg.kl.coef and cfg.kl.placement == "loss":
+        if self.kl_coef:
             kl = kl_penalty(logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable)
-            loss = loss + cfg.kl.coef * weighted_sum(kl, weights)
+            loss = loss + self.kl_coef * weighted_sum(kl, weights)
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics
 

@@ -50,6 +50,10 @@ class TrainedRole(Role):
         history = [self._update(batch, rows) for _ in range(self.updates.epochs) for rows in parts]
         return {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
 
+    def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
+        """Token weights [B, T] of the loss, from those of the aggregation."""
+        return weights
+
     @abstractmethod
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         """Tensors [B, T] that the loss looks at."""
@@ -74,7 +78,7 @@ class TrainedRole(Role):
             num_rows=len(rows),
             constant_length=self.updates.constant_length,
         )
-        microbatches = self.microbatches(batch, rows, {"weights": weights, **self.fields(batch)})
+        microbatches = self.microbatches(batch, rows, {"weights": self.reweigh(batch, weights), **self.fields(batch)})
         metrics = forward_backward(self.model, microbatches, self.loss)
         lr = learning_rate(self.num_updates, self.optimizer_cfg.lr, self.optimizer_cfg.schedule)
         updated, grad_norm = optimizer_step(self.model, self.optimizer, lr)

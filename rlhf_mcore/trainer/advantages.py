@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from rlhf_mcore.algorithms.correction import rollout_correction
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs
 from rlhf_mcore.algorithms.kl import kl_penalty
+from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
 from rlhf_mcore.algorithms.masking import masked_mean
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
-from rlhf_mcore.algorithms.shaping import token_rewards
+from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
 from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.types import TrainBatch
@@ -20,25 +24,51 @@ class Estimation:
 
     cfg: AlgorithmConfig
     estimate: AdvantageEstimator = field(init=False)
+    kl_controller: KLController = field(init=False)
 
     def __post_init__(self) -> None:
         self.estimate = find_advantage_estimator(self.cfg.advantage)
+        self.kl_controller = build_kl_controller(self.cfg.kl)
 
     def __call__(self, batch: TrainBatch) -> dict[str, float]:
-        """Fill ``rewards``, ``advantages`` and, where a critic is trained, ``returns``. Returns metrics."""
-        cfg, metrics, kl = self.cfg, {}, None
-        if cfg.kl.coef and cfg.kl.placement == "reward":
-            assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-            kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, cfg.kl.estimator, mask=batch.loss_mask)
-            metrics["reward/kl"] = float(masked_mean(kl, batch.loss_mask))
-        batch.rewards = token_rewards(batch.scores, batch.loss_mask, kl, cfg.kl.coef if kl is not None else 0.0)
+        """Fill all that updates need: ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics."""
+        metrics = self._correct(batch)
+        scores, kl, coef = batch.scores, None, self.kl_controller.coef
+        if self.cfg.overlong.enabled:
+            penalty = self._overlong(batch)
+            scores = scores + penalty
+            metrics["reward/overlong_mean"] = float(penalty.mean())
+        if batch.ref_logprobs is not None:
+            assert batch.old_logprobs is not None
+            kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.cfg.kl.estimator, mask=batch.loss_mask)
+            metrics |= {"kl/mean": float(masked_mean(kl, batch.loss_mask)), "kl/coef": coef}
+            self.kl_controller.update(metrics["kl/mean"])
+        in_reward = self.cfg.kl.placement == "reward" and kl is not None
+        batch.kl_coef = 0.0 if in_reward else coef
+        batch.rewards = token_rewards(scores, batch.loss_mask, kl, coef if in_reward else 0.0)
+        return metrics | self._advantages(batch, batch.rewards)
+
+    def _correct(self, batch: TrainBatch) -> dict[str, float]:
+        """How far the engine's distribution is from the trainer's is always told; it is made up for where asked."""
+        assert batch.old_logprobs is not None
+        cfg = self.cfg.rollout_correction
+        factors, found = rollout_correction(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, cfg)
+        batch.correction = factors if cfg.mode != "off" else None
+        return {f"rollout/{name}": value for name, value in found.items()}
+
+    def _overlong(self, batch: TrainBatch) -> Tensor:
+        cfg = self.cfg.overlong
+        assert cfg.max_tokens is not None and cfg.cache_tokens is not None, "resolved"
+        return overlong_penalty(batch.loss_mask.sum(1), cfg.max_tokens, cfg.cache_tokens, cfg.penalty)
+
+    def _advantages(self, batch: TrainBatch, rewards: Tensor) -> dict[str, float]:
         inputs = AdvantageInputs(
-            batch.rewards, batch.loss_mask, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
+            rewards, batch.loss_mask, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
         )
-        found = self.estimate(inputs, cfg)
+        found = self.estimate(inputs, self.cfg)
         batch.advantages, batch.returns = found.advantages, found.returns
-        if batch.old_values is not None and found.returns is not None:
-            sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask)
-            metrics["critic/explained_variance"] = explained_variance(sums)
-            metrics["critic/returns"] = float(masked_mean(found.returns, batch.loss_mask))
-        return metrics
+        if batch.old_values is None or found.returns is None:
+            return {}
+        sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask)
+        returns = float(masked_mean(found.returns, batch.loss_mask))
+        return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}

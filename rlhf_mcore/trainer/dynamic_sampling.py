@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -28,15 +28,34 @@ class Collected:
     prompts: list[Prompt]
     rollouts: Rollouts
     scores: list[Score]
-    num_batches: int  # taken from the prompt source; their prompts are used up, dropped or not
-    num_generated: int  # prompts that responses were drawn for
-    num_informative: int  # those among them whose responses differ in score
+    num_batches: int = 1  # taken from the prompt source; their prompts are used up, dropped or not
+    num_generated: int = 0  # prompts that responses were drawn for, where they are chosen from
+    num_informative: int = 0  # those among them whose responses differ in score
 
     def metrics(self) -> dict[str, float]:
+        """Of the choice, where there was one."""
+        if not self.num_generated:
+            return {}
         return {
             "rollout/num_batches": float(self.num_batches),
             "rollout/informative_fraction": self.num_informative / self.num_generated,
         }
+
+
+class Collector(Protocol):
+    """Fills a step with prompts. Collective."""
+
+    def collect(self, source: PromptSource, attempt: Attempt) -> Collected: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneBatch:
+    """Takes the prompts as they come."""
+
+    def collect(self, source: PromptSource, attempt: Attempt) -> Collected:
+        """The next batch, whatever its scores."""
+        prompts = source.next_batch()
+        return Collected(prompts, *attempt(prompts, 0))
 
 
 @dataclass(slots=True)

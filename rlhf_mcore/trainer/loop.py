@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import union
+from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
 from rlhf_mcore.trainer.rollouts import generate, score
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
     from rlhf_mcore.trainer.advantages import Estimation
+    from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
     from rlhf_mcore.trainer.evaluation import Evaluator
     from rlhf_mcore.trainer.exchange import Exchange
     from rlhf_mcore.trainer.parts import Checkpointer, PromptSource, Recorder, Roles
-    from rlhf_mcore.types import Sampling, TrainBatch
+    from rlhf_mcore.trainer.rollouts import Rollouts
+    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 
 
 @dataclass(slots=True)
@@ -26,6 +30,7 @@ class Trainer:
     engine: RolloutEngine
     sampling: Sampling
     reward: RewardFunction
+    collector: Collector
     exchange: Exchange
     roles: Roles
     estimation: Estimation
@@ -47,21 +52,30 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, float]:
         timed = self.recorder.phase
-        prompts = self.prompt_source.next_batch()
-        with timed("generate"):
-            rollouts = generate(self.engine, prompts, self.sampling, step=step)
-            self.engine.sleep()
-        with timed("score"):
-            scores = score(self.reward, rollouts)
-        self.recorder.rollouts(step, rollouts.trajectories, scores)
+        collected = self._collect(step)
+        self.recorder.rollouts(step, collected.rollouts.trajectories, collected.scores)
         with timed("exchange"):
-            exchanged = self.exchange(prompts, rollouts.positions, rollouts.trajectories, scores)
+            rollouts = collected.rollouts
+            exchanged = self.exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores)
         self._compute(step, exchanged.batch)
-        metrics = rollout_metrics(exchanged) | agreement_metrics(exchanged.batch)
+        metrics = collected.metrics() | rollout_metrics(exchanged) | agreement_metrics(exchanged.batch)
         metrics |= self.estimation(exchanged.batch)
         with timed("update"):
             metrics |= self._update(step, exchanged.batch)
         return metrics | self._sync(step)
+
+    def _collect(self, step: int) -> Collected:
+        """The step's prompts with their scored rollouts; several batches of them with dynamic sampling."""
+
+        def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+            with self.recorder.phase("generate"):
+                rollouts = generate(self.engine, prompts, sampling_of_batch(self.sampling, number), step=step)
+            with self.recorder.phase("score"):
+                return rollouts, score(self.reward, rollouts)
+
+        collected = self.collector.collect(self.prompt_source, attempt)
+        self.engine.sleep()
+        return collected
 
     def _compute(self, step: int, batch: TrainBatch) -> None:
         """Everything that the models say about a batch before any of them is updated."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.trained import Updates
@@ -129,3 +131,23 @@ def test_a_rank_without_the_model_knows_nothing_of_the_update(model: Lookup) -> 
     values, bootstrap = which.compute_values(batch())  # the world of one has nobody who knows
     assert values.shape == batch().token_ids.shape and bootstrap.shape == (6,)
     assert model.calls == []
+
+
+def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_units(model: Lookup) -> None:
+    made = batch()
+    assert made.returns is not None and made.old_values is not None
+    returns = made.returns[made.loss_mask].double()
+    mean, deviation = float(returns.mean()), float(returns.std(unbiased=False))
+    whole = critic(model, 0.2)
+    whole.normalizer = ReturnNormalizer()
+    found = whole.update(made)
+    # Before the first step the units are the plain ones, so the old values stay.
+    plain = replace(made, returns=(made.returns - mean) / deviation)
+    assert found["loss/value"] == pytest.approx(
+        slow_loss(model.table.detach().double(), plain, 0.2, range(6))["loss"].item(), rel=1e-4
+    )
+    values, last = whole.compute_values(made)
+    whole.normalizer = None
+    raw, raw_last = whole.compute_values(made)
+    torch.testing.assert_close(values, torch.where(made.loss_mask, raw * deviation + mean, 0.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last, raw_last * deviation + mean, rtol=1e-5, atol=1e-5)

@@ -113,6 +113,11 @@ ALGORITHMS = {
 }
 
 
+def kl_in_loss(cfg: AlgorithmConfig) -> float:
+    """What the estimation of advantages says of a step with a constant weight."""
+    return cfg.kl.coef if cfg.kl.placement == "loss" else 0.0
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("max_tokens", [8, 16, 64])
 @pytest.mark.parametrize("packing", [True, False])
@@ -120,6 +125,7 @@ def test_gradient_and_metrics_equal_the_equations_however_the_batch_is_cut(
     bigram: Lookup, name: str, max_tokens: int, packing: bool
 ) -> None:
     cfg, made = ALGORITHMS[name], batch()
+    made.kl_coef = kl_in_loss(cfg)
     metrics = actor(bigram, cfg, max_tokens_per_microbatch=max_tokens, packing=packing).update(made)
     table = bigram.table.detach().double().requires_grad_()
     expected = slow_loss(table, made, cfg, range(6))
@@ -190,6 +196,7 @@ def test_minibatches_and_epochs_in_order(bigram: Lookup) -> None:
 
 def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Lookup) -> None:
     cfg, made = ALGORITHMS["all"], batch()
+    made.kl_coef = kl_in_loss(cfg)
     metrics = actor(bigram, cfg, prompts_per_minibatch=1).update(made)
     table = bigram.table.detach().double()
     parts = [slow_loss(table, made, cfg, rows_of) for rows_of in ([0, 1], [2, 3], [4, 5])]
@@ -200,6 +207,7 @@ def test_metrics_are_means_over_updates_and_each_has_its_own_counts(bigram: Look
 
 def test_every_update_starts_from_the_weights_that_the_last_one_left(bigram: Lookup) -> None:
     cfg, made = ALGORITHMS["all"], batch()
+    made.kl_coef = kl_in_loss(cfg)
     table = bigram.table.detach().double().requires_grad_()
     actor(bigram, cfg, descend, prompts_per_minibatch=2, ppo_epochs=2).update(made)
     # Two prompts with two rows each, then the prompt that is left; twice.
@@ -230,6 +238,7 @@ def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Lookup) -> None
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(bigram: Lookup, name: str) -> None:
     cfg, made = ALGORITHMS[name], batch()
+    made.kl_coef = kl_in_loss(cfg)
     table = bigram.table.detach().double().requires_grad_()
     slow_loss(table, made, cfg, range(6))["loss"].backward()
     total, logprobs = torch.zeros_like(bigram.table), torch.zeros(made.token_ids.shape)
@@ -285,3 +294,19 @@ def test_a_reference_takes_over_nothing_where_there_is_no_model() -> None:
     trainer: Any = TrainerConfig()
     nothing: Any = None
     Reference(nothing, nothing, trainer, 1.0).refresh(policy(None))
+
+
+def test_correction_factors_weigh_the_policy_loss(bigram: Lookup) -> None:
+    made, cfg = batch(), AlgorithmConfig(loss_aggregation="token")
+    made.correction = torch.where(made.loss_mask, 0.5, 0.0)
+    halved = actor(bigram, cfg).update(made)
+    made.correction = None
+    assert halved["loss/policy"] == pytest.approx(0.5 * actor(bigram, cfg).update(made)["loss/policy"], abs=1e-6)
+    made.correction = made.loss_mask.float()
+    made.correction[0] = 0.0
+    part = actor(bigram, cfg).update(made)
+    rest = slow_loss(bigram.table.detach().double(), made, cfg, range(1, 6))
+    share = float(made.loss_mask[1:].sum() / made.loss_mask.sum())
+    assert part["loss/policy"] == pytest.approx(share * rest["policy"], abs=1e-5), (
+        "the count of the whole minibatch stays"
+    )

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
+from rlhf_mcore.config.schema import (
+    AlgorithmConfig,
+    KLConfig,
+    KLControllerConfig,
+    OverlongConfig,
+    RolloutCorrectionConfig,
+)
 from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.types import TrainBatch
@@ -26,7 +32,7 @@ def estimate(made: TrainBatch, **settings: object) -> dict[str, float]:
 
 def test_scores_become_advantages_of_every_response_token() -> None:
     made = batch([1.0, 0.0, 0.0, 3.0], [2, 1, 3, 1], [0, 0, 1, 1])
-    assert estimate(made) == {}
+    estimate(made)
     assert made.rewards is not None and made.advantages is not None
     assert made.rewards.tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 3, 0, 0]]
     # Group 0: mean 1/2, sample deviation sqrt(1/2); group 1: mean 3/2, deviation 3 sqrt(1/2).
@@ -64,19 +70,51 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     torch.testing.assert_close(made.rewards, torch.tensor([[0, -0.05, 1.0], [0, 1.2, 0]]))
     # Outcomes 0.95 and 1.2, mean 1.075.
     torch.testing.assert_close(made.advantages, torch.tensor([[0, -0.125, -0.125], [0, 0.125, 0]]))
-    assert metrics == {"reward/kl": pytest.approx((0.5 + 0.0 - 2.0) / 3)}
+    assert metrics["kl/mean"] == pytest.approx((0.5 + 0.0 - 2.0) / 3) and metrics["kl/coef"] == 0.1
+    assert made.kl_coef == 0.0, "it is in the reward, not in the loss"
 
 
 @pytest.mark.parametrize(("placement", "coef"), [("loss", 0.1), ("reward", 0.0)])
 def test_kl_elsewhere_leaves_rewards_alone(placement: str, coef: float) -> None:
     made, metrics = with_kl(placement, coef)
     assert made.rewards is not None and made.advantages is not None
-    assert made.rewards.tolist() == [[0, 0, 1], [0, 1, 0]] and metrics == {}
+    assert made.rewards.tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert made.kl_coef == (coef if placement == "loss" else 0.0) and metrics["kl/coef"] == coef
     assert made.advantages.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_no_reference_is_needed_without_kl() -> None:
     made = batch([1.0, 0.0], [1, 1], [0, 0])
-    made.ref_logprobs = made.old_logprobs = None
-    estimate(made, normalize_std=False)
+    made.ref_logprobs = None
+    assert not [name for name in estimate(made, normalize_std=False) if name.startswith("kl/")]
     assert made.advantages is not None and made.advantages.tolist() == [[0, 0.5], [0, -0.5]]
+
+
+def test_the_weight_of_the_kl_moves_after_the_step_that_used_it() -> None:
+    made = batch([1.0, 0.0], [1, 1], [0, 0])
+    made.ref_logprobs = torch.full((2, 2), -0.5)  # k1 is 1/2 everywhere
+    controller = KLControllerConfig(name="linear", final=0.1, steps=3)
+    cfg = AlgorithmConfig(normalize_std=False, kl=KLConfig(coef=0.02, estimator="k1", controller=controller))
+    estimation = Estimation(cfg)
+    assert [estimation(made)["kl/coef"] for _ in range(4)] == pytest.approx([0.02, 0.06, 0.1, 0.1])
+
+
+def test_an_engine_that_drew_from_another_distribution_is_made_up_for() -> None:
+    made = batch([1.0, 0.0], [2, 1], [0, 0])
+    assert made.old_logprobs is not None
+    made.rollout_logprobs[0, 1:] = torch.tensor(
+        [-math.log(4.0), math.log(2.0)]
+    )  # ratios 4 and 1/2, and 1 in the second row
+    told = estimate(made)
+    assert made.correction is None and told["rollout/ratio_max"] == pytest.approx(4.0)
+    estimate(made, rollout_correction=RolloutCorrectionConfig(mode="token", cap=3.0))
+    assert made.correction is not None
+    torch.testing.assert_close(made.correction, torch.tensor([[0.0, 3.0, 0.5], [0.0, 1.0, 0.0]]))
+
+
+def test_long_responses_lose_some_of_their_score() -> None:
+    made = batch([1.0, 1.0, 1.0], [2, 3, 4], [0, 0, 0])
+    overlong = OverlongConfig(enabled=True, max_tokens=4, cache_tokens=2, penalty=1.0)
+    metrics = estimate(made, normalize_std=False, overlong=overlong)
+    assert made.rewards is not None and made.rewards.sum(1).tolist() == [1.0, 0.5, 0.0]
+    assert metrics["reward/overlong_mean"] == pytest.approx(-0.5)

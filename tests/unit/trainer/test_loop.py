@@ -15,6 +15,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
@@ -155,6 +156,7 @@ def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Tra
         engine=engine,  # type: ignore[arg-type]
         sampling=Sampling(n=2),
         reward=Reward(log),
+        collector=OneBatch(),
         exchange=Exchange(samples_per_prompt=2, pad_token_id=0),
         roles=Roles(**models, **settings),  # type: ignore[arg-type]
         estimation=Estimation(algorithm),
@@ -184,9 +186,9 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
     return [
         ("phase", "generate"),
         ("generate", number, prompts, number - 1),  # by the policy that this step updates
-        ("sleep",),
         ("phase", "score"),
         ("score", 4),
+        ("sleep",),
         ("rollouts", number, 4, 4),
         ("phase", "exchange"),
         *computed,
@@ -334,3 +336,22 @@ def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytes
     which.run(1)
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
     assert metrics["loss/elsewhere"] == 7.0 and "loss/actor" not in metrics
+
+
+def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
+    which, log = trainer(set())
+    which.collector = DynamicSampling(max_batches=3)
+    given: Any = which.reward
+
+    def equal_for_odd_prompts(trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(float(t.sample * (1 - t.prompt.index % 2))) for t in trajectories]
+
+    given.score = equal_for_odd_prompts
+    which.run(1)
+    # Prompts 3, 1 teach nothing; 0 and 2 do, and come in the second batch.
+    assert [line[2] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
+    assert log.count(("sleep",)) == 1
+    batch = updated(which.roles.actor)
+    assert batch.token_ids[:, 0].tolist() == [100, 100, 102, 102]
+    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    assert metrics["rollout/num_batches"] == 2.0 and metrics["rollout/informative_fraction"] == 0.5
