@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -16,9 +16,11 @@ import torch.distributed as dist
 from rich.progress import Progress, TextColumn
 
 from rlhf_mcore.bridge.hf_files import COMPANIONS, HFReader
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import checkpoint_config
+from rlhf_mcore.config.evaluation import checkpoint_config, find_model
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.data.source import load_prompts
@@ -53,6 +55,7 @@ class _Task:
 
     cfg: Config
     given: str  # as the user named it
+    subject: Path  # what results are called after, and beside which they go
     prompts: list[Prompt]
     output: Path | None  # null: beside the checkpoint
     settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
@@ -72,7 +75,8 @@ def run(cfg: Config) -> None:
     try:
         with ExitStack() as stack:
             reward = on_every_rank(lambda: build_reward(cfg.reward))
-            tasks = on_every_rank(lambda: _tasks(cfg))
+            folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
+            tasks = on_every_rank(lambda: _tasks(cfg, folders))
             engines = stack.enter_context(closing(_Engines(dtype)))
             samples = [_evaluate(task, engines, reward, stack) for task in tasks]
             if dist.get_rank() == 0:
@@ -81,15 +85,40 @@ def run(cfg: Config) -> None:
         dist.destroy_process_group()
 
 
-def _tasks(cfg: Config) -> list[_Task]:
-    own = cfg.evaluate
-    tasks: list[_Task] = []
-    output = Path(own.output_dir) if own.output_dir else None
-    for name, path in (("checkpoint", own.checkpoint), ("compare", own.compare)):
+def _model_folders(cfg: Config) -> dict[str, str]:
+    """The Hugging Face directory of each key that names a model. A checkpoint is checked; a delta is made whole beside itself."""
+    found = {}
+    for name in ("checkpoint", "compare"):
+        path = getattr(cfg.evaluate, name)
         if path is not None:
-            model_cfg = checkpoint_config(cfg, path, f"evaluate.{name}")
-            prompts = _load_prompts(model_cfg, f"evaluate.{name}")
-            tasks.append(_Task(model_cfg, path, prompts, output / "compare" if output and tasks else output))
+            found[name] = _whole(Path(find_model(path, f"evaluate.{name}")))
+    return found
+
+
+def _whole(folder: Path) -> str:
+    """``folder`` itself, or a readable copy where it is the model of a delta checkpoint.
+
+    Raises:
+        ConfigError: it is in a checkpoint that is damaged.
+    """
+    checkpoint = folder.parent
+    if not (checkpoint / MANIFEST).is_file():
+        return str(folder)
+    damage = [str(problem) for problem in verify_chain(checkpoint, hashes=False) if problem.is_damage]
+    if damage:
+        raise ConfigError(f"{checkpoint} is damaged ({'; '.join(damage[:3])}); choose another checkpoint")
+    return str(readable(checkpoint, folder.name))
+
+
+def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
+    output = Path(cfg.evaluate.output_dir) if cfg.evaluate.output_dir else None
+    tasks: list[_Task] = []
+    for name, folder in folders.items():
+        given = getattr(cfg.evaluate, name)
+        model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
+        prompts = _load_prompts(model_cfg, f"evaluate.{name}")
+        subject = _subject(find_model(given, f"evaluate.{name}"))
+        tasks.append(_Task(model_cfg, given, subject, prompts, output / "compare" if output and tasks else output))
     return tasks
 
 
@@ -127,14 +156,13 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)
-    output = task.output or _default_output(task.cfg.model.path, task.settings)
+    output = task.output or _default_output(task.subject, task.settings)
     task.directory = stack.enter_context(closing(EvaluationDirectory(output, task.settings)))
     return str(output), sorted({sample["index"] for sample in task.directory.samples()})
 
 
-def _default_output(model: str, settings: dict[str, Any]) -> Path:
-    folder = _subject(model)
-    return folder.parent / "evaluations" / f"{folder.name}-{digest_of_json(settings)[:8]}"
+def _default_output(subject: Path, settings: dict[str, Any]) -> Path:
+    return subject.parent / "evaluations" / f"{subject.name}-{digest_of_json(settings)[:8]}"
 
 
 def _subject(model: str) -> Path:
@@ -203,7 +231,7 @@ def _report(cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
         first, second = tasks
         assert first.directory is not None
         content = comparison((first.given, second.given), graded[0], graded[1], cfg.seed)
-        file = first.directory.path / f"comparison-{_subject(second.cfg.model.path).name}.json"
+        file = first.directory.path / f"comparison-{second.subject.name}.json"
         write_atomically(file, pretty_json(content))
         _show(console, "difference (second - first)", comparison_table(content))
         console.note(f"written   {os.path.relpath(file)}")

@@ -96,16 +96,23 @@ def sources_table(content: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(content: Mapping[str, Any]) -> Table:
-    """Header and rows: a line per compared figure."""
-    rows: list[tuple[str, ...]] = []
-    for name in COMPARED:
-        if name in content:
-            figure = content[name]
-            counts = f"{figure['wins']} / {figure['losses']} / {figure['ties']}"
-            means = (f"{figure['first']:.4f}", f"{figure['second']:.4f}")
-            difference = _estimate(figure["difference"], sign="+")
-            rows.append((name, *means, *difference, counts, f"{figure['sign_test_p']:.3g}"))
-    return ("", "first", "second", "difference", INTERVAL, "better / worse / same", "p (sign test)"), rows
+    """Header and rows: a column per compared figure; no rows where no prompt is shared."""
+    figures = {name: content[name] for name in COMPARED if name in content}
+    columns = [_compared(figure) for figure in figures.values()]
+    rows = [(label, *(column[label] for column in columns)) for label in (columns[0] if columns else ())]
+    return ("", *figures), rows
+
+
+def _compared(figure: Mapping[str, Any]) -> dict[str, str]:
+    value, interval = _estimate(figure["difference"], sign="+")
+    return {
+        "first": f"{figure['first']:.4f}",
+        "second": f"{figure['second']:.4f}",
+        "difference": value,
+        INTERVAL: interval,
+        "prompts: better / worse / same": f"{figure['wins']} / {figure['losses']} / {figure['ties']}",
+        "p of the sign test": f"{figure['sign_test_p']:.3g}",
+    }
 
 
 def _estimate(value: Mapping[str, float], sign: str = "") -> tuple[str, str]:

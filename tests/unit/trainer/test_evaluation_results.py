@@ -48,8 +48,9 @@ def test_a_comparison_says_how_it_was_made() -> None:
     assert (accuracy["first"], accuracy["second"], accuracy["difference"]["value"]) == (0.5, 1.0, 0.5)
     assert (accuracy["wins"], accuracy["losses"], accuracy["ties"], accuracy["sign_test_p"]) == (2, 0, 2, 0.5)
     assert "paired" in content["methods"]["interval"] and "sign test" in content["methods"]["sign_test_p"]
-    (shown, _) = comparison_table(content)[1]
-    assert shown == ("accuracy", "0.5000", "1.0000", "+0.5000", "+0.0000 to +1.0000", "2 / 0 / 2", "0.5")
+    header, table = comparison_table(content)
+    assert header == ("", "accuracy", "reward")
+    assert [row[1] for row in table] == ["0.5000", "1.0000", "+0.5000", "+0.0000 to +1.0000", "2 / 0 / 2", "0.5"]
 
 
 def test_only_prompts_that_both_have_are_compared() -> None:

@@ -1,0 +1,55 @@
+"""What ``rlhf-mcore evaluate`` reads for a checkpoint. The rest of it runs engines: tests/e2e/test_evaluate_command.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from rlhf_mcore.checkpoint.delta import choose_base
+from rlhf_mcore.cli.evaluation import _subject, _whole
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import inspect_generator
+from tests.unit.checkpoint.test_delta import save, updated, weights
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A full checkpoint 10 and a delta 20."""
+    run = tmp_path / "run"
+    save(run, 10, weights())
+    save(run, 20, updated(weights()), choose_base(run, 10))
+    return run
+
+
+def test_a_full_checkpoint_is_read_where_it_is(run: Path) -> None:
+    assert _whole(run / "checkpoint-10" / "actor") == str(run / "checkpoint-10" / "actor")
+
+
+def test_a_delta_is_made_whole(run: Path) -> None:
+    folder = run / "checkpoint-20" / "actor"
+    assert not list(folder.glob("*.safetensors"))
+    assert inspect_generator(str(folder), "evaluate.checkpoint")[1] == []
+    found = load_file(Path(_whole(folder)) / "model-0.safetensors")
+    expected = updated(weights())
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in expected.items()
+    }
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_file(run: Path) -> None:
+    file = run / "checkpoint-10" / "actor" / "model-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for step in (10, 20):  # the delta leans on it
+        with pytest.raises(ConfigError, match=rf"checkpoint-{step} is damaged .*model-0\.safetensors"):
+            _whole(run / f"checkpoint-{step}" / "actor")
+
+
+def test_a_directory_that_is_no_checkpoint_is_not_looked_into(tmp_path: Path) -> None:
+    assert _whole(tmp_path / "model") == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("model", "name"), [("run/checkpoint-10/actor", "checkpoint-10"), ("models/Qwen3", "Qwen3")])
+def test_results_are_called_after_the_checkpoint(tmp_path: Path, model: str, name: str) -> None:
+    assert _subject(str(tmp_path / model)).name == name
