@@ -43,6 +43,7 @@ from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.model_scores import ModelScores
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.saving import ModelSaver
@@ -204,11 +205,24 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         estimation=Estimation(cfg.algorithm),
         bridge=_bridge(cfg, built.actor, engine, built.dtype),
         evaluator=Evaluator(
-            data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
+            data.evaluation,
+            engine,
+            reward,
+            evaluation_sampling(cfg),
+            cfg.evaluate.every,
+            prompts_per_batch(cfg),
+            _model_scores(cfg, data, built),
         ),
         checkpointer=ModelSaver(writers, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,
     )
+
+
+def _model_scores(cfg: Config, data: _Data, built: BuiltRoles) -> ModelScores | None:
+    if built.reward_model is None:
+        return None
+    pad = int(data.tokenizer.pad_token_id)
+    return ModelScores(built.reward_model, cfg.reward.model.weight, pad, cfg.trainer.prompts_per_step)
 
 
 def _summary(cfg: Config, record: RunRecord) -> None:

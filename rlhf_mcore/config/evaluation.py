@@ -63,6 +63,11 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         path = getattr(cfg.evaluate, field)
         if path is not None:
             problems += _checkpoint_problems(cfg, path, f"evaluate.{field}", check_sizes=not out_of_range)
+    if cfg.reward.model.path is not None:
+        problems.append(
+            f"reward.model.path={cfg.reward.model.path}: a reward model scores in training only; set reward.model.path=null "
+            "and name reward.rules or reward.function"
+        )
     if cfg.evaluate.checkpoint is None:
         problems.append("evaluate.checkpoint is not set; name a model directory, as in evaluate.checkpoint=DIR")
     if problems:

@@ -23,13 +23,15 @@ _NEEDS_NO_TRUTH = {"format"}
 
 
 def build_reward(cfg: RewardConfig) -> RewardFunction:
-    """The reward that ``cfg`` asks for. A function replaces the rules.
+    """The rules or the function that ``cfg`` asks for; a function replaces the rules. A reward model is not part of it.
 
     Raises:
         ConfigError: naming ``reward.rules`` or ``reward.function``.
     """
     if cfg.function is not None:
         return FunctionReward(cfg.function)
+    if not cfg.rules and cfg.model.path is None:
+        raise ConfigError(f"reward.rules is empty and so is reward.function: name a rule ({', '.join(GRADERS)})")
     return RuleReward([(rule.name, rule.weight) for rule in cfg.rules])
 
 
@@ -37,16 +39,14 @@ class RuleReward:
     """The weighted sum of rule graders, the same ones for every prompt. Each grade, unweighted, is a part of the score.
 
     Args:
-        rules: (name in ``GRADERS``, weight), each name once.
+        rules: (name in ``GRADERS``, weight), each name once; none: every score is 0.
 
     Raises:
-        ConfigError: no rule, an unknown or repeated name, or a weight that is not finite.
+        ConfigError: an unknown or repeated name, or a weight that is not finite.
     """
 
     def __init__(self, rules: list[tuple[str, float]]) -> None:
         problems = [problem for index, rule in enumerate(rules) if (problem := _rule_problem(index, rule, rules))]
-        if not rules:
-            problems = [f"reward.rules is empty and so is reward.function: name a rule ({', '.join(GRADERS)})"]
         if problems:
             raise ConfigError.many(problems)
         self._rules = rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.trainer.model_scores import ModelScores
 
 # Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
 # counts its steps from 1: its rollouts never share a seed with these.
@@ -33,6 +34,7 @@ class Evaluator:
     sampling: Sampling
     every: int
     prompts_per_batch: int
+    model_scores: ModelScores | None = None  # of a reward model
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -46,12 +48,17 @@ class Evaluator:
         The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
 
         ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
-        function of the user's gives none).
+        function of the user's gives none); a reward model counts in ``evaluate/reward`` only.
         """
-        mine: list[Graded] = []
+        mine: list[tuple[Trajectory, Score, Graded]] = []
         for batch in batches(self.prompts, self.engine, self.prompts_per_batch):
-            mine += [row for _, _, row in grade(self.engine, self.reward, self.sampling, batch)]
-        gathered = all_gather_json([astuple(row) for row in mine])
+            mine += grade(self.engine, self.reward, self.sampling, batch)
+        rows = [row for _, _, row in mine]
+        if self.model_scores is not None:
+            trajectories, scores = [trajectory for trajectory, _, _ in mine], [score for _, score, _ in mine]
+            scores = self.model_scores(self.prompts, self.sampling.n, trajectories, scores)
+            rows = [replace(row, score=score.value) for row, score in zip(rows, scores, strict=True)]
+        gathered = all_gather_json([astuple(row) for row in rows])
         return metrics([Graded(*row) for part in gathered for row in part])
 
 

@@ -52,6 +52,7 @@ def test_what_only_training_needs_is_not_asked_for(workspace: Any) -> None:
         ),
         (["rollout.layout.tp=2", "rollout.engine=hf"], "rollout.engine=hf is not sharded"),
         (["evaluate.max_new_tokens=4000"], "max_position_embeddings=1024 is less than the 4512 tokens"),
+        (["reward.model.path=rm"], "reward.model.path=rm: a reward model scores in training only"),
         (["evaluate.samples=4"], "evaluate.samples=4 with evaluate.temperature=0.0"),
         (["evaluate.top_p=0"], "evaluate.top_p=0.0 is out of range"),
         (["evaluate.top_k=0"], "evaluate.top_k=0 is out of range"),

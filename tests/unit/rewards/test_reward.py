@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
 from rlhf_mcore.types import Prompt, Trajectory
 
@@ -55,7 +55,12 @@ def test_wrong_rules_are_refused_all_at_once():
     assert "reward.rules[1].weight is nan" in message
     assert "reward.rules[3].name is 'boxed' for the second time" in message
     with pytest.raises(ConfigError, match=r"reward\.rules is empty"):
-        RuleReward([])
+        build_reward(RewardConfig(rules=[]))
+
+
+def test_a_reward_model_may_be_alone():
+    alone = build_reward(RewardConfig(rules=[], model=RewardModelConfig(path="rm")))
+    assert [score.value for score in alone.score([trajectory("42"), trajectory("7")])] == [0.0, 0.0]
 
 
 def test_a_prompt_without_ground_truth_is_refused_unless_no_rule_needs_it():
