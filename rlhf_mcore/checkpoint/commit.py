@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan
 from rlhf_mcore.checkpoint.links import point
 from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
 from rlhf_mcore.checkpoint.recovery import quarantine
-
-_THREADS = 4
+from rlhf_mcore.checkpoint.threads import spread
 
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
@@ -35,10 +33,9 @@ def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
 
 def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[str, dict[str, Any]]:
     """Make the files that this process wrote durable, and hash them. Returns their entries for the manifest."""
-    names = [partial / path for path in paths]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda path: disk.perform("fsync", lambda: fsync(path), path), names))
-    return hash_files(partial, names)
+    files = [partial / path for path in paths]
+    spread(lambda path: disk.perform("fsync", lambda: fsync(path), path), files, sum(f.stat().st_size for f in files))
+    return hash_files(partial, files)
 
 
 def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
@@ -22,6 +21,7 @@ import xxhash
 from rlhf_mcore import __version__
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.checkpoint.threads import spread
 from rlhf_mcore.config.errors import ConfigError
 
 FORMAT = "rlhf_mcore.checkpoint"
@@ -36,7 +36,6 @@ LIBRARIES = {
 }
 
 _CHUNK_BYTES = 4 * 2**20
-_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,9 @@ def hash_file(path: Path) -> FileEntry:
 def hash_files(directory: Path, paths: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
     """Entries of files, given as paths in or relative to ``directory``: plain JSON, so that ranks can gather theirs."""
     names = sorted({relative_name(directory, path) for path in paths})
-    with ThreadPoolExecutor(_THREADS) as pool:
-        entries = pool.map(lambda name: asdict(hash_file(directory / name)), names)
-        return dict(zip(names, entries, strict=True))
+    num_bytes = sum((directory / name).stat().st_size for name in names)
+    entries = spread(lambda name: asdict(hash_file(directory / name)), names, num_bytes)
+    return dict(zip(names, entries, strict=True))
 
 
 def relative_name(directory: Path, path: str | Path) -> str:
@@ -192,9 +191,9 @@ def verify(directory: Path, *, hashes: bool = True) -> list[Problem]:
     except ConfigError as error:
         return [Problem(MANIFEST, "manifest", str(error))]
     root = directory.resolve()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        found = pool.map(lambda item: _check(root, *item, hashes=hashes), manifest.files.items())
-        problems = [problem for problem in found if problem is not None]
+    num_bytes = sum(entry.size for entry in manifest.files.values())
+    found = spread(lambda item: _check(root, *item, hashes=hashes), manifest.files.items(), num_bytes)
+    problems = [problem for problem in found if problem is not None]
     known = {*manifest.files, MANIFEST}
     problems += [Problem(name, "extra", "not in the manifest") for name in files_below(root) if name not in known]
     return sorted(problems, key=lambda problem: (problem.path, problem.kind))
