@@ -20,7 +20,7 @@ from types import FrameType
 from rlhf_mcore.cli.exit_codes import of_process
 
 LOOPBACK = "127.0.0.1"
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
 
 

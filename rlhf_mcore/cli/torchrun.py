@@ -1,17 +1,27 @@
-"""torchrun, with the exit code of the worker that failed first instead of 1, and no traceback for a user's mistake."""
+"""torchrun, with the exit code of the worker that failed first instead of 1, and no traceback for a user's mistake.
+
+Signals that ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the workers, which answer them between steps; others end the run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.cli.exit_codes import USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import REQUEUE, USER_ERROR, of_process
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -19,12 +29,14 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with ``argv``. Returns 0, the exit code of the first worker that failed, or 128 + N after signal N."""
     _end_with_parent()
+    for number in HANDED_ON:
+        signal.signal(number, _hand_on)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     try:
-        run(parse_args(list(argv)))
+        run(parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv]))
     except SignalException as ended:  # the workers have been ended with the same signal
         return of_process(-ended.sigval)
     except ChildFailedError as error:
@@ -32,21 +44,43 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The worker that failed first, with its rank. Those that torchrun ended because of it (by SIGTERM) are not the cause."""
+    causes = {rank: failure for rank, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    return min((causes or failures).items(), key=lambda item: item[1].timestamp)
+
+
 def _report(error: ChildFailedError) -> int:
-    rank, failure = error.get_first_failure()
-    if failure.exitcode != USER_ERROR:
+    rank, failure = first_failure(error.failures)
+    if failure.exitcode not in (USER_ERROR, REQUEUE):
         print(error, file=sys.stderr, flush=True)
-    elif 0 not in error.failures or not error.failures[0].error_file_data.get(
-        "timestamp"
+    elif failure.exitcode == USER_ERROR and (
+        0 not in error.failures or not error.failures[0].error_file_data.get("timestamp")
     ):  # or rank 0 has printed its own
         print(f"error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
     return of_process(failure.exitcode)
 
 
+def _hand_on(number: int, _frame: FrameType | None) -> None:
+    for child in children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+
+def children() -> Iterator[int]:
+    """Ids of the processes that this one has started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            # pid (name) state parent ...; the name may hold anything
+            parent = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                yield int(folder.name)
+
+
 def _end_with_parent() -> None:
     """Be told when the process that started us is killed, so that no worker goes on writing into the run directory."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
 
 
 if __name__ == "__main__":

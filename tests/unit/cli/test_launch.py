@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import child_environment, run_child, torchrun_command
 from rlhf_mcore.cli.rendezvous import loopback_listener
 
@@ -42,7 +44,7 @@ def test_the_exit_code_of_the_child_comes_out(code: str, expected: int) -> None:
 
 CHILD = """
 import signal, sys, time
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: sys.exit(40 + number))
 print("ready", flush=True)
 time.sleep(60)
@@ -54,7 +56,7 @@ sys.exit(run_child([sys.executable, "-c", {CHILD!r}], os.environ))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_the_child(number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None
@@ -67,3 +69,29 @@ def test_the_store_listens_on_the_loopback_only() -> None:
     with loopback_listener(0) as listener:
         address, port = listener.getsockname()
         assert (address, port > 0) == ("127.0.0.1", True)
+
+
+def failure(exitcode: int, timestamp: int) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp)
+
+
+def test_the_exit_code_is_that_of_the_cause_not_of_those_that_were_ended_for_it() -> None:
+    """torchrun ends the others by SIGTERM; in the same second their order says nothing."""
+    assert torchrun.first_failure({0: failure(-15, 100), 1: failure(75, 100)})[0] == 1
+    assert torchrun.first_failure({0: failure(-15, 99), 1: failure(-9, 100), 2: failure(1, 101)})[0] == 1
+    assert torchrun.first_failure({0: failure(-15, 101), 1: failure(-15, 100)})[0] == 1
+
+
+def test_workers_are_found_whatever_their_name() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            assert child.pid in list(torchrun.children())
+            assert os.getppid() not in list(torchrun.children())
+        finally:
+            child.kill()
+
+
+def test_signals_that_ask_for_a_save_end_nothing() -> None:
+    assert {number.name for number in torchrun.HANDED_ON} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
+    assert not {number.name for number in torchrun.HANDED_ON} & set(torchrun.ENDING)
+    assert set(torchrun.HANDED_ON) <= set(launch.FORWARDED)
