@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
 from rlhf_mcore.checkpoint.errors import SaveError
-from rlhf_mcore.checkpoint.manifest import About
+from rlhf_mcore.checkpoint.manifest import DELTA, About, Base
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision, Triggers
 from rlhf_mcore.config.errors import ConfigError
@@ -33,12 +35,22 @@ class CheckpointWriter:
         run: the run directory, locked and recovered.
         disk: how files are changed.
         attempts: how often a save is tried when storage fails for a moment on some rank.
+        full_every: every so many saves is a full one, the others are deltas (see ``delta``).
     """
 
-    def __init__(self, run: Path, disk: Disk | None = None, attempts: int = ATTEMPTS):
+    def __init__(self, run: Path, disk: Disk | None = None, attempts: int = ATTEMPTS, full_every: int = 1):
         self.run = run
         self._disk = disk or Disk()
         self._attempts = attempts
+        self._full_every = full_every
+
+    def about(self, step: int, metrics: Mapping[str, float]) -> About:
+        """What the manifest of the next save says: a full one or a delta, and to what. Collective."""
+        if self._full_every == 1:
+            return About(step, metrics=metrics)
+        chosen = choose_base(self.run, self._full_every) if _is_first() else None
+        answer = broadcast_json(asdict(chosen) if chosen else None, 0)
+        return About(step, DELTA, Base(**answer), metrics) if answer else About(step, metrics=metrics)
 
     def save(self, about: About, write: Callable[[Path], Iterable[str | Path]]) -> Path:
         """Write and commit the checkpoint of ``about.step``. Collective. Returns its directory.
@@ -51,7 +63,7 @@ class CheckpointWriter:
         """
         for attempt in range(1, self._attempts + 1):
             partial = self.begin(about.step)
-            entries, error = self.attempt(partial, write)
+            entries, error = self.attempt(partial, write, about.base)
             try:
                 return self.finish(about, partial, entries, error)
             except TransientSaveError:
@@ -68,11 +80,17 @@ class CheckpointWriter:
         return Path(broadcast_json(str(made[0]) if _is_first() else None, 0))
 
     def attempt(
-        self, partial: Path, write: Callable[[Path], Iterable[str | Path]]
+        self, partial: Path, write: Callable[[Path], Iterable[str | Path]], base: Base | None = None
     ) -> tuple[dict[str, dict[str, Any]], Exception | None]:
-        """Write, fsync and hash this rank's files. Local if ``write`` is, so it may run in the background; never raises."""
+        """Write, fsync and hash this rank's files. Local if ``write`` is, so it may run in the background; never raises.
+
+        With a ``base``, weights become differences to it.
+        """
         try:
-            return seal_files(partial, write(partial), self._disk), None
+            paths = write(partial)
+            if base is not None:
+                paths = encode(partial, paths, self.run / base.name)
+            return seal_files(partial, paths, self._disk), None
         except Exception as error:
             return {}, error
 

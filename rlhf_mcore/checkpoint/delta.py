@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX, encode_file, restore_file
@@ -41,20 +42,19 @@ def choose_base(run: Path, full_every: int) -> Base | None:
         run: the run directory.
         full_every: a full save and the deltas that lean on it, together.
     """
-    leaning: dict[str, int] = {}
     full: Base | None = None
+    last: dict[str, int] = {}  # position of the newest delta to each base; retention may have removed some before it
     for checkpoint in scan(run):
         try:
             manifest = read_manifest(checkpoint.path)
         except ConfigError:
             continue
         if manifest.about.base is not None:
-            leaning[manifest.about.base.name] = leaning.get(manifest.about.base.name, 0) + 1
+            last[manifest.about.base.name] = manifest.about.base.position
         else:
             full = Base(checkpoint.path.name, manifest.digest)
-    if full is None or leaning.get(full.name, 0) >= full_every - 1:
-        return None
-    return full
+    position = last.get(full.name, 0) + 1 if full else 0
+    return replace(full, position=position) if full and position < full_every else None
 
 
 def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Path]:

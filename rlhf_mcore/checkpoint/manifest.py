@@ -48,10 +48,14 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The full checkpoint that a delta is a difference to: its directory beside this one, and its manifest's digest."""
+    """The full checkpoint that a delta is a difference to: its directory beside this one, and its manifest's digest.
+
+    ``position``: 1 for the first delta after the full checkpoint, 2 for the next one.
+    """
 
     name: str
     digest: str
+    position: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, decide_together
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import About, read_manifest, verify
 from rlhf_mcore.checkpoint.signals import SignalRequests
@@ -111,6 +114,26 @@ class Ranks:
         writer.finish(About(10), partial, entries, error)
         return [before, state(run)]
 
+    def deltas(self) -> Any:
+        """Each rank writes a weight file; every second save is a full one."""
+        run = self.run("deltas")
+        writer = CheckpointWriter(run, full_every=2)
+        kinds = []
+        for step in (1, 2, 3):
+            about = writer.about(step, {})
+            path = writer.save(about, lambda partial, step=step: self.write_weights(partial, step))
+            kinds.append(about.base.name if about.base else about.kind)
+            assert verify_chain(path) == []
+        dist.barrier()
+        whole = readable(run / "checkpoint-2", scratch=self.run(f"scratch-{self.rank}"))
+        return [kinds, [load_file(whole / f"model-{rank}.safetensors")["w"].tolist() for rank in (0, 1)]]
+
+    def write_weights(self, partial: Path, step: int) -> list[Path]:
+        path = partial / "actor" / f"model-{self.rank}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_file({"w": np.full(4, 10 * step + self.rank, np.float32)}, path)
+        return [path]
+
     def decisions(self) -> Any:
         run = self.run("decisions")
         config = CheckpointConfig(save_steps=3, metric_for_best_model="evaluate/reward")
@@ -180,7 +203,11 @@ def main() -> None:
     directory, small = Path(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo")
     ranks = Ranks(directory, small)
-    names = [name for name in vars(Ranks) if name not in ("__init__", "write", "run") and not name.startswith("__")]
+    names = [
+        name
+        for name in vars(Ranks)
+        if name not in ("__init__", "write", "write_weights", "run") and not name.startswith("__")
+    ]
     mine = {}
     for name in names:
         mine[name] = getattr(ranks, name)()

@@ -78,6 +78,11 @@ def test_the_link_moves_when_all_ranks_have_finished_and_not_before(found: dict[
     assert found["in_the_background"] == [[None, [[10], 10, []]]] * 2
 
 
+def test_ranks_save_differences_to_the_same_base(found: dict[str, list[Any]]) -> None:
+    kinds = ["full", "checkpoint-1", "full"]
+    assert found["deltas"] == [[kinds, [[20.0] * 4, [21.0] * 4]]] * 2
+
+
 def test_a_signal_to_any_rank_counts_for_all(found: dict[str, list[Any]]) -> None:
     def decision(*reasons: str, best: bool = False, stop: bool = False) -> dict[str, Any]:
         return {"reasons": list(reasons), "best": best, "stop": stop}

@@ -14,6 +14,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base, files_below, read_manifest, verify
 from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
 
 Weights = dict[str, np.ndarray]
@@ -144,11 +145,13 @@ def test_unchanged_weights_take_next_to_nothing(tmp_path: Path) -> None:
     assert (delta / "actor" / "model-0.safetensors.delta").stat().st_size < 2**20 / 1000
 
 
-def test_every_so_many_saves_is_a_full_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [None, 1])
+def test_every_so_many_saves_is_a_full_one_whatever_retention_removes(tmp_path: Path, limit: int | None) -> None:
     kinds = []
     for step in range(1, 8):
         base = choose_base(tmp_path, 3)
         save(tmp_path, step, weights(step), base)
+        prune(tmp_path, Retention(limit), Disk())
         kinds.append(base.name if base else "full")
     one, four = "checkpoint-1", "checkpoint-4"
     assert kinds == ["full", one, one, "full", four, four, "full"]
