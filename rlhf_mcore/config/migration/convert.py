@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, verl
+from rlhf_mcore.config.migration import openrlhf, verl, verl_source
 from rlhf_mcore.config.migration.shell import script_words
 from rlhf_mcore.config.migration.table import Migration, apply
 
@@ -28,7 +28,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
     if path.suffix in (".yaml", ".yml"):
-        migration = apply(verl.TABLE, verl.read_tree(_tree(text, path)))
+        migration = apply(verl.TABLE, verl_source.read_tree(_tree(text, path)))
     else:
         migration = _of_script(text, path, source)
     _note(migration)
@@ -40,14 +40,16 @@ def _tree(text: str, path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML ({error})") from error
-    if not isinstance(tree, dict) or not tree.keys() & set(verl.ROOTS) - {"data", "trainer", "algorithm"}:
-        raise ConfigError(f"{path}: not a configuration of verl: it has none of the groups {', '.join(verl.ROOTS)}")
+    if not isinstance(tree, dict) or not tree.keys() & set(verl_source.ROOTS) - {"data", "trainer", "algorithm"}:
+        raise ConfigError(
+            f"{path}: not a configuration of verl: it has none of the groups {', '.join(verl_source.ROOTS)}"
+        )
     return tree
 
 
 def _of_script(text: str, path: Path, source: str) -> Migration:
     words = script_words(text)
-    overrides, flags = verl.read_overrides(words), openrlhf.read_flags(words)
+    overrides, flags = verl_source.read_overrides(words), openrlhf.read_flags(words)
     if source == "auto":
         source = "openrlhf" if any("openrlhf" in word for word in words) else "verl" if overrides else ""
     if source == "openrlhf" and flags:
@@ -61,7 +63,9 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
 
 def _note(migration: Migration) -> None:
     settings = migration.settings
-    if "reward.function" not in settings:
+    if "reward.model.path" in settings:
+        migration.notes.append("reward.model: a *ForSequenceClassification directory with one label")
+    elif "reward.function" not in settings:
         migration.notes.append("reward: not in the source as such; set reward.rules or reward.function")
     else:
         migration.notes.append("reward.function: called as f(data_source, solution_str, ground_truth, extra_info)")

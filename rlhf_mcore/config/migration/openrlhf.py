@@ -87,6 +87,7 @@ OLD_NAMES = {
     "eps_clip_low_high": "actor.eps_clip_low_high",
     "dual_clip": "actor.dual_clip",
     "value_clip": "critic.value_clip",
+    "freezing_actor_steps": "critic.freezing_steps",
     "aux_loss_coef": "actor.aux_loss_coef",
     "entropy_loss_coef": "actor.entropy_coef",
     "lambd": "algo.advantage.lambd",
@@ -268,12 +269,25 @@ def _world(values: Values) -> dict[str, Any]:
     return {"trainer.world_size": int(values["actor.num_nodes"]) * int(values["actor.num_gpus_per_node"])}
 
 
+def _critic(values: Values) -> dict[str, Any]:
+    if values["algo.advantage.estimator"] != "gae":
+        return {}
+    return {
+        "critic.optimizer.lr": float(values["critic.adam.lr"]),
+        "critic.value_clip": float(values["critic.value_clip"]),
+    }
+
+
 def _tokens(values: Values) -> dict[str, Any]:
     new, prompt = values.get("rollout.max_new_tokens"), values.get("data.prompt_max_len")
     longest = int(values["data.max_len"] if new is None or prompt is None else new + prompt)
     if values["train.dynamic_batch_enable"]:
         return {"trainer.max_tokens_per_microbatch": max(int(values["train.max_tokens_per_gpu"]), longest)}
     return {"trainer.max_tokens_per_microbatch": int(values["train.micro_batch_size"]) * longest}
+
+
+def _reward_model(values: Values) -> dict[str, Any]:
+    return {"reward.model.path": path(values["reward.model_name_or_path"]), "reward.rules": []}
 
 
 def _adam(values: Values) -> dict[str, Any]:
@@ -295,6 +309,8 @@ ROWS = (
     Row("actor.adam.weight_decay", "actor.optimizer.weight_decay", float),
     Row("actor.max_norm", "actor.optimizer.clip_grad", float),
     Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_updates", _no_warmup),
+    Row("critic.model_name_or_path", "critic.path", path),
+    Row("critic.freezing_steps", "critic.warmup_steps", positive),
     Row("actor.dual_clip", "algorithm.dual_clip", float),
     Row("actor.entropy_coef", "algorithm.entropy_coef", float),
     Row("actor.aux_loss_coef", "actor.moe.aux_loss_coef", float),
@@ -340,6 +356,7 @@ JOINTS = (
     ),
     Joint(("reward.overlong_buffer_len", "reward.overlong_penalty_factor"), _overlong),
     Joint(("eval.dataset", "eval.temperature", "eval.n_samples_per_prompt"), _evaluation),
+    Joint(("algo.advantage.estimator", "critic.adam.lr", "critic.value_clip"), _critic),
     Joint(("actor.num_nodes", "actor.num_gpus_per_node"), _world),
     Joint(
         (
@@ -353,6 +370,7 @@ JOINTS = (
         _tokens,
     ),
     Joint(("actor.optim",), _adam),
+    Joint(("reward.model_name_or_path",), _reward_model),
 )
 DEFAULTS = {
     "actor.policy_loss_type": "ppo",
@@ -369,6 +387,8 @@ DEFAULTS = {
     "algo.advantage.is_correction_type": "tis",
     "algo.kl.init_coef": 0.01,
     "algo.kl.estimator": "k1",
+    "critic.adam.lr": 9e-6,
+    "critic.value_clip": 0.5,
     "ckpt.load_enable": False,
     "ckpt.max_num": 3,
     "eval.temperature": 0.6,
@@ -392,7 +412,7 @@ REASONS = {
     "actor.muon": "AdamW is the only optimizer",
     "algo.dynamic_filtering_range": "prompts whose responses all have the same score are replaced here",
     "algo.kl.horizon": "see algorithm.kl.controller.gain",
-    "critic": "set the critic's own group",
+    "critic": "see the keys of critic",
     "data.apply_chat_template": "prompts that are lists of messages go through the template here, texts are used as they are",
     "data.input_template": "write the template into the prompts, or use messages",
     "data.max_samples": "all rows are used here; cut the file",
@@ -406,6 +426,8 @@ REASONS = {
     "eval.split": "name the file of the split",
     "logger": "metrics go to metrics.jsonl and TensorBoard here",
     "ref": _SAME_PROCESSES,
+    "reward.num_nodes": _SAME_PROCESSES,
+    "reward.num_gpus_per_node": _SAME_PROCESSES,
     "reward": "set the reward group: rules, or a function f(data_source, solution_str, ground_truth, extra_info)",
     "rollout.max_tokens_per_gpu": "forward passes are cut by trainer.max_tokens_per_microbatch here",
     "rollout.micro_batch_size": "the engine batches by itself; see rollout.max_num_seqs",

@@ -90,18 +90,19 @@ def _of_row(row: Row, values: Values) -> dict[str, Any]:
 
 def _carry(migration: Migration, joint: Joint, everything: Values, said: Values) -> None:
     here = [key for key in joint.theirs if key in said]
+    lost = [key for key in here if key not in migration.carried]  # by this, if by nothing else
     try:
         found = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
     except Lost as reason:
-        migration.lost.update({key: (said[key], str(reason)) for key in here})
+        migration.lost.update({key: (said[key], str(reason)) for key in lost})
         return
     except (TypeError, ValueError, ArithmeticError):
-        migration.lost.update({key: (said[key], "a value of a kind that this key does not have") for key in here})
+        migration.lost.update({key: (said[key], "a value of a kind that this key does not have") for key in lost})
         return
     unknown = sorted(key for key in found if key not in KEYS)
     assert not unknown, unknown
     migration.settings.update(found)
-    migration.carried.update(here)
+    migration.carried.update(key for key in here if key not in migration.lost)
 
 
 def _reason(table: Table, key: str) -> str:

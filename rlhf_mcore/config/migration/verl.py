@@ -1,15 +1,9 @@
-"""verl: hydra overrides of a launch script, or a YAML file. Keys as in its ppo_trainer.yaml and ppo_megatron_trainer.yaml (0.7)."""
+"""verl. Keys as in its ppo_trainer.yaml and ppo_megatron_trainer.yaml (0.7)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
-
-import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_mcore.config.migration.table import (
     Joint,
@@ -25,11 +19,9 @@ from rlhf_mcore.config.migration.table import (
     positive,
 )
 
-ROOTS = ("actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "data", "trainer")
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 MEGATRON, OPTIM = ACTOR + "megatron.", ACTOR + "optim."
 RECOMPUTE = MEGATRON + "override_transformer_config.recompute_"
-_OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 ADVANTAGES = {
     "gae": "gae",
@@ -41,58 +33,6 @@ ADVANTAGES = {
     "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 }
 PRESETS = {"gae": "ppo"}
-
-
-def read_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Keys and values of the ``a.b=c`` among the words of a command line."""
-    found = {}
-    for word in words:
-        match = _OVERRIDE.match(word)
-        if match:
-            found[match[1]] = _parsed(match[2])
-    return found
-
-
-def _parsed(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return _number(value)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 takes 1e-6 for a text."""
-    try:
-        return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value) else value
-    except ValueError:
-        return value
-
-
-def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Keys and values of a YAML file, references among them resolved where that is possible."""
-    ours = {key: value for key, value in tree.items() if key in ROOTS}
-    cfg = OmegaConf.create(ours)
-    found = {key: _number(_resolved(cfg, key, value)) for key, value in _leaves(ours, "")}
-    return {key: value for key, value in found.items() if value not in (None, [], {})}
-
-
-def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif key != "_target_":
-            yield f"{prefix}{key}", value
-
-
-def _resolved(cfg: Any, key: str, value: Any) -> Any:
-    if "${" not in str(value):
-        return value
-    try:
-        found = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
-        return value
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
 
 
 # ---------------------------------------------------------------------------------------------------------- conversions
@@ -171,12 +111,28 @@ def _world(values: Values) -> dict[str, Any]:
     return {"trainer.world_size": int(values["trainer.nnodes"]) * int(values["trainer.n_gpus_per_node"])}
 
 
-def _sequence_parallel(values: Values) -> dict[str, Any]:
-    return {"actor.layout.sequence_parallel": bool(values[MEGATRON + "sequence_parallel"]) and _tp(values) > 1}
+def _sequence_parallel(theirs: str, ours: str) -> Joint:
+    """On by default there; it shares something out among two ranks or more only."""
+    names = (theirs + "sequence_parallel", theirs + "tensor_model_parallel_size")
+
+    def convert(values: Values) -> dict[str, Any]:
+        return {ours: bool(values[names[0]]) and int(values.get(names[1], 1)) > 1}
+
+    return Joint(names, convert)
 
 
-def _tp(values: Values) -> int:
-    return int(values.get(MEGATRON + "tensor_model_parallel_size", 1))
+def _value_clip(values: Values) -> dict[str, Any]:
+    return (
+        {"critic.value_clip": float(values["critic.cliprange_value"])}
+        if values["algorithm.adv_estimator"] == "gae"
+        else {}
+    )
+
+
+def _reward_model(values: Values) -> dict[str, Any]:
+    if not values["reward_model.enable"]:
+        return {}
+    return {"reward.model.path": path(values["reward_model.model.path"]), "reward.rules": []}
 
 
 def _warmup(values: Values) -> dict[str, Any]:
@@ -250,16 +206,36 @@ def _resume(values: Values) -> dict[str, Any]:
     return {"checkpoint.resume": choose({"auto": "auto", "disable": "never"})(mode)}
 
 
+def _layout_rows(theirs: str, ours: str) -> list[Row]:
+    return [
+        Row(theirs + "tensor_model_parallel_size", ours + "tp", int),
+        Row(theirs + "pipeline_model_parallel_size", ours + "pp", int),
+        Row(theirs + "virtual_pipeline_model_parallel_size", ours + "vpp"),
+        Row(theirs + "context_parallel_size", ours + "cp", int),
+        Row(theirs + "expert_model_parallel_size", ours + "ep", int),
+        Row(theirs + "expert_tensor_parallel_size", ours + "etp"),
+    ]
+
+
+def _optimizer_rows(theirs: str, ours: str) -> list[Row]:
+    styles = {name: name for name in ("constant", "linear", "cosine")}
+    return [
+        Row(theirs + "lr", ours + "lr", float),
+        Row(theirs + "weight_decay", ours + "weight_decay", float),
+        Row(theirs + "clip_grad", ours + "clip_grad", float),
+        Row(theirs + "lr_decay_style", ours + "schedule.name", choose(styles)),
+        Row(theirs + "lr_scheduler_type", ours + "schedule.name", choose(styles)),
+        Row(theirs + "min_lr", ours + "schedule.min_lr", float),
+    ]
+
+
 ROWS = (
     Row(MODEL + "path", "model.path", path),
     Row(MODEL + "use_remove_padding", "trainer.packing", bool),
     Row(MODEL + "enable_gradient_checkpointing", "actor.recompute.granularity", lambda on: "full" if on else "off"),
-    Row(MEGATRON + "tensor_model_parallel_size", "actor.layout.tp", int),
-    Row(MEGATRON + "pipeline_model_parallel_size", "actor.layout.pp", int),
-    Row(MEGATRON + "virtual_pipeline_model_parallel_size", "actor.layout.vpp"),
-    Row(MEGATRON + "context_parallel_size", "actor.layout.cp", int),
-    Row(MEGATRON + "expert_model_parallel_size", "actor.layout.ep", int),
-    Row(MEGATRON + "expert_tensor_parallel_size", "actor.layout.etp"),
+    *_layout_rows(MEGATRON, "actor.layout."),
+    *_layout_rows("critic.megatron.", "critic.layout."),
+    *_layout_rows("reward_model.megatron.", "reward.model.layout."),
     Row(MEGATRON + "dtype", "model.dtype", choose({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"})),
     Row(
         RECOMPUTE + "granularity",
@@ -272,17 +248,17 @@ ROWS = (
         choose({None: "uniform", "uniform": "uniform", "block": "block"}),
     ),
     Row(RECOMPUTE + "num_layers", "actor.recompute.num_layers", lambda layers: int(layers or 1)),
-    Row(OPTIM + "lr", "actor.optimizer.lr", float),
-    Row(OPTIM + "weight_decay", "actor.optimizer.weight_decay", float),
-    Row(OPTIM + "clip_grad", "actor.optimizer.clip_grad", float),
+    *_optimizer_rows(OPTIM, "actor.optimizer."),
+    *_optimizer_rows("critic.optim.", "critic.optimizer."),
     Row(ACTOR + "grad_clip", "actor.optimizer.clip_grad", float),
+    Row("critic.grad_clip", "critic.optimizer.clip_grad", float),
+    Row("critic.model.path", "critic.path", path),
     Row(
-        OPTIM + "lr_decay_style",
-        "actor.optimizer.schedule.name",
-        choose({k: k for k in ("constant", "linear", "cosine")}),
+        "critic.model.enable_gradient_checkpointing", "critic.recompute.granularity", lambda on: "full" if on else "off"
     ),
-    Row(OPTIM + "lr_scheduler_type", "actor.optimizer.schedule.name", choose({k: k for k in ("constant", "cosine")})),
-    Row(OPTIM + "min_lr", "actor.optimizer.schedule.min_lr", float),
+    Row("critic.ppo_mini_batch_size", "critic.minibatch_size", int),
+    Row("critic.ppo_epochs", "critic.ppo_epochs", int),
+    Row("trainer.critic_warmup", "critic.warmup_steps", int),
     Row(ACTOR + "ppo_mini_batch_size", "trainer.minibatch_size", int),
     Row(ACTOR + "ppo_epochs", "trainer.ppo_epochs", int),
     Row(ACTOR + "entropy_coeff", "algorithm.entropy_coef", float),
@@ -337,7 +313,12 @@ JOINTS = (
     ),
     Joint(("data.filter_overlong_prompts", "data.truncation"), _overlong_prompts),
     Joint(("trainer.nnodes", "trainer.n_gpus_per_node"), _world),
-    Joint((MEGATRON + "sequence_parallel", MEGATRON + "tensor_model_parallel_size"), _sequence_parallel),
+    _sequence_parallel(MEGATRON, "actor.layout.sequence_parallel"),
+    _sequence_parallel("critic.megatron.", "critic.layout.sequence_parallel"),
+    _sequence_parallel("reward_model.megatron.", "reward.model.layout.sequence_parallel"),
+    Joint(("critic.cliprange_value", "algorithm.adv_estimator"), _value_clip),
+    Joint(("reward_model.enable", "reward_model.model.path"), _reward_model),
+    Joint(("critic.optim.betas",), pair("critic.optimizer.beta1", "critic.optimizer.beta2")),
     Joint(
         (OPTIM + "betas",),
         pair("actor.optimizer.beta1", "actor.optimizer.beta2"),
@@ -395,6 +376,11 @@ DEFAULTS = {
     OPTIM + "weight_decay": 0.01,
     OPTIM + "lr_warmup_steps": -1,
     MEGATRON + "sequence_parallel": True,
+    "critic.megatron.sequence_parallel": True,
+    "reward_model.megatron.sequence_parallel": True,
+    "critic.optim.weight_decay": 0.01,
+    "critic.cliprange_value": 0.5,
+    "reward_model.enable": False,
     ROLLOUT + "n": 1,
     ROLLOUT + "val_kwargs.n": 1,
     ROLLOUT + "tensor_model_parallel_size": 2,
@@ -434,8 +420,17 @@ REASONS = {
     MODEL + "lora_rank": "LoRA is not supported",
     "algorithm.kl_ctrl.horizon": "see algorithm.kl.controller.gain",
     "algorithm.rollout_correction": "see algorithm.rollout_correction",
-    "critic": "set the critic's own group",
-    "reward_model": "set the reward group",
+    "critic.strategy": "models are trained by Megatron-core here; choose critic.layout",
+    "critic.model.fsdp_config": "models are trained by Megatron-core here; choose critic.layout",
+    "critic.model.use_remove_padding": "trainer.packing is for all models",
+    **{
+        f"critic.ppo_{name}": _PASSES
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+    },
+    "critic.use_dynamic_bsz": _PASSES,
+    "critic.forward_max_token_len_per_gpu": _PASSES,
+    "reward_model.model.input_tokenizer": "a reward model has the tokenizer of model.path here",
+    "reward_model.micro_batch_size_per_gpu": _PASSES,
     "data.reward_fn_key": "the column data_source goes to the reward here",
     "data.return_raw_chat": _ALWAYS,
     "trainer.balance_batch": _ALWAYS,

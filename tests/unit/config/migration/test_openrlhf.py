@@ -102,6 +102,12 @@ def test_flags() -> None:
         ("--vllm_tensor_parallel_size 2 --enforce_eager", {"rollout.layout.tp": 2, "rollout.enforce_eager": True}),
         ("--load_checkpoint --max_ckpt_num 5", {"checkpoint.resume": "auto", "checkpoint.save_total_limit": 5}),
         ("--actor.optim adam", {}),
+        (
+            "--critic_pretrain c --value_clip 0.3 --freezing_actor_steps 4",
+            {"critic.path": "c", "critic.value_clip": 0.3, "critic.warmup_steps": 4, "critic.optimizer.lr": 9e-6},
+        ),
+        ("--algo.advantage.estimator rloo", {"critic.value_clip": None}),
+        ("--reward_pretrain rm", {"reward.model.path": "rm"}),
     ],
 )
 def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
@@ -116,7 +122,7 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
         ("--algo.kl.use_loss", "algo.kl.use_loss", "expected gradient of zero"),
         ("--prompt_data some/dataset", "data.prompt_dataset", "tools/prepare_data.py"),
         ("--train.batch_size 100 --rollout.n_samples_per_prompt 8", "train.batch_size", "100 is not divisible by 8"),
-        ("--reward_pretrain m", "reward.model_name_or_path", "reward group"),
+        ("--reward.remote_url http://x", "reward.remote_url", "reward group"),
         ("--zero_stage 3", "ds.zero_stage", "Megatron-core"),
         ("--async_train", "train.async_enable", "synchronous"),
         ("--num_episodes 2", "train.num_episodes", "trainer.num_steps"),

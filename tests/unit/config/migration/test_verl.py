@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.migration import verl
+from rlhf_mcore.config.migration import verl, verl_source
 from rlhf_mcore.config.migration.table import Migration, apply
 
 ACTOR = "actor_rollout_ref.actor."
 
 
 def migrated(*overrides: str) -> Migration:
-    return apply(verl.TABLE, verl.read_overrides(overrides))
+    return apply(verl.TABLE, verl_source.read_overrides(overrides))
 
 
 def settings(*overrides: str) -> dict[str, Any]:
@@ -108,6 +108,31 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             + [f"actor_rollout_ref.rollout.val_kwargs.{key}" for key in ("n=4", "temperature=0.6", "top_p=0.9")],
             {"evaluate.samples": 4, "evaluate.temperature": 0.6, "evaluate.top_p": 0.9},
         ),
+        (
+            [
+                "critic.model.path=c",
+                "critic.optim.lr=2e-5",
+                "critic.megatron.tensor_model_parallel_size=2",
+                "trainer.critic_warmup=3",
+            ],
+            {
+                "critic.path": "c",
+                "critic.optimizer.lr": 2e-5,
+                "critic.layout.tp": 2,
+                "critic.layout.sequence_parallel": True,
+                "critic.warmup_steps": 3,
+                "critic.value_clip": 0.5,
+            },
+        ),
+        (
+            [
+                "reward_model.enable=True",
+                "reward_model.model.path=rm",
+                "reward_model.megatron.tensor_model_parallel_size=4",
+            ],
+            {"reward.model.path": "rm", "reward.model.layout.tp": 4, "reward.rules": []},
+        ),
+        (["reward_model.enable=False", "reward_model.model.path=rm"], {"reward.model.path": None}),
         (["trainer.logger=['console','tensorboard']"], {"logging.tensorboard": True}),
         (["+actor_rollout_ref.rollout.n=6"], {"rollout.sampling.n": 6}),
     ],
@@ -127,7 +152,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: vllm, hf"),
         ("actor_rollout_ref.rollout.multi_turn.enable=True", "tools are not supported"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4", "max_tokens_per_microbatch"),
-        ("critic.optim.lr=1e-5", "critic"),
+        ("critic.model.fsdp_config.param_offload=True", "critic.layout"),
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("trainer.something_new=1", "there is no such key here"),
         ("data.truncation=left", "prompts are never cut"),
@@ -146,6 +171,12 @@ def test_k1_in_the_loss_is_refused_where_it_would_do_nothing() -> None:
     migration = migrated(ACTOR + "use_kl_loss=True", ACTOR + "kl_loss_type=kl")
     assert "expected gradient of zero" in migration.lost[ACTOR + "kl_loss_type"][1]
     assert "algorithm.kl.coef" not in migration.settings
+
+
+def test_a_key_that_one_use_of_it_needs_is_not_lost_by_another() -> None:
+    migration = migrated("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps_ratio=0.1")
+    assert migration.settings["trainer.prompts_per_step"] == 64
+    assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps_ratio"}
 
 
 def test_every_key_ends_in_one_place() -> None:
@@ -167,7 +198,7 @@ def test_references_in_a_tree_are_resolved_and_what_is_null_is_not_said() -> Non
         "actor_rollout_ref": {"actor": {"_target_": "x", "optim": {"lr": "3e-6"}, "lost": "${nowhere}"}},
         "hydra": {"run": 1},
     }
-    assert verl.read_tree(tree) == {
+    assert verl_source.read_tree(tree) == {
         "data.max_prompt_length": 100,
         "data.max_response_length": 100,
         "actor_rollout_ref.actor.optim.lr": 3e-6,

@@ -1,0 +1,66 @@
+"""Reading what verl reads: hydra overrides on a command line, and YAML files with references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ROOTS = ("actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "data", "trainer")
+_OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
+
+
+def read_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Keys and values of the ``a.b=c`` among the words of a command line."""
+    found = {}
+    for word in words:
+        match = _OVERRIDE.match(word)
+        if match:
+            found[match[1]] = _parsed(match[2])
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _number(value)
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 1e-6 for a text."""
+    try:
+        return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+[eE][-+]?\d+", value) else value
+    except ValueError:
+        return value
+
+
+def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """Keys and values of a YAML file, references among them resolved where that is possible."""
+    ours = {key: value for key, value in tree.items() if key in ROOTS}
+    cfg = OmegaConf.create(ours)
+    found = {key: _number(_resolved(cfg, key, value)) for key, value in _leaves(ours, "")}
+    return {key: value for key, value in found.items() if value not in (None, [], {})}
+
+
+def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        elif key != "_target_":
+            yield f"{prefix}{key}", value
+
+
+def _resolved(cfg: Any, key: str, value: Any) -> Any:
+    if "${" not in str(value):
+        return value
+    try:
+        found = OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return value
+    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
