@@ -107,7 +107,7 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
             name
             for chunk in range(layout.vpp or 1)
             for layer in layout.layers_of(geometry.num_layers, stage, chunk)
-            for name in _layer_names(geometry, layer, geometry.num_experts // layout.ep, fused)
+            for name in layer_names(geometry, layer, geometry.num_experts // layout.ep, fused)
         ]
         for stage in range(layout.pp)
     ]
@@ -118,7 +118,7 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     return stages
 
 
-def _layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool) -> Iterator[str]:
+def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
     """Parameters of one layer on a rank that has ``num_experts`` of its experts."""
     kind = "moe" if geometry.is_moe_layer(layer) else "dense"
     # The norm before a mixture stands alone: there is no single linear layer to be fused with.

@@ -17,6 +17,7 @@ from rlhf_mcore.cli.exit_codes import EPILOG
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
+    "plan": "memory, traffic and time of a run, before a GPU is asked for",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
     "evaluate": "score a model on held-out prompts, or two side by side",

@@ -25,5 +25,9 @@ class ConfigError(ValueError):
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
 
+class FileProblem(str):
+    """A problem with a file that a run needs and a plan does not: weights, tokenizer, prompts, a user's function."""
+
+
 def _indented(problem: str) -> str:
     return problem.replace("\n", "\n    ")

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, dense_layers, read_json
+from rlhf_mcore.config.model_files import ARCHITECTURES, MOE_FAMILIES, TOP_K, dense_layers, read_json
 from rlhf_mcore.types import ModelGeometry
 
 # head_dim where config.json leaves it out and it is not hidden_size / num_attention_heads.
 _HEAD_DIM = {"qwen3": 128}
+
+
+def read_sizes(directory: str | Path, head: str) -> tuple[ModelGeometry, int]:
+    """The geometry of a model under a kind of head, whichever head its directory has, and to how many experts a token goes (0: dense).
+
+    Raises:
+        ConfigError: as ``read_geometry``.
+    """
+    found = read_geometry(directory)
+    tied = found.tied_embeddings and head == "lm"
+    hf_config = read_json(Path(directory) / "config.json", str(directory))
+    return replace(found, head=head, tied_embeddings=tied), experts_per_token(hf_config)
 
 
 def read_geometry(directory: str | Path) -> ModelGeometry:
@@ -53,6 +66,12 @@ def geometry_of(hf_config: Mapping[str, Any], family: str, head: str) -> ModelGe
         head=head,
         **_expert_geometry(hf_config, family),
     )
+
+
+def experts_per_token(hf_config: Mapping[str, Any]) -> int:
+    """Experts that a token goes to; 0 for a dense model."""
+    family, _ = ARCHITECTURES[hf_config["architectures"][0]]
+    return int(hf_config.get("num_experts_per_tok", TOP_K[family])) if family in MOE_FAMILIES else 0
 
 
 def _expert_geometry(hf_config: Mapping[str, Any], family: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, FileProblem
 
 _MODELS = {  # as the names of Hugging Face architectures begin -> model family
     "Llama": "llama",
@@ -33,7 +33,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What transformers takes for a key that the file leaves out, where it matters here.
 _MISTRAL_WINDOW = 4096
 _QWEN_MAX_WINDOW_LAYERS = 28
-_TOP_K = {"qwen3_moe": 8, "mixtral": 2}
+TOP_K = {"qwen3_moe": 8, "mixtral": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     if not Path(path).is_dir():
         where = "is not a directory" if Path(path).exists() else f"does not exist (looked from {Path.cwd()})"
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory"]
-    problems = list(_weight_problems(Path(path), prefix))
+    problems: list[str] = [FileProblem(problem) for problem in _weight_problems(Path(path), prefix)]
     try:
         hf_config = read_json(Path(path) / "config.json", prefix)
         problems += _config_problems(hf_config, prefix, heads)
@@ -177,7 +177,7 @@ def _config_problems(hf_config: Mapping[str, Any], prefix: str, heads: Collectio
 
 
 def _routing_problems(hf_config: Mapping[str, Any], prefix: str, family: str) -> Iterator[str]:
-    top_k = hf_config.get("num_experts_per_tok", _TOP_K[family])
+    top_k = hf_config.get("num_experts_per_tok", TOP_K[family])
     num_experts = _num_experts(hf_config)
     if isinstance(num_experts, int) and not 1 <= top_k <= num_experts:
         yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={num_experts}; export the model again"

@@ -16,7 +16,7 @@ from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import default_world_size, max_new_tokens, needs_critic, resolve, role_layouts
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
@@ -182,24 +182,29 @@ RANGES: dict[str, Range] = {
 }
 
 
-def validate(cfg: Config, world_size: int | None = None) -> None:
+def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
     """Check a configuration for a world of ``world_size`` processes (None: as many as ``default_world_size`` says).
+
+    Without ``check_files``, for planning, a model is its ``config.json``: weights, tokenizer, prompts and functions may be absent.
 
     Raises:
         ConfigError: with every problem that was found.
     """
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
-    problems += [*_path_problems(cfg), *algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
+    problems += [*map(FileProblem, _path_problems(cfg)), *algorithm_problems(cfg), *_reward_problems(cfg)]
+    problems += _data_problems(cfg)
     problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path")
-    problems += [*model_problems, *_tokenizer_problems(cfg)]
+    problems += [*model_problems, *map(FileProblem, _tokenizer_problems(cfg))]
     # Layouts are checked only where they are in range: the checks divide by their numbers.
     problems += _role_problems(cfg, None if out_of_range else shape)
     if not out_of_range:
         problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg)]
         if shape is not None:
             problems += [*_cut_problems(cfg, shape), *_position_problems(cfg, shape)]
+    if not check_files:
+        problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
         raise ConfigError.many(problems)
 
@@ -264,7 +269,7 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     if not math.isfinite(cfg.reward.model.weight):
         yield f"reward.model.weight={cfg.reward.model.weight} is out of range; give a finite number"
     if cfg.reward.function is not None:
-        yield from function_problems(cfg.reward.function, "reward.function")
+        yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
         return
     if not cfg.reward.rules and cfg.reward.model.path is None:
         yield (
@@ -284,7 +289,7 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     if cfg.evaluate.every > 0 and not cfg.data.eval:
         yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
     for key in ("data.train", "data.eval"):
-        yield from data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer(cfg))
+        yield from map(FileProblem, data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer(cfg)))
 
 
 def needs_answer(cfg: Config) -> bool:

@@ -1,0 +1,134 @@
+"""``rlhf-mcore plan CONFIG``: what a run will need, before a GPU is asked for. No torch, no weights, no processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.planning.hardware import GPUS, Assumptions, Gpu
+
+_RATES = [field.name for field in fields(Gpu) if field.name != "name"]
+_ASSUMED = [field.name for field in fields(Assumptions)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan. Returns 0 if everything fits, 2 if something does not or the configuration is wrong."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        return _plan(args)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore plan",
+        description=(
+            "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
+            "config.json: weights, tokenizer and prompts need not be there (configs/models has some)."
+        ),
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
+    )
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device (default: H100)")
+    parser.add_argument("--suggest", action="store_true", help="list layouts that fit, the fastest first")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON; bytes and seconds")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help=f"change the device ({', '.join(_RATES)}) or an assumption ({', '.join(_ASSUMED)})",
+    )
+    return parser
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.validate import validate
+    from rlhf_mcore.planning.plan import as_json, make_plan
+    from rlhf_mcore.planning.report import as_text
+
+    gpu, assumed = _settings(args.gpu, args.set)
+    cfg = load_config(args.config, args.overrides)
+    world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")
+    validate(cfg, world_size, check_files=False)
+    cfg = resolve(cfg)
+    plan = make_plan(cfg, world_size, gpu, assumed)
+    suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits) if args.suggest else None
+    if args.json:
+        print(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
+    else:
+        print(as_text(plan))
+        _print_suggestions(suggestions)
+    return exit_codes.DONE if plan.fits else _refuse(plan, args.suggest)
+
+
+def _settings(name: str, changes: Sequence[str]) -> tuple[Gpu, Assumptions]:
+    """The device and the assumptions with the user's changes."""
+    gpu, assumed = GPUS[name], Assumptions()
+    for change in changes:
+        key, _, text = change.partition("=")
+        try:
+            number = float(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9"
+            ) from error
+        if key in _RATES:
+            gpu = replace(gpu, **{key: type(getattr(gpu, key))(number)})
+        elif key in _ASSUMED:
+            assumed = replace(assumed, **{key: type(getattr(assumed, key))(number)})
+        else:
+            raise ConfigError(f"--set {key}: no such number; there are: {', '.join(_RATES + _ASSUMED)}")
+    return gpu, assumed
+
+
+def _suggestions(cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions, *, fits: bool) -> list[dict[str, Any]]:
+    """The fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
+    from rlhf_mcore.planning.suggest import smallest_world, suggest
+
+    found = [(world_size, suggestion) for suggestion in suggest(cfg, world_size, gpu, assumed=assumed)]
+    if not found and not fits:
+        larger = smallest_world(cfg, world_size, gpu, assumed)
+        found = [larger] if larger else []
+    return [
+        {"world_size": world, "overrides": list(made.overrides), "step_s": made.plan.step_s} for world, made in found
+    ]
+
+
+def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
+    if suggestions is None:
+        return
+    print("\nlayouts that fit, by estimated time of a step:" if suggestions else "\nno layout that was tried fits")
+    for entry in suggestions:
+        print(
+            f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
+        )
+
+
+def _refuse(plan: Any, suggested: bool) -> int:
+    from rlhf_mcore.planning.report import refusal
+
+    hint = "" if suggested else "\nLayouts that fit: add --suggest."
+    print(f"error: {refusal(plan)}{hint}", file=sys.stderr)
+    return exit_codes.USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

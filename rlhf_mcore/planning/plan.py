@@ -1,0 +1,108 @@
+"""A whole plan: memory, traffic and time of a configuration in a world of given size, on a given device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.planning.activations import describe
+from rlhf_mcore.planning.batches import Cut, Workload, cut, workload
+from rlhf_mcore.planning.hardware import Assumptions, Gpu
+from rlhf_mcore.planning.memory import PhaseMemory, Setting, kv_tokens, phases, pinned_bytes
+from rlhf_mcore.planning.roles import Role, roles_of
+from rlhf_mcore.planning.timing import phase_seconds
+from rlhf_mcore.planning.transfer import SyncBytes, estimate_seconds, plan_sync
+from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parameters, state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RolePlan:
+    """One model: its size, how it is cut, what it holds on its first rank and in a checkpoint."""
+
+    name: str
+    parameters: int
+    trained: bool
+    layout: dict[str, int | None]
+    recompute: str
+    state: StateBytes
+    checkpoint_bytes: int
+    cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All that ``rlhf-mcore plan`` says. ``sync`` is None where it was only estimated (while comparing layouts)."""
+
+    world_size: int
+    gpu: Gpu
+    dtype: str
+    roles: list[RolePlan]
+    phases: list[PhaseMemory]
+    kv_tokens: int
+    pinned_bytes: int
+    sync: SyncBytes | None
+    work: Workload
+    seconds: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def fits(self) -> bool:
+        return all(phase.fits for phase in self.phases)
+
+
+def make_plan(
+    cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions | None = None, *, exact_sync: bool = True
+) -> RunPlan:
+    """Plan a valid and resolved configuration (``config.validate``, ``config.derive``).
+
+    Args:
+        exact_sync: make the bridge's own plan (up to some seconds for models with many experts), not a guess of its time.
+
+    Raises:
+        ConfigError: a model's config.json cannot be read.
+    """
+    assumed = assumed or Assumptions()
+    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+    roles = roles_of(cfg, world_size, dtype)
+    setting = Setting(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
+    sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync else None
+    sync_s = sync.seconds if sync else estimate_seconds(roles[0], cfg.rollout.layout.tp, gpu, assumed)
+    return RunPlan(
+        world_size,
+        gpu,
+        dtype,
+        [_role_plan(role, setting) for role in roles],
+        phases(setting),
+        kv_tokens(setting),
+        max(pinned_bytes(setting, rank) for rank in (0, world_size - 1)),
+        sync,
+        setting.work,
+        phase_seconds(setting, sync_s),
+    )
+
+
+def _role_plan(role: Role, setting: Setting) -> RolePlan:
+    layout = role.layout
+    named = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep}
+    return RolePlan(
+        role.name,
+        num_parameters(role.geometry),
+        role.trained,
+        named | {"etp": layout.expert_tp},
+        describe(role.recompute),
+        state_bytes(role, layout.first_rank),
+        checkpoint_bytes(role) if role.trained else 0,
+        cut(setting.work, role),
+    )
+
+
+def as_json(plan: RunPlan) -> dict[str, Any]:
+    """The whole plan as JSON values; sizes in bytes, times in seconds."""
+    data = asdict(plan)
+    for entry, phase in zip(data["phases"], plan.phases, strict=True):
+        entry |= {"total": phase.total, "fits": phase.fits}
+    return data | {"fits": plan.fits, "step_s": plan.step_s}

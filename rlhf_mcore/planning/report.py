@@ -1,0 +1,114 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rlhf_mcore.planning.hardware import GIB
+from rlhf_mcore.planning.plan import RolePlan, RunPlan
+
+
+def as_text(plan: RunPlan) -> str:
+    """The plan for a terminal."""
+    return "\n".join([*_head(plan), "", *_roles(plan), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
+
+
+def refusal(plan: RunPlan) -> str:
+    """What does not fit, phase by phase, with the biggest parts."""
+    lines = []
+    for phase in plan.phases:
+        if phase.total > phase.available:
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in phase.biggest())
+            needed = f"{phase.phase} needs {gib(phase.total)} of {gib(phase.available)} GiB on rank {phase.rank}"
+            lines.append(f"{needed}; its biggest parts: {parts}")
+        if phase.problem:
+            lines.append(f"{phase.phase}: {phase.problem}")
+    return "\n".join(lines)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return [line(header), *map(line, rows)]
+
+
+def _head(plan: RunPlan) -> Iterator[str]:
+    gpu, verdict = plan.gpu, "fits" if plan.fits else "does not fit"
+    yield f"{plan.world_size} x {gpu.name} ({gib(gpu.memory_bytes)} GiB each, {gpu.per_node} a node), {plan.dtype}: {verdict}"
+
+
+def _roles(plan: RunPlan) -> list[str]:
+    header = (
+        "model",
+        "parameters",
+        "layout",
+        "recompute",
+        "microbatches",
+        "bubble",
+        "weights",
+        "grads",
+        "masters",
+        "moments",
+    )
+    rows = []
+    for role in plan.roles:
+        state, cut = role.state, role.cut
+        held = [state.weights, state.gradients, state.masters, state.moments]
+        rows.append(
+            (
+                role.name,
+                f"{role.parameters / 1e9:.2f} B",
+                _layout(role),
+                role.recompute if role.trained else "-",
+                f"{cut.num_microbatches} of {plan.work.microbatch_tokens}",
+                f"{cut.bubble:.0%}",
+                *(gib(size) for size in held),
+            )
+        )
+    return [*table(header, rows), "(weights to moments: GiB on the first rank, all the time)"]
+
+
+def _layout(role: RolePlan) -> str:
+    shown = [name for name in ("tp", "pp", "dp") if role.layout[name]]
+    shown += [name for name in ("vpp", "cp", "ep") if (role.layout[name] or 1) > 1]
+    return " ".join(f"{name}{role.layout[name]}" for name in shown)
+
+
+def _memory(plan: RunPlan) -> list[str]:
+    rows = []
+    for phase in plan.phases:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in phase.biggest())
+        sign = "" if phase.fits else "  <-- does not fit"
+        rows.append((phase.phase, gib(phase.total), gib(phase.available), str(phase.rank), "  " + parts + sign))
+    lines = table(("memory (GiB)", "needed", "there", "on rank", "  biggest parts"), [(*row[:4], "") for row in rows])
+    width = max(map(len, lines))
+    lines[0] = lines[0].replace("  biggest parts", "").ljust(width) + "  biggest parts"
+    return [lines[0], *(line.ljust(width) + row[4] for line, row in zip(lines[1:], rows, strict=True))]
+
+
+def _traffic(plan: RunPlan) -> Iterator[str]:
+    sync = plan.sync
+    if sync is not None:
+        yield (
+            f"sync        {gib(sync.received)} GiB to the busiest rank ({gib(sync.imported)} from other nodes), "
+            f"{gib(sync.received_total)} in all, {gib(sync.local_total)} stay where they are; "
+            f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
+        )
+    saved = sum(role.checkpoint_bytes for role in plan.roles)
+    yield f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB"
+    longest = plan.work.prompt_tokens + plan.work.response_tokens
+    yield f"cache       {plan.kv_tokens} tokens an engine: about {plan.kv_tokens / longest:.0f} sequences of the expected length"
+
+
+def _time(plan: RunPlan) -> Iterator[str]:
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
+    yield f"step        about {plan.step_s:.1f} s ({parts}); an estimate, good for comparing layouts"

@@ -1,0 +1,146 @@
+"""Layouts that fit where a configuration does not, or that are faster, by estimated time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from rlhf_mcore.config.derive import balanced_stages
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.planning.hardware import Assumptions, Gpu
+from rlhf_mcore.planning.memory import GENERATE, SYNC
+from rlhf_mcore.planning.plan import RunPlan, make_plan
+
+SIZES = (1, 2, 4, 8, 16)
+SHARES = (0.3, 0.5, 0.7, 0.85)
+_ENGINE_PHASES = (GENERATE, SYNC)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A layout that fits: the overrides that make it, and what it would be like."""
+
+    overrides: tuple[str, ...]
+    plan: RunPlan
+    cfg: Config
+
+
+def suggest(
+    cfg: Config, world_size: int, gpu: Gpu, count: int = 5, assumed: Assumptions | None = None
+) -> list[Suggestion]:
+    """The ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
+
+    The trained models' layouts are compared first; the engines' are varied for the fastest of those.
+    """
+
+    def tried(candidate: Config) -> Suggestion | None:
+        try:
+            validate(candidate, world_size, check_files=False)
+            return Suggestion(
+                changes(cfg, candidate), make_plan(candidate, world_size, gpu, assumed, exact_sync=False), candidate
+            )
+        except ConfigError:
+            return None  # does not divide the model or the world
+
+    trained = [made for made in map(tried, _trained(cfg, world_size, gpu)) if made and _trains(made.plan)]
+    found: list[Suggestion] = []
+    for layout in _fastest_by_layout(trained, _train_s)[: 2 * count]:
+        made = [made for made in map(tried, _engines(layout.cfg, world_size)) if made and made.plan.fits]
+        found += sorted(made, key=_rank)[:1]
+    return sorted(found, key=_rank)[:count]
+
+
+def _trains(plan: RunPlan) -> bool:
+    return all(phase.fits for phase in plan.phases if phase.phase not in _ENGINE_PHASES)
+
+
+def _train_s(made: Suggestion) -> tuple[float, int]:
+    seconds = sum(seconds for name, seconds in made.plan.seconds.items() if name not in _ENGINE_PHASES)
+    return round(seconds, 2), len(made.overrides)
+
+
+def _fastest_by_layout(
+    found: Sequence[Suggestion], rank: Callable[[Suggestion], tuple[float, int]]
+) -> list[Suggestion]:
+    """Of every layout the fastest way of recomputation, the fastest layout first."""
+    best: dict[tuple[int, int, int], Suggestion] = {}
+    for made in sorted(found, key=rank):
+        layout = made.cfg.actor.layout
+        best.setdefault((layout.tp, layout.pp, layout.ep), made)
+    return list(best.values())
+
+
+def smallest_world(
+    cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions | None = None
+) -> tuple[int, Suggestion] | None:
+    """The first doubling of the world in which something fits, up to 64 times, with its fastest layout."""
+    for factor in (2, 4, 8, 16, 32, 64):
+        found = suggest(cfg, world_size * factor, gpu, 1, assumed)
+        if found:
+            return world_size * factor, found[0]
+    return None
+
+
+def _rank(made: Suggestion) -> tuple[float, int]:
+    return round(made.plan.step_s, 2), len(made.overrides)
+
+
+def _trained(cfg: Config, world_size: int, gpu: Gpu) -> Iterator[Config]:
+    """Layouts and recomputation of the trained models."""
+    geometry = read_geometry(cfg.model.path)
+    tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]
+    own = cfg.actor.layout
+    for tp, pp, ep in dict.fromkeys(
+        [(own.tp, own.pp, own.ep), *product(tensor, SIZES, SIZES if geometry.num_experts else (1,))]
+    ):
+        if world_size % (tp * pp) or world_size // pp % ep or pp > geometry.num_layers:
+            continue
+        layout = _layout(cfg, geometry.num_layers, (tp, pp, ep))
+        for recompute in (cfg.actor.recompute, RecomputeConfig("off"), RecomputeConfig("full", "uniform", 1)):
+            yield replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
+
+
+def _engines(cfg: Config, world_size: int) -> Iterator[Config]:
+    """Sizes of the engines, and their shares of a device."""
+    tensor = [size for size in (*SIZES, 32) if size <= world_size]  # an engine may span nodes, slowly
+    for tp, share in product(
+        dict.fromkeys([cfg.rollout.layout.tp, *tensor]), (cfg.rollout.gpu_memory_utilization, *SHARES)
+    ):
+        layout = replace(cfg.rollout.layout, tp=tp)
+        yield replace(cfg, rollout=replace(cfg.rollout, layout=layout, gpu_memory_utilization=share))
+
+
+def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int]) -> LayoutConfig:
+    tp, pp, ep = sizes
+    own = cfg.actor.layout
+    if (own.tp, own.pp, own.ep) == sizes:
+        return own
+    stages = balanced_stages(num_layers, pp) if num_layers % pp else None
+    return LayoutConfig(tp, pp, None, stages, 1, ep, 1 if ep > 1 else None, tp > 1)
+
+
+def changes(old: Config, new: Config) -> tuple[str, ...]:
+    """The overrides that turn the layout of ``old`` into that of ``new``."""
+    found = []
+    pairs = (
+        ("actor.layout", old.actor.layout, new.actor.layout),
+        ("actor.recompute", old.actor.recompute, new.actor.recompute),
+        ("rollout.layout", old.rollout.layout, new.rollout.layout),
+    )
+    for group, before, after in pairs:
+        for key, value in vars(after).items():
+            if vars(before)[key] != value:
+                found.append(f"{group}.{key}={_yaml(value)}")
+    if old.rollout.gpu_memory_utilization != new.rollout.gpu_memory_utilization:
+        found.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
+    return tuple(found)
+
+
+def _yaml(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")

@@ -1,0 +1,211 @@
+"""Bytes of a model's weights, gradients and optimizer state on a rank, exactly as Megatron allocates them.
+
+With the distributed optimizer every model chunk has flat buffers for its parameters and for their fp32 gradients, experts under expert
+parallelism have buffers of their own, and each data-parallel rank keeps masters and moments of an equal range of every bucket. Starts
+of parameters are padded to 64 elements, ends of buckets to a multiple of 128 and of the data-parallel size; an embedding that two
+pipeline stages share has a bucket of its own (megatron/core/distributed/param_and_grad_buffer.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm, prod
+
+from rlhf_mcore.bridge.rules import HEADS, hf_shapes, pieces
+from rlhf_mcore.bridge.sources import layer_names
+from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
+from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.types import ModelGeometry, Shard
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_FP32 = 4
+_PARAMETER_START, _BUCKET_END = 64, 128
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Modules of a layer in the order in which Megatron makes them.
+_MODULES = (
+    "input_layernorm",
+    "linear_proj",
+    "linear_qkv",
+    "q_layernorm",
+    "k_layernorm",
+    "pre_mlp",
+    "router",
+    "experts",
+    "fc1",
+    "fc2",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A parameter of a rank and its number of elements, padding of the vocabulary included."""
+
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a model takes on one rank all the time. ``masters`` and ``moments`` are those of the rank's shard."""
+
+    weights: int
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+def state_bytes(role: Role, rank: int) -> StateBytes:
+    """Exact bytes on a rank; nothing on one that holds no part of the model."""
+    if rank not in role.layout.ranks:
+        return StateBytes(0)
+    if role.trained:
+        numel, owned = _buffers(role.geometry, role.layout, rank)
+        masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters
+        return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, 2 * _FP32 * owned)
+    chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
+    return StateBytes(BYTES[role.dtype] * sum(tensor.numel for chunk in chunks for tensor in chunk))
+
+
+@lru_cache(maxsize=1024)
+def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int]:
+    """Elements of a rank's flat buffers, and of the parameters whose optimizer state it keeps."""
+    place = layout.coordinates(rank)
+    dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
+    numel = owned = 0
+    shares_embedding = geometry.tied_embeddings and layout.pp > 1
+    for chunk in chunk_tensors(geometry, layout, place["pp"]):
+        apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
+        rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
+        for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
+            buckets = list(_buckets(tensors, size, shares_embedding))
+            numel += sum(end - start for start, end, _ in buckets)
+            owned += sum(_owned(bucket, index, size) for bucket in buckets)
+    return numel, owned
+
+
+_Bucket = tuple[int, int, list[tuple[int, int]]]  # start and end in the buffer, ranges of its parameters
+
+
+def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shares_embedding: bool) -> Iterator[_Bucket]:
+    """The buckets of one buffer: the last parameter comes first, as gradients do."""
+    unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int]]()
+    for tensor in reversed(tensors):
+        alone = shares_embedding and tensor.name in (_EMBEDDING, _OUTPUT)
+        if alone and ranges:
+            end = _round_up(_round_up(ranges[-1][1], _PARAMETER_START), unit)
+            yield start, end, ranges
+            start, ranges = end, []
+        first = _round_up(ranges[-1][1], _PARAMETER_START) if ranges else start
+        ranges.append((first, first + tensor.numel))
+        if alone:
+            end = _round_up(ranges[-1][1], unit)
+            yield start, end, ranges
+            start, ranges = end, []
+    if ranges:
+        yield start, _round_up(ranges[-1][1], unit), ranges
+
+
+def _owned(bucket: _Bucket, index: int, dp_size: int) -> int:
+    """Elements of parameters in the range of a bucket that one data-parallel rank keeps the state of."""
+    start, end, ranges = bucket
+    share = (end - start) // dp_size
+    low, high = start + index * share, start + (index + 1) * share
+    return sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> list[list[LocalTensor]]:
+    """Parameters of every model chunk of a pipeline rank, in Megatron's order. All tensor-parallel ranks hold equally many.
+
+    Those of a layer are named after the first layer of its kind.
+    """
+    grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
+    last = (layout.pp - 1, (layout.vpp or 1) - 1)
+    chunks = []
+    for number in range(layout.vpp or 1):
+        layers = layout.layers_of(geometry.num_layers, pp, number)
+        tensors = [
+            tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.is_moe_layer(layer), grid)
+        ]
+        if (pp, number) == (0, 0):
+            tensors.insert(0, LocalTensor(_EMBEDDING, _vocabulary_numel(geometry, layout.tp)))
+        if (pp, number) == last:
+            tensors.append(LocalTensor("decoder.final_layernorm.weight", geometry.hidden_size))
+            tensors += _output(geometry, layout)
+        chunks.append(tensors)
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """What decides the size of a layer's tensors on a rank."""
+
+    tp: int
+    expert_tp: int
+    ep: int
+
+
+@lru_cache(maxsize=1024)
+def _layer_tensors(geometry: ModelGeometry, is_moe: bool, grid: _Grid) -> tuple[LocalTensor, ...]:
+    layer = next(layer for layer in range(geometry.num_layers) if geometry.is_moe_layer(layer) == is_moe)
+    names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
+    return tuple(LocalTensor(name, _numel(name, geometry, grid)) for name in names)
+
+
+def _order(name: str) -> tuple[int, int]:
+    module = next(number for number, part in enumerate(_MODULES) if part in name)
+    expert = re.search(r"(?<=local_experts\.)\d+", name)
+    return module, int(expert.group()) if expert else 0
+
+
+def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
+    shard = Shard(0, grid.expert_tp, 0, grid.ep) if is_expert(name) else Shard(0, grid.tp)
+    return sum(prod(piece.shape) for piece in pieces(name, geometry, shard))
+
+
+def _vocabulary_numel(geometry: ModelGeometry, tp: int) -> int:
+    return geometry.padded_vocab(tp) // tp * geometry.hidden_size
+
+
+def _output(geometry: ModelGeometry, layout: ParallelLayout) -> list[LocalTensor]:
+    """The last layer: of a tied model a copy of the embedding on the last stage, or nothing without a pipeline."""
+    if geometry.tied_embeddings and layout.pp == 1:
+        return []
+    if geometry.head == "lm":
+        return [LocalTensor(_OUTPUT, _vocabulary_numel(geometry, layout.tp))]
+    grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
+    return [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in HEADS[geometry.head]]
+
+
+@lru_cache(maxsize=64)
+def num_parameters(geometry: ModelGeometry) -> int:
+    """Elements of the Hugging Face model."""
+    return sum(prod(shape) for shape in hf_shapes(geometry).values())
+
+
+@lru_cache(maxsize=64)
+def active_parameters(geometry: ModelGeometry, experts_per_token: int) -> int:
+    """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
+    shapes = hf_shapes(geometry)
+    total = sum(prod(shape) for name, shape in shapes.items() if not name.startswith("model.embed_tokens"))
+    if geometry.tied_embeddings:
+        total += geometry.vocab_size * geometry.hidden_size
+    idle = geometry.num_experts - experts_per_token
+    num_moe_layers = sum(geometry.is_moe_layer(layer) for layer in range(geometry.num_layers))
+    return total - num_moe_layers * idle * 3 * geometry.hidden_size * geometry.expert_ffn_size
+
+
+def checkpoint_bytes(role: Role) -> int:
+    """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights."""
+    state = 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
+    return num_parameters(role.geometry) * (BYTES[role.dtype] + state)

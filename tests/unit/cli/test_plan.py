@@ -1,0 +1,90 @@
+"""The command: no files but config.json, no torch, exit code 2 where something does not fit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli import plan
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "configs" / "models" / "Qwen2.5-7B"
+RUN = f"base: {ROOT / 'configs' / 'base.yaml'}\nmodel: {{path: {MODEL}}}\ndata: {{train: [absent.parquet]}}\n"
+
+
+@pytest.fixture
+def run_yaml(workspace: Any) -> str:
+    return str(workspace.write("plan.yaml", RUN))
+
+
+def test_neither_weights_nor_prompts_nor_torch_are_needed(run_yaml: str) -> None:
+    code = (
+        "import sys\nfrom rlhf_mcore.cli.plan import main\n"
+        f"code = main([{run_yaml!r}, '--world-size', '8', '--json', 'actor.layout.tp=2', 'rollout.layout.tp=2'])\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'megatron') if m in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.splitlines()[-1] == "[] 0"
+    report = json.loads(done.stdout)
+    assert report["fits"] is True and report["world_size"] == 8
+    assert report["roles"][0]["parameters"] == 7_615_616_512
+    assert report["sync"]["received"] == 0  # engines are cut as the actor: nothing has to move
+
+
+def test_text_has_every_part(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "actor.layout.tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 x H100 (79.1 GiB each, 8 a node), bf16: fits\n")
+    for part in ("tp2 pp1 dp4", "generate", "actor update", "sync ", "checkpoint ", "cache ", "step "):
+        assert part in out
+
+
+def test_what_does_not_fit_ends_with_code_2(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "1", "--gpu", "A100-40"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: generate needs") and "biggest parts" in err and "--suggest" in err
+
+
+def test_suggestions_are_printed_as_overrides(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "1", "--suggest", "--json"]) == 2
+    suggestions = json.loads(capsys.readouterr().out)["suggestions"]
+    assert suggestions and suggestions[0]["world_size"] > 1
+
+
+def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "--set", "memory_bytes=3e10"]) == 2
+    assert plan.main([run_yaml, "--set", "bandwith=1"]) == 2
+    assert "there are: memory_bytes" in capsys.readouterr().err
+    assert plan.main([run_yaml, "--set", "per_node"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "0"], "--world-size 0 is out of range"),
+        (["actor.layout.tp=3", "--world-size", "3"], "actor.layout.tp=3 does not divide num_attention_heads=28"),
+        (["model.path=nowhere"], "model.path=nowhere does not exist"),
+        (["trainer.num_stps=3"], "did you mean trainer.num_steps?"),
+    ],
+)
+def test_mistakes_are_told(
+    run_yaml: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([run_yaml, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_training_still_asks_for_the_files(run_yaml: str) -> None:
+    from rlhf_mcore.config.errors import ConfigError
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.validate import validate
+
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(run_yaml), 8)
+    text = str(caught.value)
+    assert "no *.safetensors" in text and "has no tokenizer" in text and "absent.parquet" in text

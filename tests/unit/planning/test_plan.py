@@ -1,0 +1,140 @@
+"""Whole plans: what fits and what does not, and layouts that are proposed instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.planning.hardware import GIB, GPUS, Assumptions
+from rlhf_mcore.planning.memory import GENERATE
+from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
+from rlhf_mcore.planning.report import as_text, refusal
+from rlhf_mcore.planning.suggest import smallest_world, suggest
+
+ROOT = Path(__file__).resolve().parents[3]
+H100 = GPUS["H100"]
+
+
+def config(model: str, *overrides: str) -> Config:
+    base = [
+        "data.train=[train.parquet]",
+        "trainer.prompts_per_step=64",
+        f"model.path={ROOT / 'configs' / 'models' / model}",
+    ]
+    return resolve(load_config(ROOT / "configs" / "base.yaml", [*base, *overrides]))
+
+
+def planned(model: str, world_size: int, *overrides: str, gpu: str = "H100") -> RunPlan:
+    return make_plan(config(model, *overrides), world_size, GPUS[gpu], exact_sync=False)
+
+
+def test_every_model_of_a_ppo_run_is_planned() -> None:
+    plan = planned(
+        "Qwen2.5-0.5B-Instruct",
+        4,
+        "algorithm=ppo",
+        "algorithm.kl.coef=0.01",
+        "critic.layout.tp=2",
+        "critic.ranks=[2,4]",
+    )
+    assert [role.name for role in plan.roles] == ["actor", "reference", "critic"]
+    assert [role.layout["dp"] for role in plan.roles] == [4, 4, 1]
+    names = [phase.phase for phase in plan.phases]
+    assert names == [
+        "generate",
+        "sync",
+        "actor forward",
+        "reference forward",
+        "critic forward",
+        "actor update",
+        "critic update",
+    ]
+    assert list(plan.seconds) == names
+    worst = next(phase for phase in plan.phases if phase.phase == "critic update")
+    assert worst.rank == 2 and worst.parts["critic moments"] > 0
+
+
+def test_offloaded_models_are_there_only_while_they_are_used() -> None:
+    key = "reference weights"
+    kept = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01").phases}
+    away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true").phases}
+    assert kept["actor update"].parts[key] == 2 * 7_615_616_512
+    assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
+
+
+def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() -> None:
+    assert planned("Qwen2.5-7B", 8).pinned_bytes == 0
+    offloaded = planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true")
+    assert offloaded.pinned_bytes == 2 * 7_615_616_512
+    saved = planned("Qwen2.5-7B", 8, "checkpoint.async_save=true")
+    assert saved.pinned_bytes == pytest.approx(14 * 7_615_616_512 / 8, rel=1e-3)
+
+
+def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
+    asleep = {p.phase: p.total for p in planned("Qwen2.5-7B", 8).phases}
+    awake = {p.phase: p.total for p in planned("Qwen2.5-7B", 8, "rollout.sleep=false").phases}
+    assert awake["actor update"] - asleep["actor update"] == int(0.5 * H100.memory_bytes)
+    assert awake[GENERATE] == asleep[GENERATE]
+
+
+def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
+    plan = planned("Qwen2.5-7B", 1)  # 18 bytes a parameter are 128 GiB
+    assert not plan.fits
+    lines = refusal(plan).splitlines()
+    assert lines[0].startswith("generate needs 1")
+    assert "its biggest parts: actor moments 56.7, actor gradients 28.4, actor masters 28.4" in refusal(plan)
+    assert as_text(plan).splitlines()[0].endswith("does not fit")
+    assert as_json(plan)["fits"] is False
+
+
+def test_a_cache_that_cannot_hold_one_sequence_is_refused() -> None:
+    plan = planned("Qwen2.5-7B", 8, "rollout.gpu_memory_utilization=0.185")
+    generate = plan.phases[0]
+    assert generate.total <= generate.available and not generate.fits
+    assert "rollout.gpu_memory_utilization=0.185 leaves room for" in refusal(plan)
+
+
+def test_microbatches_and_bubble() -> None:
+    # 64 * 8 sequences of (512 + 256) / 2 tokens on two data-parallel ranks are 98304 tokens: 12 microbatches of 8192.
+    plan = planned("Qwen2.5-7B", 8, "actor.layout.pp=4")
+    cut = plan.roles[0].cut
+    assert (cut.dp, cut.sequences, cut.num_microbatches) == (2, 256, 12)
+    assert cut.bubble == pytest.approx(3 / 15)
+    halves = planned("Qwen2.5-7B", 8, "actor.layout.pp=4", "trainer.minibatch_size=32").roles[0].cut
+    assert halves.num_microbatches == 6
+
+
+def test_suggestions_fit_and_the_fastest_comes_first() -> None:
+    cfg = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9")
+    assert not make_plan(cfg, 8, H100, exact_sync=False).fits
+    found = suggest(cfg, 8, H100)
+    assert len(found) == 5
+    assert [made.plan.step_s for made in found] == sorted(made.plan.step_s for made in found)
+    for made in found:
+        again = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9", *made.overrides)
+        validate(again, 8, check_files=False)
+        assert make_plan(again, 8, H100, exact_sync=False).fits
+
+
+def test_where_nothing_fits_a_larger_world_is_proposed() -> None:
+    cfg = config("Llama-3-70B")
+    assert suggest(cfg, 4, H100) == []  # 18 bytes a parameter are 1183 GiB
+    found = smallest_world(cfg, 4, H100)
+    assert found is not None
+    world, made = found
+    assert world >= 32 and made.plan.fits
+
+
+def test_assumptions_change_what_is_left() -> None:
+    cfg = config("Qwen2.5-7B")
+    plain = make_plan(cfg, 8, H100, exact_sync=False)
+    tight = make_plan(cfg, 8, H100, Assumptions(reserve_bytes=10 * GIB), exact_sync=False)
+    assert tight.phases[0].total - plain.phases[0].total == 10 * GIB - Assumptions().reserve_bytes
+    half = make_plan(cfg, 8, replace(H100, memory_bytes=H100.memory_bytes // 2), exact_sync=False)
+    assert half.phases[0].available == pytest.approx(plain.phases[0].available / 2, abs=1)

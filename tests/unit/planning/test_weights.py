@@ -1,0 +1,95 @@
+"""Sizes of well-known models from their config.json, and bytes by hand. Real Megatron models: tests/distributed/test_planning.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.geometry import read_sizes
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.planning.weights import active_parameters, checkpoint_bytes, num_parameters, state_bytes
+
+MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
+# Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.
+PARAMETERS = {
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "deepseek-llm-7b-chat": 6_910_365_696,
+}
+
+
+def role(name: str, layout: ParallelLayout, *, trained: bool = True, dtype: str = "bf16", head: str = "lm") -> Role:
+    return Role("actor", *read_sizes(MODELS / name, head), layout, trained, dtype)
+
+
+def test_every_described_model_is_known() -> None:
+    assert {path.parent.name for path in MODELS.glob("*/config.json")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_the_published_ones(name: str) -> None:
+    geometry, _ = read_sizes(MODELS / name, "lm")
+    assert num_parameters(geometry) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22)])
+def test_active_parameters_are_what_the_names_say(name: str, billions: float) -> None:
+    # The reports count the embedding too (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B).
+    geometry, top_k = read_sizes(MODELS / name, "lm")
+    embedding = geometry.vocab_size * geometry.hidden_size
+    assert (active_parameters(geometry, top_k) + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_one_rank_holds_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:
+    count = PARAMETERS["Llama-3-8B"]
+    alone = ParallelLayout(1)
+    state = state_bytes(role("Llama-3-8B", alone), 0)
+    assert (state.weights, state.gradients) == (2 * count, 4 * count)
+    assert (state.masters, state.moments) == (4 * count, 8 * count)
+    full = state_bytes(role("Llama-3-8B", alone, dtype="fp32"), 0)
+    assert (full.weights, full.gradients, full.masters, full.moments) == (4 * count, 4 * count, 0, 8 * count)
+    frozen = state_bytes(role("Llama-3-8B", alone, trained=False), 0)
+    assert frozen.total == 2 * count
+
+
+def test_data_parallel_ranks_share_masters_and_moments() -> None:
+    whole = state_bytes(role("Llama-3-8B", ParallelLayout(1)), 0)
+    shares = [state_bytes(role("Llama-3-8B", ParallelLayout(8)), rank) for rank in range(8)]
+    assert sum(share.moments for share in shares) == whole.moments
+    assert {share.weights for share in shares} == {whole.weights}
+
+
+def test_tensor_and_pipeline_ranks_share_everything() -> None:
+    layout = ParallelLayout(8, tp=2, pp=4)
+    parts = [state_bytes(role("Llama-3-8B", layout), rank) for rank in range(8)]
+    norms = (2 * 32 + 1) * 4096  # held by both tensor-parallel ranks
+    assert sum(part.weights for part in parts) == 2 * (PARAMETERS["Llama-3-8B"] + norms)
+
+
+def test_experts_are_dealt_and_the_rest_is_not() -> None:
+    name, layout = "Qwen3-30B-A3B", ParallelLayout(8, ep=8, etp=1)
+    experts = 48 * 128 * 3 * 2048 * 768
+    state = state_bytes(role(name, layout), 0)
+    assert state.weights == 2 * (PARAMETERS[name] - experts + experts // 8)
+    # The shared rest is stepped by all eight ranks, an expert by the one that has it.
+    assert state.moments == 8 * ((PARAMETERS[name] - experts) // 8 + experts // 8)
+
+
+def test_a_value_head_takes_the_place_of_the_output_layer() -> None:
+    critic = role("Llama-3-8B", ParallelLayout(1), head="token")
+    count = PARAMETERS["Llama-3-8B"] - 128256 * 4096 + 4096 + 1
+    assert num_parameters(critic.geometry) == count
+    assert checkpoint_bytes(critic) == count * (2 + 4 + 8)
+
+
+def test_a_rank_without_the_model_holds_nothing() -> None:
+    apart = role("Llama-3-8B", ParallelLayout(4, first_rank=4))
+    assert state_bytes(apart, 0).total == 0
+    assert state_bytes(apart, 4).total == state_bytes(role("Llama-3-8B", ParallelLayout(4)), 0).total
