@@ -72,7 +72,7 @@ class Exporter:
         )
         self._rank_plan = plan.rank_view(dist.get_rank())
         flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
-        self._executor = Executor(self._rank_plan, flats, dtypes)
+        self._executor = Executor(self._rank_plan, flats, dtypes, nearby=True)
 
     def save(self, directory: Path) -> None:
         """Write the directory, whole or not at all. Collective over the world."""

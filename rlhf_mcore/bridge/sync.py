@@ -90,6 +90,8 @@ class PlannedBridge:
         verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
+        ranks_per_node: consecutive ranks of a machine, where there are several: what crosses machines is then brought to each once
+            and handed on inside.
         poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
     """
 
@@ -102,6 +104,7 @@ class PlannedBridge:
         bucket_bytes: int,
         verify: str = "off",
         gatherer: Gatherer | None = None,
+        ranks_per_node: int | None = None,
         poison: bool = False,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
@@ -110,7 +113,8 @@ class PlannedBridge:
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = hf_shapes(geometry)
         self._engine, self._verify, self._gatherer, self._poison = engine, verify, gatherer, poison
-        self._bucket_bytes, self._is_tied = bucket_bytes, geometry.tied_embeddings
+        self._bucket_bytes, self._ranks_per_node = bucket_bytes, ranks_per_node
+        self._is_tied = geometry.tied_embeddings
         self._map = engine_map(engine.model, shapes)
         self._dtypes = wire_dtypes(parameters, pieces_of)
         self._sides = _Sides(
@@ -142,11 +146,12 @@ class PlannedBridge:
             bucket_bytes=self._bucket_bytes,
             # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
             order=spread_order(list(sides.shapes), sides.sources, keep_layers=bool(self._map.repacked)),
+            ranks_per_node=self._ranks_per_node,
             only=names,
         )
         _agree(plan)
         rank_plan = plan.rank_view(dist.get_rank())
-        return _Transfer(plan, rank_plan, Executor(rank_plan, self._flats, self._dtypes), names)
+        return _Transfer(plan, rank_plan, Executor(rank_plan, self._flats, self._dtypes, nearby=True), names)
 
     def _engine_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which the engines hold each Hugging Face tensor. Collective."""

@@ -30,7 +30,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
-from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
@@ -144,6 +144,12 @@ def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> Wei
     return CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[DTYPES[dtype]])
 
 
+def _ranks_per_node() -> int | None:
+    """Ranks of each machine as torchrun has started them; None on a single machine, and where machines have different numbers."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return local if local < dist.get_world_size() and len(set(all_gather_json(local))) == 1 else None
+
+
 def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
@@ -162,6 +168,7 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,
+        ranks_per_node=_ranks_per_node(),
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.nearby import share
 from rlhf_mcore.bridge.sources import stage_names
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
@@ -107,7 +108,16 @@ def collectives() -> dict[str, Any]:
         "all_gather_json": all_gather_json([rank] * rank),
         "broadcast_json": broadcast_json({"from": rank}, 2),
         "reduce_sums": reduce_sums({"a": float(rank), "b_max": float(-rank)}),
+        "shared": shared_memory(rank),
     }
+
+
+def shared_memory(rank: int) -> list[Any]:
+    """What ranks read in the memory of the next one, after it has changed, and who can read theirs."""
+    nearby = share(3 * rank, [(rank + 1) % 4])
+    nearby.mine.fill_(rank + 10)
+    dist.barrier()
+    return all_gather_json([{r: memory.tolist() for r, memory in nearby.of.items()}, sorted(nearby.readers)])
 
 
 if __name__ == "__main__":

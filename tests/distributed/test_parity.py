@@ -69,3 +69,9 @@ def test_collectives_with_unequal_ranks(findings: Any) -> None:
     assert found["all_gather_json"] == [[], [1], [2, 2], [3, 3, 3]]
     assert found["broadcast_json"] == {"from": 2}
     assert found["reduce_sums"] == {"a": 6.0, "b_max": 0.0}
+    assert found["shared"] == [
+        [{"1": [11] * 3}, [3]],
+        [{"2": [12] * 6}, [0]],
+        [{"3": [13] * 9}, [1]],
+        [{"0": []}, [2]],
+    ]

@@ -68,6 +68,8 @@ FEW_LAYOUTS = (
     "tp2_sp_ep2_etp1_dp2",
     "pp2_ep2_dp2_uneven",
 )
+# Planned as if every two ranks were a machine of their own.
+TWO_NODES = ("tp2_dp2", "pp4", "tp2_pp2_vpp2_sp_uneven", "tp2_sp_pp2_ep2_etp1")
 # Engines that multiply with live weights, the others keep vLLM's packed ones. Experts are packed in all.
 LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
@@ -127,7 +129,8 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings())
         GatherBridge(gatherer(model), engine).sync(3 * number)
         before = live_tensors(engine)
-        found = planned(model, engine, 3 * number + 1)
+        nodes = 2 if layout in TWO_NODES else None
+        found = planned(model, engine, 3 * number + 1, ranks_per_node=nodes)
         if generates(layout, tp):
             found |= compare(engine, actor, world.prompts, path, step=number)
         found["live"] = float(min(all_gather_json(len(before))) > 0)
@@ -139,11 +142,11 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
     return findings
 
 
-def planned(model: Any, engine: Any, version: int) -> dict[str, float]:
+def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, float]:
     """Sync through the plan into a poisoned engine, with buckets smaller than the largest tensor: compared in full, then hashed."""
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
-    options: dict[str, Any] = dict(bucket_bytes=bucket, poison=True)
+    options |= dict(bucket_bytes=bucket, poison=True)
     parameters, geometry = local_parameters(model), model.spec.geometry
     PlannedBridge(parameters, geometry, engine, verify="full", gatherer=gatherer(model), **options).sync(version)
     bridge = PlannedBridge(parameters, geometry, engine, verify="digest", **options)
@@ -277,7 +280,7 @@ def tampered(bridge: PlannedBridge) -> str:
     def scatter(flight: Any, buffers: Any) -> None:
         original(flight, buffers)
         if dist.get_rank() == 1 and flight.receives and not changed:
-            copy = flight.receives[0][0].copies[0]
+            copy = flight.receives[0].message.copies[0]
             buffers[copy.buffer][copy.offset] += 1.0
             changed.append(copy.hf_name)
 
