@@ -13,7 +13,8 @@ from rlhf_mcore.bridge.coverage import CoverageError, check_coverage
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
 from rlhf_mcore.bridge.rank_plan import Copy, RankPlan
-from rlhf_mcore.bridge.sources import spread_order
+from rlhf_mcore.bridge.sources import spread_order, stage_names, trainer_places
+from rlhf_mcore.parallel.layout import ParallelLayout
 
 BUCKET = 256 * 2**20
 
@@ -61,7 +62,21 @@ def plan_of(model: Model, held: list[Place], needed: list[Place], ranks_per_node
 def test_every_layout_is_covered_at_the_lower_bound(
     model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: int
 ) -> None:
-    held, needed = described(model, ranks, tp, pp, ep, engine_tp)
+    check_bound(model, ranks, *described(model, ranks, tp, pp, ep, engine_tp))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("ranks", "ep", "etp"), [(1024, 16, 2), (16384, 32, 4)])
+def test_experts_in_parts_on_uneven_interleaved_stages(ranks: int, ep: int, etp: int, fused: bool) -> None:
+    """Each expert is cut, stages have one or two layers in two chunks; experts one by one, or as one grouped product."""
+    model = shallow(QWEN_235B, 10, experts=64)
+    layout = ParallelLayout(ranks, tp=8, pp=4, vpp=2, ep=ep, etp=etp, layers_per_stage=(1, 1, 2, 1, 1, 1, 1, 2))
+    held = trainer_places(stage_names(model.geometry, layout, fused=fused), model.geometry, layout)
+    check_bound(model, ranks, held, destinations(model, 8, ranks // 8))
+
+
+def check_bound(model: Model, ranks: int, held: list[Place], needed: list[Place]) -> None:
+    """Everything is covered, nothing is received that need not be, and what the parts say adds up."""
     check_coverage(held, needed, shapes(model))
     plan = plan_of(model, held, needed)
     counted = plan.bytes()
