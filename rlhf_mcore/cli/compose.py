@@ -32,7 +32,7 @@ from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
-from rlhf_mcore.protocols import RolloutEngine, Tracker, WeightBridge
+from rlhf_mcore.protocols import RewardFunction, RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role import Role
@@ -43,7 +43,7 @@ from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.model_scores import ModelScores
+from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.saving import ModelSaver
@@ -183,8 +183,15 @@ def _exporter(cfg: Config, role: Role, path: str) -> Exporter:
     )
 
 
+def _reward(cfg: Config, data: _Data, built: BuiltRoles) -> RewardFunction:
+    graders = build_reward(cfg.reward)
+    if built.reward_model is None:
+        return graders
+    return ModelReward(graders, built.reward_model, cfg.reward.model.weight, int(data.tokenizer.pad_token_id))
+
+
 def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine, record: RunRecord) -> Trainer:
-    reward = build_reward(cfg.reward)
+    reward = _reward(cfg, data, built)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     run_directory = Path(cfg.output_dir) / cfg.project / cfg.experiment
@@ -196,10 +203,8 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         built.actor,
         built.critic,
         built.reference,
-        built.reward_model,
         warmup_steps=cfg.critic.warmup_steps if built.critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
-        score_weight=cfg.reward.model.weight,
     )
     return Trainer(
         prompt_source=PromptBatches(data.train, sampler),
@@ -212,24 +217,11 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         estimation=Estimation(cfg.algorithm),
         bridge=_bridge(cfg, built.actor, engine, built.dtype),
         evaluator=Evaluator(
-            data.evaluation,
-            engine,
-            reward,
-            evaluation_sampling(cfg),
-            cfg.evaluate.every,
-            prompts_per_batch(cfg),
-            _model_scores(cfg, data, built),
+            data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
         ),
         checkpointer=ModelSaver(writers, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
         recorder=record,
     )
-
-
-def _model_scores(cfg: Config, data: _Data, built: BuiltRoles) -> ModelScores | None:
-    if built.reward_model is None:
-        return None
-    pad = int(data.tokenizer.pad_token_id)
-    return ModelScores(built.reward_model, cfg.reward.model.weight, pad, cfg.trainer.prompts_per_step)
 
 
 def _summary(cfg: Config, record: RunRecord) -> None:

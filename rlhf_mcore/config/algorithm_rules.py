@@ -21,7 +21,6 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
     yield from _name_problems("algorithm.advantage", algorithm.advantage, ADVANTAGES)
     yield from _name_problems("algorithm.policy_loss", algorithm.policy_loss, POLICY_LOSSES)
     yield from _group_problems(cfg)
-    yield from _sampling_problems(cfg)
     yield from _critic_problems(cfg)
     yield from _loss_problems(algorithm)
     yield from _kl_problems(algorithm)
@@ -49,14 +48,6 @@ def _group_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.sampling.n={n}: algorithm.dynamic_sampling.enabled=True keeps prompts whose responses differ in "
             "score; set rollout.sampling.n to 2 or more, or switch it off"
-        )
-
-
-def _sampling_problems(cfg: Config) -> Iterator[str]:
-    if cfg.algorithm.dynamic_sampling.enabled and cfg.reward.model.path is not None:
-        yield (
-            "algorithm.dynamic_sampling.enabled=True chooses prompts by the scores of rules before a reward model has scored "
-            f"them (reward.model.path={cfg.reward.model.path}); switch one of them off"
         )
 
 

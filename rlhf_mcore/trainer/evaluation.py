@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,12 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
+from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
-    from rlhf_mcore.trainer.model_scores import ModelScores
 
 # Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
 # counts its steps from 1: its rollouts never share a seed with these.
@@ -34,7 +34,6 @@ class Evaluator:
     sampling: Sampling
     every: int
     prompts_per_batch: int
-    model_scores: ModelScores | None = None  # of a reward model
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -50,15 +49,10 @@ class Evaluator:
         ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
         function of the user's gives none); a reward model counts in ``evaluate/reward`` only.
         """
-        mine: list[tuple[Trajectory, Score, Graded]] = []
+        mine: list[Graded] = []
         for batch in batches(self.prompts, self.engine, self.prompts_per_batch):
-            mine += grade(self.engine, self.reward, self.sampling, batch)
-        rows = [row for _, _, row in mine]
-        if self.model_scores is not None:
-            trajectories, scores = [trajectory for trajectory, _, _ in mine], [score for _, score, _ in mine]
-            scores = self.model_scores(self.prompts, self.sampling.n, trajectories, scores)
-            rows = [replace(row, score=score.value) for row, score in zip(rows, scores, strict=True)]
-        gathered = all_gather_json([astuple(row) for row in rows])
+            mine += [row for _, _, row in grade(self.engine, self.reward, self.sampling, batch)]
+        gathered = all_gather_json([astuple(row) for row in mine])
         return metrics([Graded(*row) for part in gathered for row in part])
 
 
@@ -66,7 +60,7 @@ def grade(
     engine: RolloutEngine, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
 ) -> list[tuple[Trajectory, Score, Graded]]:
     """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
-    trajectories = engine.generate(prompts, sampling, step=SEED_STEP)
+    trajectories = engine.generate(prompts, sampling, step=SEED_STEP) if prompts else []
     scores = reward.score(trajectories)
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 
@@ -135,10 +129,12 @@ def prompts_per_batch(cfg: Config) -> int:
 def batches(prompts: Sequence[Prompt], engine: RolloutEngine, size: int) -> Iterator[list[Prompt]]:
     """What this rank's engine evaluates: every ``num_engines``-th prompt, ``size`` at a time.
 
-    Training and the command cut alike, so that the engine sees the same batches and rounds the same way.
+    Training and the command cut alike, so that the engine sees the same batches and rounds the same way. All engines have equally
+    many batches, the last of some may be empty: a reward model scores with all ranks.
     """
     mine = list(prompts[engine.engine_index :: engine.num_engines])
-    for start in range(0, len(mine), size):
+    longest = len(prompts[:: engine.num_engines])
+    for start in range(0, longest, size):
         yield mine[start : start + size]
 
 
@@ -164,7 +160,8 @@ def graded_of(record: Mapping[str, Any]) -> Graded:
 
 
 def is_correct(value: float, parts: dict[str, float]) -> bool:
-    """All parts at their full mark; without parts, a score of at least 1."""
+    """All graded parts at their full mark; without parts, a score of at least 1. A reward model's score has no full mark."""
+    parts = {name: part for name, part in parts.items() if name != PART}
     return all(part >= 1.0 for part in parts.values()) if parts else value >= 1.0
 
 

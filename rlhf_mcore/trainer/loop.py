@@ -80,9 +80,6 @@ class Trainer:
     def _compute(self, step: int, batch: TrainBatch) -> None:
         """Everything that the models say about a batch before any of them is updated."""
         roles, timed = self.roles, self.recorder.phase
-        if roles.reward_model is not None:
-            with timed("reward_model"):
-                batch.scores = batch.scores + roles.score_weight * roles.reward_model.compute_scores(batch)
         if roles.reference is not None:
             with timed("reference"):
                 if roles.refresh_steps and step > 1 and (step - 1) % roles.refresh_steps == 0:

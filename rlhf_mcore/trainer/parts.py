@@ -58,16 +58,14 @@ class Roles:
     """The models of a run; those that its algorithm does not need are None.
 
     ``warmup_steps``: in so many steps only the critic learns. ``refresh_steps``: after so many steps the reference takes over the
-    actor's weights (0: never). ``score_weight``: of the reward model.
+    actor's weights (0: never).
     """
 
     actor: TrainablePolicy
     critic: ValueModel | None = None
     reference: ReferenceModel | None = None
-    reward_model: ScoreModel | None = None
     warmup_steps: int = 0
     refresh_steps: int = 0
-    score_weight: float = 1.0
 
 
 class Checkpointer(Protocol):

@@ -139,7 +139,7 @@ class Sampler:
         return next(self.batches)
 
 
-SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25, "reward_model": 4.0}
+SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25}
 
 
 def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Trainer, Log]:
@@ -175,7 +175,6 @@ def updated(model: Any) -> TrainBatch:
 
 
 COMPUTED: dict[str, Log] = {
-    "reward_model": [("phase", "reward_model"), ("reward_model",)],
     "reference": [("phase", "reference"), ("reference",)],
     "critic": [("phase", "values"), ("critic",)],
 }
@@ -203,7 +202,7 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
     ]
 
 
-@pytest.mark.parametrize("beside", [(), ("reference",), ("critic",), ("reward_model", "reference", "critic")])
+@pytest.mark.parametrize("beside", [(), ("reference",), ("critic",), ("reference", "critic")])
 def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
     which, log = trainer({0, 2}, *beside)
     which.run(2)
@@ -290,17 +289,6 @@ def test_the_critic_alone_learns_in_its_first_steps() -> None:
     metrics = which.recorder.metrics  # type: ignore[attr-defined]
     assert ["loss/actor" in metrics[step] for step in (1, 2, 3)] == [False, False, True]
     assert all("loss/critic" in metrics[step] for step in (1, 2, 3))
-
-
-def test_the_weighted_score_of_a_reward_model_is_added() -> None:
-    which, _ = trainer(set(), "reward_model", score_weight=0.5)
-    which.run(1)
-    batch = updated(which.roles.actor)
-    # The grader says 0 and 1 in each group, the model 0 in the first and 4 in the second.
-    assert batch.scores.tolist() == [0.0, 1.0, 2.0, 3.0] and batch.scores.dtype == torch.float64
-    assert batch.rewards is not None and batch.rewards.sum(1).tolist() == [0.0, 1.0, 2.0, 3.0]
-    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
-    assert (metrics["reward/mean"], metrics["reward/max"]) == (1.5, 3.0)
 
 
 @pytest.mark.parametrize(("every", "before"), [(0, []), (1, [2, 3, 4, 5]), (2, [3, 5]), (3, [4])])
