@@ -96,13 +96,15 @@ def _convert(request: Request, companions: Path, geometry: ModelGeometry, consol
 
 def _companions(request: Request) -> Path:
     """Where config.json is: named, in the source, or where the source's format keeps it."""
-    if request.hf_config:
-        return request.hf_config
     root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
     places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
+    if request.hf_config:
+        places = [request.hf_config]
     found = next((place for place in places if (place / "config.json").is_file()), None)
     if found is None:
-        raise ConfigError(f"{root}: no config.json; name the directory of the Hugging Face model with --hf-config DIR")
+        raise ConfigError(
+            f"{places[0]}: no config.json; name the directory of the Hugging Face model with --hf-config DIR"
+        )
     config = read_json(found / "config.json", str(found))
     if "auto_map" in config:
         raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")

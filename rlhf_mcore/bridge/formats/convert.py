@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +26,7 @@ from rlhf_mcore.bridge.tensor_files import TensorTypes, bytes_of
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry
 
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 16 * 2**20  # below what glibc would map anew, and fault in, for every block
 RELEASE_BYTES = 128 * 2**20
 
 
@@ -122,7 +124,7 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into, which becomes ``destination`` when the block ends well, and nothing otherwise.
 
     Raises:
-        ConfigError: the destination is there already and may not be replaced.
+        ConfigError: the destination is there already and may not be replaced, or another process is writing it.
     """
     if destination.exists() and not overwrite:
         raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
@@ -130,12 +132,19 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     replaced = destination.with_name(f".{destination.name}.replaced")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        temporary.mkdir(exist_ok=True)
+        lock = os.open(temporary, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{destination} is being written by another conversion; wait for it or choose another DST"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
     try:
+        _empty(temporary)  # of what a killed conversion has left
         yield temporary
+        _make_durable(temporary)
         shutil.rmtree(replaced, ignore_errors=True)
         if destination.exists():
             destination.rename(replaced)
@@ -143,3 +152,18 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _make_durable(directory: Path) -> None:
+    for path in (*directory.rglob("*"), directory):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

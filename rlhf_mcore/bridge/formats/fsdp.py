@@ -30,6 +30,7 @@ from rlhf_mcore.types import ModelGeometry
 COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
 _NAME = re.compile(r"(model|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
+_COMPARED_BYTES = 32 * 2**20
 _Interval = tuple[int, int]  # start, length
 
 
@@ -150,6 +151,8 @@ def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
     if all(tuple(value.shape) == shape for value in values):
         if any(not torch.equal(values[0], value) for value in values[1:]):
             raise ConfigError(f"{ranks.directory}: {name} is whole on every rank, but ranks hold different values")
+        if len(values) * values[0].nbytes > _COMPARED_BYTES:
+            ranks.release()  # comparing has read it all
         return Tiled(dtypes.pop(), shape, [_tile(ranks, name, 0, (0,) * len(shape), shape)])
     if all(value.dim() == 1 for value in values):
         return _flat(ranks, name, values, shape)

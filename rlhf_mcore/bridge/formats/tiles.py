@@ -41,10 +41,10 @@ class Tiled:
     tiles: Sequence[Tile]
     _at: dict[Index, list[Tile]] = field(default_factory=dict)
 
-    def read(self, lead: Index, start: Index, shape: Index) -> Tensor:
-        """The rectangle of ``tensor[lead]`` from ``start`` on, contiguous."""
-        start, full = (*lead, *start), (*(1 for _ in lead), *shape)
-        out = torch.empty(full, dtype=self.dtype)
+    def read_into(self, out: Tensor, lead: Index, start: Index) -> None:
+        """Fill a contiguous tensor with the rectangle of ``tensor[lead]`` that begins at ``start``."""
+        start, full = (*lead, *start), (*(1 for _ in lead), *out.shape)
+        out = out.view(full)
         for tile in self._near(lead):
             begin = tuple(map(max, start, tile.start))
             end = tuple(min(a + n, b + m) for a, n, b, m in zip(start, full, tile.start, tile.shape, strict=True))
@@ -52,7 +52,6 @@ class Tiled:
                 inside = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, tile.start, strict=True))
                 here = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, start, strict=True))
                 out[here] = tile.load()[inside]
-        return out.view(shape)
 
     def _near(self, lead: Index) -> Sequence[Tile]:
         """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
@@ -132,7 +131,7 @@ class TiledSource:
         tensors: by the format's own names.
         rows: for every Hugging Face tensor where its rows lie, in order.
         shapes: of the Hugging Face tensors.
-        release: gives memory back.
+        release: gives back what grows with reading.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class TiledSource:
         tensors: Mapping[str, Tiled],
         rows: Mapping[str, Sequence[Rows]],
         shapes: Mapping[str, Index],
-        release: Callable[[], None],
+        release: Callable[[], None] = lambda: None,
     ):
         self.directory, self.companions, self.release = directory, companions, release
         self._tensors, self._rows, self._shapes = tensors, rows, shapes
@@ -160,8 +159,7 @@ class TiledSource:
             low, high = max(first, run.hf_row), min(first + count, run.hf_row + run.count)
             if low < high:
                 start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
-                part = self._tensors[run.key].read(run.lead, start, (high - low, *shape[1:]))
-                out[low - first : high - first] = part
+                self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
         return out
 
     def origin(self, name: str) -> str:

@@ -90,7 +90,7 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry) 
     shapes = hf_shapes(geometry)
     whole = {name: _in_order(name, found, shapes[name], directory) for name, found in rows.items() if name in shapes}
     ordered = {name: whole[name] for name in shapes if name in whole}
-    return TiledSource(directory, companions, tensors, ordered, shapes, chunks.clear)
+    return TiledSource(directory, companions, tensors, ordered, shapes)
 
 
 class _Chunks:
@@ -114,11 +114,6 @@ class _Chunks:
             self._held += chunk.nbytes
         self._known.move_to_end((path, offset))
         return self._known[path, offset]
-
-    def clear(self) -> None:
-        """Forget them."""
-        self._known.clear()
-        self._held = 0
 
 
 def _tiled(directory: Path, index: Metadata, key: str, found: TensorStorageMetadata, chunks: _Chunks) -> Tiled:

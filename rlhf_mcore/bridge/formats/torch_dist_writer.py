@@ -182,6 +182,7 @@ def _sizes(geometry: ModelGeometry, hf_config: Mapping[str, Any]) -> dict[str, A
         num_query_groups=g.num_kv_heads,
         kv_channels=g.head_dim,
         padded_vocab_size=padded_vocab(g),
+        make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         vocab_size=g.vocab_size,
         max_position_embeddings=hf_config["max_position_embeddings"],
         seq_length=hf_config["max_position_embeddings"],

@@ -265,6 +265,23 @@ def test_verify_sees_a_byte_that_the_disk_changed(
     assert main(arguments) == 0
 
 
+def test_two_conversions_do_not_write_one_directory(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    with core.whole_directory(tmp_path / "out", overwrite=False) as temporary:
+        (temporary / "mine").write_text("")
+        assert main(["--from", "hf", "--to", "hf", str(model), str(tmp_path / "out")]) == 2
+        assert "is being written by another conversion" in capsys.readouterr().err
+        assert (temporary / "mine").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_what_a_killed_conversion_left_is_swept_away(model: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial" / "release").mkdir(parents=True)
+    (tmp_path / ".out.partial" / "junk").write_text("")
+    assert main(["--from", "hf", "--to", "hf", str(model), str(tmp_path / "out")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "junk").exists()
+
+
 def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("")
     assert main(["--from", "hf", "--to", "hf", str(model), str(tmp_path / "file" / "out")]) == 2

@@ -193,6 +193,7 @@ def test_configs(llama: Path, capsys: Capture, change: dict[str, Any], message: 
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, **change}))
     assert message in refused(capsys, "--from", "hf", "--to", "hf", llama, llama.parent / "out")
+    assert message in refused(capsys, "--from", "hf", "--to", "hf", "--hf-config", llama, llama, llama.parent / "out")
 
 
 def test_values_that_fp16_does_not_hold(llama: Path, capsys: Capture) -> None:
