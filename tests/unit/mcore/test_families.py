@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -94,6 +96,55 @@ def test_geometry_by_hand(tmp_path: Path, family: str, tied: bool) -> None:
         vocab_size=97,
         tied_embeddings=tied,
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("head", "suffix"), [("token", "ForTokenClassification"), ("sequence", "ForSequenceClassification")]
+)
+def test_a_scalar_head_on_a_language_model_or_on_its_own(tmp_path: Path, family: str, head: str, suffix: str) -> None:
+    write(tmp_path, family, tie_word_embeddings=True)
+    on_model = load_spec(tmp_path, head, "critic.path")
+    assert on_model.has_fresh_head and not load_spec(tmp_path).has_fresh_head
+    assert on_model.geometry == replace(load_spec(tmp_path).geometry, head=head, tied_embeddings=False)
+    name = FAMILIES[family][0].replace("ForCausalLM", suffix)
+    assert on_model.config_updates["architectures"] == [name]
+    content = json.loads((tmp_path / "config.json").read_text()) | on_model.config_updates
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    saved = load_spec(tmp_path, head, "critic.path")
+    assert saved.geometry == on_model.geometry and not saved.has_fresh_head
+    assert saved.config_updates["architectures"] == [name]
+    # transformers builds from it a model with one label, whose head does not drop out.
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.num_labels == 1
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config).train()
+    assert tuple(model.score.weight.shape) == (1, 64)
+    assert (model.score.bias is not None) == (head == "token")
+    if head == "token":
+        assert model.dropout.p == 0.0
+
+
+def test_a_language_model_is_saved_as_what_it_is(tmp_path: Path) -> None:
+    write(tmp_path, "llama")
+    assert load_spec(tmp_path).config_updates == {}
+
+
+@pytest.mark.parametrize(
+    ("has", "wanted"),
+    [
+        ("ForTokenClassification", "lm"),
+        ("ForTokenClassification", "sequence"),
+        ("ForSequenceClassification", "lm"),
+        ("ForSequenceClassification", "token"),
+    ],
+)
+def test_another_scalar_head_is_refused(tmp_path: Path, has: str, wanted: str) -> None:
+    write(tmp_path, "qwen3")
+    content = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [f"Qwen3{has}"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"critic.path=.*: architecture Qwen3{has} is not supported"):
+        load_spec(tmp_path, wanted, "critic.path")
 
 
 def test_a_config_without_a_head_dim_has_hidden_over_heads(tmp_path: Path) -> None:

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from megatron.core import parallel_state
 
+from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.hf_files import HFReader
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.config.model_files import architecture_name
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch, restore_rows
+from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch, restore_last, restore_rows
 from rlhf_mcore.mcore.ambient import ambient
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters, unwrap
 from rlhf_mcore.mcore.optimizer import build_optimizer, optimizer_step
-from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head
+from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head, scalar_head
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -39,11 +42,11 @@ def groups(world: None) -> ModelGroups:
     return made
 
 
-def build(directory: Path, groups: ModelGroups, *, trainable: bool) -> MegatronModel:
-    spec = load_spec(directory)
+def build(directory: Path, groups: ModelGroups, *, trainable: bool, head: str = "lm") -> MegatronModel:
+    spec = load_spec(directory, head)
     options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
     model = build_model(spec, groups, current_platform(), options)
-    load(local_parameters(model), spec.geometry, HFReader(directory))
+    load(local_parameters(model), spec.geometry, HFReader(directory), fresh_head=spec.has_fresh_head)
     return model
 
 
@@ -99,6 +102,108 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
     updated, grad_norm = optimizer_step(model, optimizer, lr=0.0)
     assert updated and grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
+    """A model of transformers with one label in place of logits, its head far from zero."""
+    language_model = make(name, directory / "language_model")
+    kind = getattr(transformers, architecture_name(type(language_model).__name__, head))
+    scorer = kind.from_pretrained(directory / "language_model", num_labels=1, pad_token_id=0, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in scorer.score.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    scorer.save_pretrained(directory)
+    return scorer.eval()
+
+
+def hf_values(hf: torch.nn.Module, made: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, T] one token before each token, and [B] after the last, one row after the other."""
+    tokens, rows = torch.zeros(made.token_ids.shape), torch.zeros(len(made.lengths))
+    for row, length in enumerate(made.lengths.tolist()):
+        ids = made.token_ids[row, :length][None]
+        # A sequence classifier hands out the last token's only.
+        per_token = type(hf).__name__.endswith("ForTokenClassification")
+        said = (hf(ids).logits if per_token else hf.score(hf.model(ids).last_hidden_state))[0, :, 0]
+        tokens[row, 1:length], rows[row] = said[:-1], said[-1]
+    return tokens, rows
+
+
+@pytest.mark.parametrize(("name", "head"), [("qwen2_yarn", "token"), ("qwen3_tied", "token"), ("llama", "sequence")])
+def test_values_gradients_and_update_are_those_of_transformers(
+    name: str, head: str, tmp_path: Path, groups: ModelGroups
+) -> None:
+    hf = make_scorer(name, head, tmp_path)
+    model = build(tmp_path, groups, trainable=True, head=head)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    made = batch()
+    expected, last = hf_values(hf, made)
+    for packing in (True, False):
+        cut = microbatches(made, packing)
+        said = [out[0] for out in forward(model, cut, scalar_head)]
+        torch.testing.assert_close(restore_rows(said, cut, 3, 7), expected.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(restore_last(said, cut, 3), last.detach(), rtol=0, atol=1e-5)
+
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        return ((scalar_head(outputs, part)[0] - 1) * part.fields["mask"]).square().sum() / 8, {}
+
+    metrics = forward_backward(model, microbatches(made, True), loss)
+    reference = ((expected - 1) * made.loss_mask).square().sum() / 8
+    assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
+    reference.backward()
+    norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
+    updated, grad_norm = optimizer_step(model, optimizer, lr=0.0)
+    assert updated and grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_the_last_word_is_the_score_of_transformers(tmp_path: Path, groups: ModelGroups) -> None:
+    hf = make_scorer("qwen3", "sequence", tmp_path)
+    model, made = build(tmp_path, groups, trainable=False, head="sequence"), batch()
+    cut = microbatches(made, True)
+    scores = restore_last([out[0] for out in forward(model, cut, scalar_head)], cut, 3)
+    for row, length in enumerate(made.lengths.tolist()):
+        with torch.no_grad():
+            (expected,) = hf(made.token_ids[row, :length][None]).logits[0].tolist()
+        assert scores[row].item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_path: Path, groups: ModelGroups) -> None:
+    make("qwen3_tied", tmp_path)
+    model, made = build(tmp_path, groups, trainable=True, head="token"), batch()
+    cut = microbatches(made, True)
+    assert not any(out[0].any() for out in forward(model, cut, scalar_head))
+    head = unwrap(model.chunks[0]).output_layer
+    with torch.no_grad():
+        head.weight.normal_(generator=torch.Generator().manual_seed(5))
+        head.bias.fill_(0.25)
+    spec = model.spec
+    exporter = Exporter(
+        local_parameters(model),
+        spec.geometry,
+        [str(tmp_path)],
+        bucket_bytes=2**20,
+        config_updates=spec.config_updates,
+    )
+    exporter.save(tmp_path / "critic")
+    found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
+    assert type(found).__name__ == "Qwen3ForTokenClassification" and found.config.num_labels == 1
+    values = restore_rows([out[0] for out in forward(model, cut, scalar_head)], cut, 3, 7)
+    torch.testing.assert_close(values, hf_values(found.eval(), made)[0].detach(), rtol=0, atol=1e-5)
+    again = build(tmp_path / "critic", groups, trainable=False, head="token")
+    assert not again.spec.has_fresh_head
+    for mine, theirs in zip(local_parameters(model), local_parameters(again), strict=True):
+        assert mine.name == theirs.name and torch.equal(mine.tensor, theirs.tensor)
+
+
+@pytest.mark.parametrize("head", ["token", "sequence"])
+def test_every_parameter_of_a_scorer_has_a_rule_and_every_tensor_an_owner(
+    head: str, tmp_path: Path, groups: ModelGroups
+) -> None:
+    make("qwen3_tied", tmp_path)
+    found = local_parameters(build(tmp_path, groups, trainable=False, head=head))
+    geometry = load_spec(tmp_path, head).geometry
+    held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
+    assert held == set(hf_shapes(geometry))
 
 
 def test_every_parameter_has_a_rule_and_every_tensor_an_owner(tmp_path: Path, groups: ModelGroups) -> None:

@@ -1,0 +1,112 @@
+"""Weights that wait in host memory, of one real model; and that a reference takes over an actor's bit by bit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.schema import TrainerConfig
+from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel, local_parameters
+from rlhf_mcore.mcore.offload import HostWeights
+from rlhf_mcore.mcore.step import forward, policy_head
+from rlhf_mcore.roles.policy import Reference
+from tests.distributed.models import make
+from tests.unit.mcore.test_model import build, groups
+
+__all__ = ["groups"]
+
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a gloo world: the CPU platform only"),
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path, groups: ModelGroups) -> MegatronModel:
+    make("qwen3_tied", tmp_path)
+    return build(tmp_path, groups, trainable=False)
+
+
+def logprobs(model: MegatronModel) -> Tensor:
+    made = make_train_batch([Row([1, 2, 3], [4, 5, 6, 7], [0.0] * 4, 0.0)], [0], 0)
+    parts = make_microbatches(made, [0], fields={}, max_tokens=9, packing=True)
+    return forward(model, parts, partial(policy_head, model, 1.0))[0][0]
+
+
+def weights(model: MegatronModel) -> dict[str, Tensor]:
+    return {p.name: p.tensor.clone() for p in local_parameters(model)}
+
+
+def is_released(model: MegatronModel) -> bool:
+    tensors = [tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    return all(tensor.numel() == 0 for tensor in tensors)
+
+
+def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: MegatronModel) -> None:
+    before, said = weights(model), logprobs(model)
+    host = HostWeights(model)
+    assert is_released(model)
+    for _ in range(2):
+        with host.resident():
+            found = weights(model)
+            assert found.keys() == before.keys()
+            assert all(torch.equal(found[name], before[name]) for name in before)
+            assert torch.equal(logprobs(model), said)
+        assert is_released(model)
+
+
+def test_weights_are_released_when_the_block_fails(model: MegatronModel) -> None:
+    host = HostWeights(model)
+    with pytest.raises(KeyError), host.resident():
+        raise KeyError
+    assert is_released(model)
+
+
+def test_what_is_stored_is_what_comes_back(model: MegatronModel) -> None:
+    host = HostWeights(model)
+    with host.resident():
+        for parameter in local_parameters(model):
+            parameter.tensor.mul_(1.5)
+        changed = weights(model)
+        host.store()
+    with host.resident():
+        assert all(torch.equal(tensor, changed[name]) for name, tensor in weights(model).items())
+
+
+def test_what_is_written_without_storing_it_is_lost(model: MegatronModel) -> None:
+    before, host = weights(model), HostWeights(model)
+    with host.resident():
+        for parameter in local_parameters(model):
+            parameter.tensor.zero_()
+    with host.resident():
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
+    model: MegatronModel, tmp_path: Path, groups: ModelGroups, offload: bool
+) -> None:
+    make("qwen3_tied", tmp_path / "actor", seed=1)
+    actor = build(tmp_path / "actor", groups, trainable=True)
+    wanted, said = weights(actor), logprobs(actor)
+    host = HostWeights(model) if offload else None
+    reference = Reference(model, model.spec, TrainerConfig(), 1.0, host_weights=host)
+    holder: Any = type("Holder", (), {"model": actor})
+    reference.refresh(holder)
+    assert is_released(model) == offload
+    with reference._on_device():
+        found = weights(model)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert torch.equal(logprobs(model), said)
+    # The actor goes on; what the reference has is its own.
+    for parameter in local_parameters(actor):
+        parameter.tensor.zero_()
+    with reference._on_device():
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(model).items())
