@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import PRESETS
 from rlhf_mcore.config.validate import CHOICES, RANGES, validate
-
-
-def check(*overrides: str, world_size: int | None = None) -> list[str]:
-    """The problems of run.yaml with these overrides."""
-    try:
-        validate(load_config("run.yaml", overrides), world_size)
-    except ConfigError as error:
-        return error.problems
-    return []
-
-
-def only(problems: Sequence[str]) -> str:
-    assert len(problems) == 1, problems
-    return problems[0]
+from tests.unit.config.checking import check, only
 
 
 def test_a_good_configuration_passes(workspace: Any) -> None:
@@ -209,30 +193,6 @@ def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace
     assert problem.startswith("algorithm.policy_loss=mine.py:loss") and "estimate" in problem
 
 
-def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
-    cfg = resolve(load_config("run.yaml", ["algorithm=dapo", "rollout.sampling.max_new_tokens=100"]))
-    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (100, 20)
-    assert cfg.algorithm.constant_length == 100
-    assert cfg.algorithm.kl.controller.steps == cfg.trainer.num_steps == 100
-    set_by_user = ["algorithm.overlong={max_tokens: 50, cache_tokens: 7}", "algorithm.kl.controller.steps=3"]
-    cfg = resolve(load_config("run.yaml", set_by_user))
-    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (50, 7)
-    assert cfg.algorithm.kl.controller.steps == 3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "needed"),
-    [
-        ([], False),
-        (["algorithm=ppo"], True),
-        (["algorithm.advantage=mine.py:f"], False),
-        (["algorithm.advantage=mine.py:f", "algorithm.use_critic=true"], True),
-    ],
-)
-def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) -> None:
-    assert needs_critic(load_config("run.yaml", overrides)) is needed
-
-
 def test_all_problems_come_at_once(workspace: Any) -> None:
     found = check(
         "trainer.num_steps=0", "model.path=nowhere", "data.prompt_key=q", "model.dtype=int8", "reward.rules=[]"
@@ -324,230 +284,6 @@ def test_models_that_are_refused(workspace: Any, changes: dict[str, Any], word: 
 def test_models_that_are_accepted(workspace: Any, changes: dict[str, Any]) -> None:
     workspace.write_hf_config(**changes)
     assert check("data.max_prompt_tokens=100") == []
-
-
-QWEN_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "norm_topk_prob": True,
-}
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
-
-
-@pytest.mark.parametrize(
-    ("model", "overrides", "world_size"),
-    [
-        (QWEN_MOE, [], None),
-        (QWEN_MOE, ["actor.layout.ep=3"], None),
-        (QWEN_MOE | {"num_experts": None, "num_local_experts": 6}, ["actor.layout.ep=6", "actor.layout.pp=2"], 12),
-        (QWEN_MOE, ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "actor.layout.ep=2"], 4),
-        (
-            QWEN_MOE,
-            ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "actor.layout.ep=2", "actor.layout.etp=1"],
-            2,
-        ),
-        (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=2"], 4),
-        # No layer has the MLP that 8 does not divide; the experts' 40 it does.
-        (QWEN_MOE | {"intermediate_size": 100}, ["actor.layout.tp=8", "actor.layout.sequence_parallel=true"], 8),
-        (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
-        (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
-        (MIXTRAL, ["actor.layout.ep=2"], 2),
-    ],
-)
-def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], world_size: int | None) -> None:
-    workspace.write_hf_config(**model)
-    assert check(*overrides, world_size=world_size) == []
-
-
-@pytest.mark.parametrize(
-    ("model", "overrides", "world_size", "words"),
-    [
-        (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "6 experts"]),
-        (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
-        (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
-        (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
-        (QWEN_MOE, ["rollout.engine=hf"], None, ["rollout.engine=hf", "vllm"]),
-        (QWEN_MOE, ["rollout.layout.tp=8"], 8, ["rollout.layout.tp=8", "6 experts"]),
-        (
-            QWEN_MOE | {"moe_intermediate_size": 41},
-            ["rollout.layout.tp=2"],
-            2,
-            ["rollout.layout.tp=2", "41 of an expert"],
-        ),
-        (
-            QWEN_MOE | {"intermediate_size": 98, "decoder_sparse_step": 2},
-            ["rollout.layout.tp=4"],
-            4,
-            ["rollout.layout.tp=4", "intermediate_size=98"],
-        ),
-        (QWEN_MOE | {"num_experts_per_tok": 7}, [], None, ["num_experts_per_tok=7", "num_experts=6"]),
-        (QWEN_MOE | {"num_experts_per_tok": 1}, [], None, ["num_experts_per_tok=1"]),
-        (QWEN_MOE | {"num_experts": None}, [], None, ["num_experts=None"]),
-        (QWEN_MOE | {"decoder_sparse_step": 0}, [], None, ["malformed", "decoder_sparse_step=0"]),
-        (QWEN_MOE | {"shared_expert_intermediate_size": 8}, [], None, ["shared_expert_intermediate_size"]),
-        (QWEN_MOE | {"attention_bias": True}, [], None, ["attention_bias"]),
-        (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": True}, [], None, ["sliding_window 512"]),
-        (MIXTRAL | {"sliding_window": 512}, [], None, ["sliding_window 512"]),
-    ],
-)
-def test_models_and_layouts_with_experts_that_are_refused(
-    workspace: Any, model: Any, overrides: list[str], world_size: int | None, words: list[str]
-) -> None:
-    workspace.write_hf_config(**model)
-    problem = only(check(*overrides, world_size=world_size))
-    assert all(word in problem for word in words), problem
-
-
-# --------------------------------------------------------------------------------------- roles with layouts of their own
-PPO = "algorithm=ppo"
-SCORER = "reward.model.path=scorer"
-
-
-@pytest.fixture
-def scorer(workspace: Any) -> Any:
-    """A workspace with a reward model."""
-    workspace.write_hf_config("scorer", architectures=["LlamaForSequenceClassification"])
-    workspace.write("scorer/model.safetensors", "")
-    return workspace
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size"),
-    [
-        ([PPO, "critic.layout.tp=2", "actor.layout.pp=2"], 2),
-        ([PPO, SCORER, "reward.model.layout.tp=4", "critic.layout.pp=2", "actor.layout.tp=2"], 8),
-        ([PPO, "actor.ranks=[0,3]", "critic.ranks=[3,5]", "critic.layout.tp=2"], 5),  # 5 is no multiple of 2
-        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[1,4]"], 4),  # they may overlap
-        ([SCORER, "reward.model.ranks=[3,4]"], 4),
-        ([SCORER, "reward.rules=[]"], None),
-        # Roles that the run does not have are not looked at.
-        (["critic.ranks=[9,1]", "critic.layout.tp=3", "critic.path=nowhere"], 4),
-        (["reward.model.ranks=[9,1]", "reward.model.layout.cp=2"], 4),
-    ],
-)
-def test_roles_that_fit(scorer: Any, overrides: list[str], world_size: int | None) -> None:
-    assert check(*overrides, world_size=world_size) == []
-
-
-@pytest.mark.parametrize("group", ["actor", "critic", "reward.model"])
-@pytest.mark.parametrize(
-    ("settings", "world_size", "words"),
-    [
-        (["layout.tp=2", "layout.pp=2"], 6, ["processes=6", "tp*pp*cp=2*2*1=4", "multiple of 4"]),
-        (["layout.cp=2"], 2, ["layout.cp=2", "not supported yet"]),
-        (["layout.ep=2"], 2, ["layout.ep=2", "no experts", "set it to 1"]),
-        (["layout.etp=2"], 2, ["layout.etp=2", "layout.tp=1", "null"]),
-        (["layout.vpp=2"], 1, ["layout.vpp=2", "layout.pp", "null"]),
-        (["layout.vpp=1", "layout.pp=2"], 2, ["layout.vpp=1", "at least 2"]),
-        (["layout.vpp=4", "layout.pp=2"], 2, ["pp*vpp=8", "num_hidden_layers=4"]),
-        (["layout.pp=3"], 3, ["layout.pp=3", "num_hidden_layers=4", "divisor"]),
-        (["layout.sequence_parallel=true"], 1, ["sequence_parallel=True", "layout.tp"]),
-        (["layout.tp=0"], None, ["layout.tp=0", "at least 1"]),
-        (["layout.pp=0"], 4, ["layout.pp=0", "at least 1"]),
-        (["layout.tp=16"], 16, ["layout.tp=16 does not divide num_attention_heads=8"]),
-        (["ranks=[]"], 4, ["ranks=[]", "[first, end) within the number of processes=4"]),
-        (["ranks=[1]"], 4, ["ranks=[1]", "[first, end)"]),
-        (["ranks=[0,1,2]"], 4, ["ranks=[0, 1, 2]", "[first, end)"]),
-        (["ranks=[2,2]"], 4, ["ranks=[2, 2]", "[first, end)"]),
-        (["ranks=[2,1]"], 4, ["ranks=[2, 1]", "[first, end)"]),
-        (["ranks=[-1,2]"], 4, ["ranks=[-1, 2]", "[first, end)"]),
-        (["ranks=[2,5]"], 4, ["ranks=[2, 5]", "within the number of processes=4"]),
-        (
-            ["ranks=[1,4]", "layout.tp=2"],
-            4,
-            ["the number of ranks in", "ranks=[1, 4] is not divisible", "tp*pp*cp=2*1*1=2"],
-        ),
-    ],
-)
-def test_a_role_that_does_not_fit(
-    scorer: Any, group: str, settings: list[str], world_size: int | None, words: list[str]
-) -> None:
-    overrides = [f"{group}.{setting}" for setting in settings]
-    found = [p for p in check(PPO, SCORER, *overrides, world_size=world_size) if "num_key_value_heads" not in p]
-    problem = only(found)
-    assert f"{group}." in problem
-    assert [word for word in words if word not in problem] == []
-
-
-def test_ranks_outside_of_a_world_that_the_configuration_names(scorer: Any) -> None:
-    problem = only(check(PPO, "critic.ranks=[2,4]", "trainer.world_size=3"))
-    assert problem.startswith("critic.ranks=[2, 4] is not [first, end) within trainer.world_size=3")
-
-
-def test_a_grid_of_experts_within_the_ranks_of_a_role(workspace: Any) -> None:
-    workspace.write_hf_config(**QWEN_MOE)
-    assert check(PPO, "critic.ranks=[1,5]", "critic.layout.ep=2", world_size=5) == []
-    problem = only(check(PPO, "critic.ranks=[1,4]", "critic.layout.ep=2", world_size=5))
-    assert "critic.layout.ep*etp=2*1=2 does not divide the 3 ranks of a pipeline stage" in problem
-
-
-def test_a_critic_without_a_path_is_cut_as_model_path_says(workspace: Any) -> None:
-    assert "num_hidden_layers=4 of model.path" in only(check(PPO, "critic.layout.pp=3", world_size=3))
-    workspace.write_hf_config("other", num_hidden_layers=3)
-    workspace.write("other/model.safetensors", "")
-    assert check(PPO, "critic.path=other", "critic.layout.pp=3", world_size=3) == []
-    assert "num_hidden_layers=3 of critic.path" in only(
-        check(PPO, "critic.path=other", "critic.layout.pp=2", world_size=2)
-    )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "folder", "architecture", "accepted"),
-    [
-        ([PPO, "critic.path=other"], "other", "Qwen2ForCausalLM", True),
-        ([PPO, "critic.path=other"], "other", "Qwen2ForTokenClassification", True),
-        ([PPO, "critic.path=other"], "other", "Qwen2ForSequenceClassification", False),
-        (["reward.model.path=other"], "other", "Qwen2ForSequenceClassification", True),
-        (["reward.model.path=other"], "other", "Qwen2ForTokenClassification", False),
-        (["reward.model.path=other"], "other", "Qwen2ForCausalLM", False),
-        (["reference.path=other", "algorithm.kl.coef=0.1"], "other", "Qwen2ForTokenClassification", False),
-        (["model.path=model"], "model", "Qwen2ForSequenceClassification", False),
-    ],
-)
-def test_heads_that_a_role_may_have(
-    workspace: Any, overrides: list[str], folder: str, architecture: str, accepted: bool
-) -> None:
-    workspace.write_hf_config(folder, architectures=[architecture])
-    workspace.write(f"{folder}/model.safetensors", "")
-    found = check(*overrides)
-    if accepted:
-        assert found == []
-    else:
-        key = next(override for override in overrides if override.endswith(f"path={folder}"))
-        assert only(found).startswith(f"{key}: architecture {architecture} is not supported; supported are: Llama")
-
-
-@pytest.mark.parametrize("key", ["critic.path", "reward.model.path"])
-def test_a_role_with_another_vocabulary_or_no_model(scorer: Any, key: str) -> None:
-    assert f"{key}=nowhere does not exist" in only(check(PPO, f"{key}=nowhere"))
-    kind = "ForTokenClassification" if key == "critic.path" else "ForSequenceClassification"
-    scorer.write_hf_config("scorer", architectures=[f"Llama{kind}"], vocab_size=101)
-    problem = only(check(PPO, f"{key}=scorer"))
-    assert problem.startswith(f"{key}=scorer: its vocab_size=101 is not model.path's 100")
-
-
-def test_the_critic_has_minibatches_and_a_schedule_of_its_own(workspace: Any) -> None:
-    assert check(PPO, "critic.minibatch_size=8", "trainer.minibatch_size=4") == []
-    assert "divisible by critic.minibatch_size=5" in only(check(PPO, "critic.minibatch_size=5"))
-    assert "critic.optimizer.schedule.min_lr=1 " in only(check(PPO, "critic.optimizer.schedule.min_lr=1"))
-
-
-def test_a_layout_out_of_range_does_not_hide_a_missing_model(workspace: Any) -> None:
-    # The cuts of a layout with a zero in it cannot be checked; everything else is.
-    found = check(PPO, "critic.layout.tp=0", "critic.path=nowhere")
-    assert [problem.split(" ")[0] for problem in found] == ["critic.layout.tp=0", "critic.path=nowhere"]
-    reference = ["reference.path=model", "algorithm.kl.coef=0.1"]
-    assert "actor.layout.tp=0" in only(check(*reference, "actor.layout.tp=0"))
-
-
-def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
-    workspace.write_hf_config(**QWEN_MOE)
-    workspace.write_hf_config("dense")
-    workspace.write("dense/model.safetensors", "")
-    problem = only(check("actor.layout.ep=2", "reference.path=dense", "algorithm.kl.coef=0.1", world_size=2))
-    assert "actor.layout.ep=2, but reference.path has no experts" in problem
 
 
 def test_yarn_stretches_the_positions(workspace: Any) -> None:
@@ -642,60 +378,3 @@ def test_a_reward_function_that_cannot_be_had(workspace: Any, spec: str, word: s
 def test_an_unwritable_output_dir(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != workspace.root)
     assert "output_dir=outputs" in only(check())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], 1),
-        (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
-        (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
-        (["actor.layout.tp=2", "actor.layout.ep=3", "actor.layout.pp=2"], 12),
-        (["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=1"], 2),
-        (["actor.layout.tp=2", "trainer.world_size=8"], 8),
-        (["critic.layout.tp=2"], 1),  # there is no critic
-        ([PPO, "critic.layout.tp=2", "actor.layout.pp=3"], 6),
-        ([SCORER, "reward.model.layout.tp=4"], 4),
-        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]"], 5),
-        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]", "rollout.layout.tp=2"], 6),
-        ([PPO, "critic.ranks=[2,3]", "actor.layout.tp=2"], 4),  # the actor is on all ranks, an even number
-        ([PPO, "critic.ranks=[2,4]", "critic.layout.tp=2"], 4),
-        ([PPO, "critic.ranks=[0,1]", "trainer.world_size=3"], 3),
-    ],
-)
-def test_default_world_size(workspace: Any, overrides: list[str], expected: int) -> None:
-    assert default_world_size(load_config("run.yaml", overrides)) == expected
-
-
-def test_resolve_fills_what_is_derived(workspace: Any) -> None:
-    overrides = [
-        "trainer.num_steps=10",
-        "trainer.prompts_per_step=12",
-        "trainer.minibatch_size=4",
-        "trainer.ppo_epochs=2",
-    ]
-    cfg = load_config("run.yaml", [*overrides, "rollout.sampling.max_new_tokens=100", "data.max_prompt_tokens=50"])
-    done = resolve(cfg)
-    assert done.actor.optimizer.schedule.total_updates == 60  # 10 steps * 2 passes * 3 minibatches
-    assert (done.rollout.max_model_len, done.algorithm.constant_length, done.evaluate.max_new_tokens) == (150, 100, 100)
-    assert (done.trainer.minibatch_size, done.model.tokenizer_path, done.model.dtype) == (4, "model", "auto")
-    assert cfg.rollout.max_model_len is None  # the original is left alone
-    assert resolve(done) == done
-
-
-def test_resolve_gives_the_critic_the_actors_updates_or_its_own(workspace: Any) -> None:
-    sizes = ["trainer.num_steps=10", "trainer.prompts_per_step=12", "trainer.minibatch_size=4", "trainer.ppo_epochs=2"]
-    critic = resolve(load_config("run.yaml", [PPO, *sizes])).critic
-    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (4, 2, 60)
-    own = ["critic.minibatch_size=2", "critic.ppo_epochs=1"]
-    critic = resolve(load_config("run.yaml", [PPO, *sizes, *own])).critic
-    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (2, 1, 60)
-    critic = resolve(load_config("run.yaml", [PPO, *sizes, "critic.ppo_epochs=4"])).critic
-    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (4, 4, 120)
-
-
-def test_resolve_keeps_what_is_set_and_makes_room_for_evaluation(workspace: Any) -> None:
-    done = resolve(load_config("run.yaml", ["evaluate.max_new_tokens=300", "algorithm.constant_length=7"]))
-    assert (done.trainer.minibatch_size, done.algorithm.constant_length) == (32, 7)
-    assert done.rollout.max_model_len == 512 + 300
-    assert dataclasses.asdict(done)["actor"]["optimizer"]["schedule"]["total_updates"] == 100

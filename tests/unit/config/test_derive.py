@@ -1,0 +1,95 @@
+"""What follows from what a user has set."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve
+from rlhf_mcore.config.load import load_config
+
+PPO = "algorithm=ppo"
+SCORER = "reward.model.path=scorer"
+
+
+def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
+    cfg = resolve(load_config("run.yaml", ["algorithm=dapo", "rollout.sampling.max_new_tokens=100"]))
+    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (100, 20)
+    assert cfg.algorithm.constant_length == 100
+    assert cfg.algorithm.kl.controller.steps == cfg.trainer.num_steps == 100
+    set_by_user = ["algorithm.overlong={max_tokens: 50, cache_tokens: 7}", "algorithm.kl.controller.steps=3"]
+    cfg = resolve(load_config("run.yaml", set_by_user))
+    assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (50, 7)
+    assert cfg.algorithm.kl.controller.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["algorithm=ppo"], True),
+        (["algorithm.advantage=mine.py:f"], False),
+        (["algorithm.advantage=mine.py:f", "algorithm.use_critic=true"], True),
+    ],
+)
+def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) -> None:
+    assert needs_critic(load_config("run.yaml", overrides)) is needed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 1),
+        (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
+        (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
+        (["actor.layout.tp=2", "actor.layout.ep=3", "actor.layout.pp=2"], 12),
+        (["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=1"], 2),
+        (["actor.layout.tp=2", "trainer.world_size=8"], 8),
+        (["critic.layout.tp=2"], 1),  # there is no critic
+        ([PPO, "critic.layout.tp=2", "actor.layout.pp=3"], 6),
+        ([SCORER, "reward.model.layout.tp=4"], 4),
+        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]"], 5),
+        ([PPO, "actor.ranks=[0,2]", "critic.ranks=[2,5]", "rollout.layout.tp=2"], 6),
+        ([PPO, "critic.ranks=[2,3]", "actor.layout.tp=2"], 4),  # the actor is on all ranks, an even number
+        ([PPO, "critic.ranks=[2,4]", "critic.layout.tp=2"], 4),
+        ([PPO, "critic.ranks=[0,1]", "trainer.world_size=3"], 3),
+    ],
+)
+def test_default_world_size(workspace: Any, overrides: list[str], expected: int) -> None:
+    assert default_world_size(load_config("run.yaml", overrides)) == expected
+
+
+def test_resolve_fills_what_is_derived(workspace: Any) -> None:
+    overrides = [
+        "trainer.num_steps=10",
+        "trainer.prompts_per_step=12",
+        "trainer.minibatch_size=4",
+        "trainer.ppo_epochs=2",
+    ]
+    cfg = load_config("run.yaml", [*overrides, "rollout.sampling.max_new_tokens=100", "data.max_prompt_tokens=50"])
+    done = resolve(cfg)
+    assert done.actor.optimizer.schedule.total_updates == 60  # 10 steps * 2 passes * 3 minibatches
+    assert (done.rollout.max_model_len, done.algorithm.constant_length, done.evaluate.max_new_tokens) == (150, 100, 100)
+    assert (done.trainer.minibatch_size, done.model.tokenizer_path, done.model.dtype) == (4, "model", "auto")
+    assert cfg.rollout.max_model_len is None  # the original is left alone
+    assert resolve(done) == done
+
+
+def test_resolve_gives_the_critic_the_actors_updates_or_its_own(workspace: Any) -> None:
+    sizes = ["trainer.num_steps=10", "trainer.prompts_per_step=12", "trainer.minibatch_size=4", "trainer.ppo_epochs=2"]
+    critic = resolve(load_config("run.yaml", [PPO, *sizes])).critic
+    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (4, 2, 60)
+    own = ["critic.minibatch_size=2", "critic.ppo_epochs=1"]
+    critic = resolve(load_config("run.yaml", [PPO, *sizes, *own])).critic
+    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (2, 1, 60)
+    critic = resolve(load_config("run.yaml", [PPO, *sizes, "critic.ppo_epochs=4"])).critic
+    assert (critic.minibatch_size, critic.ppo_epochs, critic.optimizer.schedule.total_updates) == (4, 4, 120)
+
+
+def test_resolve_keeps_what_is_set_and_makes_room_for_evaluation(workspace: Any) -> None:
+    done = resolve(load_config("run.yaml", ["evaluate.max_new_tokens=300", "algorithm.constant_length=7"]))
+    assert (done.trainer.minibatch_size, done.algorithm.constant_length) == (32, 7)
+    assert done.rollout.max_model_len == 512 + 300
+    assert dataclasses.asdict(done)["actor"]["optimizer"]["schedule"]["total_updates"] == 100
