@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan
 from rlhf_mcore.checkpoint.links import point
 from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
 from rlhf_mcore.checkpoint.recovery import quarantine
-from rlhf_mcore.checkpoint.threads import spread
+from rlhf_mcore.checkpoint.threads import WORTH_BYTES, spread
 
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
@@ -34,8 +35,19 @@ def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
 def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[str, dict[str, Any]]:
     """Make the files that this process wrote durable, and hash them. Returns their entries for the manifest."""
     files = [partial / path for path in paths]
-    spread(lambda path: disk.perform("fsync", lambda: fsync(path), path), files, sum(f.stat().st_size for f in files))
-    return hash_files(partial, files)
+    num_bytes = sum(file.stat().st_size for file in files)
+
+    def make_durable() -> None:
+        spread(lambda path: disk.perform("fsync", lambda: fsync(path), path), files, num_bytes)
+
+    if num_bytes < WORTH_BYTES:
+        make_durable()
+        return hash_files(partial, files)
+    with ThreadPoolExecutor(1) as beside:  # the disk writes while the processor hashes
+        durable = beside.submit(make_durable)
+        entries = hash_files(partial, files)
+        durable.result()
+    return entries
 
 
 def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:

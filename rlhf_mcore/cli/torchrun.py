@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -35,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run(parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv]))
     except SignalException as ended:  # the workers have been ended with the same signal

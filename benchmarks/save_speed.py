@@ -1,0 +1,124 @@
+"""Speed of a checkpoint's file side: what hashing, sealing and renaming add to writing and fsyncing the same bytes.
+
+Interleaved: the files written and fsynced, and the files written and committed as a checkpoint; then the files read, and the
+checkpoint verified and read, both from the disk and not from memory. Both sides write with the same call, into the same file
+system. The ratio is that of speeds: 1 means that the protocol costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.common import Timing, report, timed
+from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.disk import Disk, fsync
+from rlhf_mcore.checkpoint.manifest import About, verify
+
+GOAL, LOAD_GOAL = 0.8, 0.7
+CHUNK_BYTES = 16 * 2**20
+
+
+def write(folder: Path, data: memoryview, num_files: int) -> list[Path]:
+    """The same bytes, cut into files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = len(data) // num_files
+    paths = [folder / f"model-{k}.safetensors" for k in range(num_files)]
+    for k, path in enumerate(paths):
+        with path.open("wb", buffering=0) as file:
+            for begin in range(k * size, (k + 1) * size, CHUNK_BYTES):
+                file.write(data[begin : min(begin + CHUNK_BYTES, (k + 1) * size)])
+    return paths
+
+
+def raw_save(folder: Path, data: memoryview, num_files: int) -> None:
+    """What any program has to do."""
+    for path in write(folder, data, num_files):
+        fsync(path)
+
+
+def save(run: Path, step: int, data: memoryview, num_files: int) -> Path:
+    """A whole save."""
+    disk = Disk()
+    partial = prepare(run, step, "0", disk)
+    entries = seal_files(partial, write(partial / "actor", data, num_files), disk)
+    seal(partial, entries, About(step), disk)
+    return publish(run, step, partial, disk)
+
+
+def read(folder: Path) -> int:
+    """Read every weight file once."""
+    buffer, count = bytearray(CHUNK_BYTES), 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb", buffering=0) as file:
+            while got := file.readinto(buffer):
+                count += got
+    return count
+
+
+def forget(folder: Path) -> None:
+    """Ask the system to drop what it keeps of the files in memory."""
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def verify_and_read(checkpoint: Path) -> None:
+    """What resuming does before and while it loads."""
+    assert verify(checkpoint) == []
+    read(checkpoint / "actor")
+
+
+def measure(folder: Path, num_bytes: int, num_files: int, rounds: int) -> dict[str, list[tuple[Timing, Timing]]]:
+    """(raw, ours) per round, of saving and of loading."""
+    data = memoryview(os.urandom(2**20) * (num_bytes // 2**20))
+    saves, loads = [], []
+    for step in range(rounds):
+        os.sync()
+        raw = timed(lambda: raw_save(folder / "raw", data, num_files))[1]
+        os.sync()
+        checkpoint, ours = timed(lambda step=step: save(folder / "run", step, data, num_files))  # type: ignore[misc]
+        saves.append((raw, ours))
+        forget(folder)
+        loads.append(
+            (timed(lambda: read(folder / "raw"))[1], timed(lambda path=checkpoint: verify_and_read(path))[1])  # type: ignore[misc]
+        )
+        shutil.rmtree(checkpoint)
+        shutil.rmtree(folder / "raw")
+    return {"save": saves, "load": loads}
+
+
+def summary(pairs: list[tuple[Timing, Timing]], num_bytes: int) -> dict[str, float]:
+    """Ratios of speeds, and the speeds themselves."""
+    ratios = [raw.wall_s / ours.wall_s for raw, ours in pairs]
+    gb = num_bytes / 1e9
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "raw_gb_per_s": gb / statistics.median(raw.wall_s for raw, _ in pairs),
+        "ours_gb_per_s": gb / statistics.median(ours.wall_s for _, ours in pairs),
+        "raw_cpu_s": statistics.median(raw.cpu_s for raw, _ in pairs),
+        "ours_cpu_s": statistics.median(ours.cpu_s for _, ours in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
+    parser.add_argument("--directory", default=None, help="where to write; the system's temporary directory by default")
+    args = parser.parse_args()
+    num_bytes, num_files, rounds = (64 * 2**20, 2, 3) if args.quick else (512 * 2**20, 4, 7)
+    with TemporaryDirectory(dir=args.directory) as folder:
+        pairs = measure(Path(folder), num_bytes, num_files, rounds)
+    measured = {name: summary(found, num_bytes) for name, found in pairs.items()}
+    details = {"bytes": num_bytes, "files": num_files, "rounds": rounds, **measured, "load_goal": LOAD_GOAL}
+    report("save_speed", details, ratio=measured["save"]["ratio"], goal=GOAL, quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()
