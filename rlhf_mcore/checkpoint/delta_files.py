@@ -32,7 +32,7 @@ VERSION = 1
 
 T = TypeVar("T")
 
-_LEVEL = 3
+_LEVEL = 1  # of an update of bf16 weights it leaves as little as 3 does, in two thirds of the time
 _CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}

@@ -1,0 +1,93 @@
+"""The commit protocol of a world, in a world of one. Two ranks are in tests/distributed."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlhf_mcore.checkpoint.collective import CheckpointWriter, TransientSaveError
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
+from rlhf_mcore.checkpoint.manifest import About, read_manifest
+from rlhf_mcore.checkpoint.retention import Retention
+from tests.unit.checkpoint.saving import FailingDisk
+from tests.unit.parallel.world import world
+
+__all__ = ["world"]
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def write(partial: Path, value: float = 1.0) -> list[Path]:
+    (partial / "actor").mkdir()
+    path = partial / "actor" / "model.safetensors"
+    save_file({"w": np.full(1000, value, np.float32)}, path)
+    return [path]
+
+
+def test_a_save_and_what_the_manifest_says_of_it(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path)
+    about = writer.about(10, {"evaluate/reward": 0.5})
+    assert about == About(10, metrics={"evaluate/reward": 0.5})
+    path = writer.save(about, write)
+    assert path == tmp_path / "checkpoint-10"
+    assert read_manifest(path).about == about
+    assert linked_step(tmp_path, "latest") == 10
+
+
+def test_deltas_between_full_saves_are_read_back_and_outlive_retention(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, full_every=3)
+    kinds = []
+    for step in range(1, 6):
+        about = writer.about(step, {})
+        path = writer.save(about, lambda partial, step=step: write(partial, step))  # type: ignore[misc]
+        tidy(tmp_path, Retention(limit=1), None, Disk())
+        assert verify_chain(path) == []
+        assert (
+            load_file(readable(path, scratch=tmp_path / "scratch") / "model.safetensors")["w"].tolist() == [step] * 1000
+        )
+        kinds.append(about.base.name if about.base else "full")
+    assert kinds == ["full", "checkpoint-1", "checkpoint-1", "full", "checkpoint-4"]
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == [4, 5]
+
+
+def test_what_failed_is_raised_and_removed(tmp_path: Path) -> None:
+    def fail(partial: Path) -> list[Path]:
+        write(partial)
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    writer = CheckpointWriter(tmp_path)
+    writer.save(About(10), write)
+    with pytest.raises(
+        SaveError, match=r"checkpoint-20 was not saved: rank 0: \[Errno 28\].*Earlier checkpoints are unt"
+    ):
+        writer.save(About(20), fail)
+    assert scan_transitional(tmp_path) == []
+    assert linked_step(tmp_path, "latest") == 10
+
+
+@pytest.mark.parametrize("failures, attempts", [(1, 2), (2, 3), (9, 3)])
+def test_fault_12_a_file_that_could_not_be_made_durable_is_written_again(
+    failures: int, attempts: int, tmp_path: Path
+) -> None:
+    made: list[Path] = []
+
+    def counted(partial: Path) -> list[Path]:
+        made.append(partial)
+        return write(partial)
+
+    disk = FailingDisk(errno.EIO, lambda name, path: path.name == "model.safetensors" and len(made) <= failures)
+    writer = CheckpointWriter(tmp_path, disk)
+    if failures < 3:
+        writer.save(About(10), counted)
+    else:
+        with pytest.raises(TransientSaveError, match="Input/output error"):
+            writer.save(About(10), counted)
+    assert len(set(made)) == len(made) == attempts  # each in a directory of its own
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == ([10] if failures < 3 else [])
