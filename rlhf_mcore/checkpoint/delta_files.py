@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.checkpoint.manifest import FileEntry, hash_file
 from rlhf_mcore.config.errors import ConfigError
 
 DATA_SUFFIX = ".delta"
@@ -92,9 +92,35 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
     Raises:
         ConfigError: the result is not the file that was saved, because the difference or the base is damaged.
     """
-    content = json.loads(index.read_text(encoding="utf-8"))
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise ConfigError(f"{index}: not an index that this release reads; use the release that wrote it")
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        if content.get("format") != FORMAT or content.get("version") != VERSION:
+            raise ConfigError(f"{index}: not an index that this release reads; use the release that wrote it")
+        found = _restore(index, content, base, target)
+        expected = FileEntry(content["size"], content["xxh3_128"])
+    except ConfigError:
+        raise
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        zstandard.ZstdError,
+        FileNotFoundError,
+    ) as error:
+        raise ConfigError(
+            f"{index}: the difference or its base is damaged ({error}); choose another checkpoint"
+        ) from error
+    if found != expected:
+        target.unlink()
+        raise ConfigError(
+            f"{index}: the file that it restores is not the one that was saved; choose another checkpoint"
+        )
+
+
+def _restore(index: Path, content: Mapping[str, Any], base: Path, target: Path) -> FileEntry:
+    """Write the file; what it is, is found out on the way."""
     header = content["header"].encode("utf-8")
     items = list(zip(_parse_header(header, index), (Difference(**item) for item in content["tensors"]), strict=True))
     data = _mapped(index.with_name(index.name.removesuffix(INDEX_SUFFIX) + DATA_SUFFIX))
@@ -103,11 +129,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
         for part in _whole(header, items, data, _BaseFiles(base)):
             state.update(part)
             size += out.write(part)
-    if (size, state.hexdigest()) != (content["size"], content["xxh3_128"]):
-        target.unlink()
-        raise ConfigError(
-            f"{index}: the file that it restores is not the one that was saved; choose another checkpoint"
-        )
+    return FileEntry(size, state.hexdigest())
 
 
 def _whole(

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf_mcore.checkpoint import delta_files
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, merge, readable, verify_chain
+from rlhf_mcore.checkpoint.delta_files import restore_file
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base, files_below, read_manifest, verify
@@ -211,3 +212,24 @@ def test_an_index_cannot_lead_out_of_the_base(pair: tuple[Path, Path, dict[str, 
     index.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="leads out of"):
         readable(delta)
+
+
+@pytest.mark.parametrize("suffix", [".delta", ".delta.json"])
+def test_fault_11_without_verifying_first_damage_of_a_delta_is_a_readable_error_or_none(
+    pair: tuple[Path, Path, dict[str, bytes]], suffix: str, tmp_path: Path
+) -> None:
+    """A flipped bit anywhere: what is read back is the file that was saved, or nothing."""
+    full, delta, expected = pair
+    path = delta / "actor" / f"model-0.safetensors{suffix}"
+    data = path.read_bytes()
+    refused = 0
+    for place in range(0, 8 * len(data), 101):
+        damaged = bytearray(data)
+        damaged[place // 8] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            restore_file(path.with_name("model-0.safetensors.delta.json"), full, tmp_path / "restored")
+            assert (tmp_path / "restored").read_bytes() == expected["model-0.safetensors"]
+        except ConfigError:
+            refused += 1
+    assert refused > 10
