@@ -44,7 +44,7 @@ from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.transfer import Gatherer, load
-from rlhf_mcore.config.schema import RecomputeConfig, RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
@@ -58,7 +58,7 @@ from rlhf_mcore.types import LocalParameter, ModelGeometry
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
 GOAL_CPU, GOAL_CUDA = 1.0, 0.5
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = BridgeConfig().bucket_bytes
 SIZES = {
     "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=1024),
     "medium": dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, vocab_size=8192),

@@ -7,8 +7,9 @@ flight: at most 2 * depth * bucket.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +22,24 @@ from rlhf_mcore.bridge.rank_plan import Bucket, Copy, Message, RankPlan
 from rlhf_mcore.platform import current_platform
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Buffers that exist for a moment only: they are entered, written and left before the next ones are."""
+
+    buffers: frozenset[str]
+    enter: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+
+
 class Destinations(Protocol):
     """Where received elements go. Some tensors exist only while their layer is being reloaded."""
 
     def open(self, bucket: int) -> Mapping[str, Tensor]:
-        """Flat tensors by buffer name that a bucket writes."""
+        """Flat tensors by buffer name that a bucket writes, but for those that take turns."""
         ...
+
+    def turns(self, bucket: int) -> Sequence[Turn]:
+        """Buffers that the bucket writes whole, one after the other. None in a bucket whose parts are handed on."""
+        return ()
 
     def close(self, bucket: int) -> None:
         """The bucket is written: what it completes can be put to use."""
@@ -186,21 +199,49 @@ class Executor:
         """Wait for a bucket and write it, hand on what other ranks of the node wait for, and copy what is here already."""
         bucket, staged = flight.bucket, flight.staged
         buffers = destinations.open(bucket.index)
-        _copy([self._view(copy.destination, buffers) for copy in bucket.local], staged.local)
-        self._scatter(flight, buffers)
+        turns = destinations.turns(bucket.index)
+        if turns:
+            self._write_in_turns(flight, buffers, turns)
+        else:
+            _copy([self._view(copy.destination, buffers) for copy in bucket.local], staged.local)
+            self._scatter(flight, buffers)
         if staged.sends[1] or staged.receives[1]:
             outgoing = [self._views(packet, buffers) for packet in staged.sends[1]]
             self._scatter(self._post(bucket, staged, 1, outgoing), buffers)
         destinations.close(bucket.index)
 
     def _scatter(self, flight: _InFlight, buffers: Mapping[str, Tensor]) -> None:
+        self._arrive(flight)
+        for packet in flight.receives:
+            _copy([self._view(copy, buffers) for copy in packet.message.copies], packet.parts)
+        self._say_read(flight)
+
+    def _write_in_turns(self, flight: _InFlight, buffers: Mapping[str, Tensor], turns: Sequence[Turn]) -> None:
+        """What takes turns is still warm when it is put to use, and no more of it is there at a time than has to be."""
+        assert not flight.staged.sends[1], "what is handed on has to stay"
+        self._arrive(flight)
+        pairs = list(zip([copy.destination for copy in flight.bucket.local], flight.staged.local, strict=True))
+        for packet in flight.receives:
+            pairs += zip(packet.message.copies, packet.parts, strict=True)
+        turn_of = {buffer: number for number, turn in enumerate(turns) for buffer in turn.buffers}
+        written: dict[int | None, list[tuple[Copy, Tensor]]] = defaultdict(list)
+        for copy, part in pairs:
+            written[turn_of.get(copy.buffer)].append((copy, part))
+        self._write(written[None], buffers)
+        for number, turn in enumerate(turns):
+            with turn.enter() as entered:
+                self._write(written[number], entered)
+        self._say_read(flight)
+
+    def _write(self, pairs: Sequence[tuple[Copy, Tensor]], buffers: Mapping[str, Tensor]) -> None:
+        _copy([self._view(copy, buffers) for copy, _ in pairs], [part for _, part in pairs])
+
+    def _arrive(self, flight: _InFlight) -> None:
         for work in flight.works:
             work.wait()
         for packet in flight.receives:
             if packet.place is not None and not packet.parts:
                 self._find(packet, packet.place)
-            _copy([self._view(copy, buffers) for copy in packet.message.copies], packet.parts)
-        self._say_read(flight)
 
     def _find(self, packet: _Packet, place: Tensor) -> None:
         """A message in its sender's memory. It lies in the same place in every run."""

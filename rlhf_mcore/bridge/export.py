@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.describe import describe_sources, wire_dtypes
-from rlhf_mcore.bridge.execute import Executor
+from rlhf_mcore.bridge.execute import Destinations, Executor
 from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SHARD_BYTES, copy_companions
 from rlhf_mcore.bridge.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.places import Place
@@ -128,7 +128,7 @@ def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
     return Place(name, (whole,), (rank,), prod(shape))
 
 
-class _FileLanding:
+class _FileLanding(Destinations):
     """Assembles the tensors of this rank's files and writes each to its place when it is complete.
 
     The first error is kept for later and nothing is written any more, because the other ranks go on sending.
@@ -170,7 +170,7 @@ class _FileLanding:
             self.error = self.error or error
 
 
-class _MemoryLanding:
+class _MemoryLanding(Destinations):
     """All tensors of this rank's files, at their places in memory."""
 
     def __init__(self, images: Sequence[FileImage]):

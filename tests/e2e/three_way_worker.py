@@ -57,7 +57,8 @@ ENGINES = (
 )
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_seven", "qwen3_moe", "qwen3_moe_mixed", "mixtral")
 MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4))
-# Layouts of experts that do not wait for the whole matrix.
+# Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
+FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
 FEW_EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")
 # Ranks of one engine wait for each other by spinning, which is slow where ranks share cores: they generate for these layouts only.
 FEW_LAYOUTS = (
@@ -76,9 +77,11 @@ LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
     """Layouts whose weights the engines of a model see."""
-    if model not in models.MOE_MODELS:
-        return layouts_of(model)
-    return list(MOE_LAYOUTS if engines == MATRIX else FEW_EXPERT_LAYOUTS)
+    if engines == MATRIX:
+        return list(MOE_LAYOUTS) if model in models.MOE_MODELS else layouts_of(model)
+    if model in models.MOE_MODELS:
+        return list(FEW_EXPERT_LAYOUTS)
+    return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn") else layouts_of(model)
 
 
 def generates(layout: str, tp: int) -> bool:
@@ -143,13 +146,27 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
 
 
 def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, float]:
-    """Sync through the plan into a poisoned engine, with buckets smaller than the largest tensor: compared in full, then hashed."""
+    """Sync through the plan into a poisoned engine.
+
+    Once in a single bucket, in which repacked layers take turns, compared in full; then with buckets smaller than the largest tensor,
+    hashed.
+    """
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
-    options |= dict(bucket_bytes=bucket, poison=True)
     parameters, geometry = local_parameters(model), model.spec.geometry
-    PlannedBridge(parameters, geometry, engine, verify="full", gatherer=gatherer(model), **options).sync(version)
-    bridge = PlannedBridge(parameters, geometry, engine, verify="digest", **options)
+    whole = PlannedBridge(
+        parameters,
+        geometry,
+        engine,
+        bucket_bytes=1 << 24,
+        verify="full",
+        gatherer=gatherer(model),
+        poison=True,
+        **options,
+    )
+    assert whole.plan.num_buckets == 1
+    whole.sync(version)
+    bridge = PlannedBridge(parameters, geometry, engine, bucket_bytes=bucket, verify="digest", poison=True, **options)
     stats = bridge.sync(version + 1)
     total = bridge.plan.bytes()
     return {

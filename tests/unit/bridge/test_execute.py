@@ -7,7 +7,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge import execute
-from rlhf_mcore.bridge.execute import Executor
+from rlhf_mcore.bridge.execute import Destinations, Executor, Turn
 from rlhf_mcore.bridge.nearby import Nearby
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
@@ -97,7 +99,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 
 
 @dataclass(slots=True)
-class Landing:
+class Landing(Destinations):
     """Destinations that are there all the time."""
 
     flats: dict[str, Tensor]
@@ -118,18 +120,19 @@ def held(tp: int, pp: int) -> list[Place]:
     return trainer_places(stage_names(GEOMETRY, layout), GEOMETRY, layout)
 
 
-def needed(parts: int) -> list[Place]:
-    """``parts`` consecutive ranks share every matrix by its columns; vectors are whole on each. One buffer per rank."""
+def needed(parts: int, buffers: int = 1) -> list[Place]:
+    """``parts`` consecutive ranks share every matrix by its columns; vectors are whole on each. Names are dealt to the buffers."""
     places = []
     for part in range(parts):
-        pieces, offset = [], 0
-        for name, shape in SHAPES.items():
-            width = shape[-1] // parts if len(shape) == 2 else shape[-1]
-            start = (0, part * width) if len(shape) == 2 else (0,)
-            cut = (*shape[:-1], width)
-            pieces.append(Piece(name, start, cut, offset, (width, 1)[-len(shape) :]))
-            offset += torch.Size(cut).numel()
-        places.append(Place(f"part{part}", tuple(pieces), tuple(range(part, RANKS, parts)), offset))
+        for buffer in range(buffers):
+            pieces, offset = [], 0
+            for name, shape in list(SHAPES.items())[buffer::buffers]:
+                width = shape[-1] // parts if len(shape) == 2 else shape[-1]
+                start = (0, part * width) if len(shape) == 2 else (0,)
+                cut = (*shape[:-1], width)
+                pieces.append(Piece(name, start, cut, offset, (width, 1)[-len(shape) :]))
+                offset += torch.Size(cut).numel()
+            places.append(Place(f"part{part}.{buffer}", tuple(pieces), tuple(range(part, RANKS, parts)), offset))
     return places
 
 
@@ -203,6 +206,48 @@ def test_every_run_brings_what_the_sources_hold_then(
             assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
             assert landing.closed == list(range(plan.num_buckets)) * (seed + 1)
         assert executor.peak_bytes <= (2 if machine == RANKS else 4) * BUCKET
+
+    wire.run(rank_body)
+
+
+@dataclass(slots=True)
+class BriefLanding(Landing):
+    """Some buffers are there in their turn only."""
+
+    brief: tuple[str, ...] = ()
+    entered: list[str] = field(default_factory=list)
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        return {name: flat for name, flat in self.flats.items() if not name.endswith(self.brief)}
+
+    def turns(self, bucket: int) -> list[Turn]:
+        names = [name for name in self.flats if name.endswith(self.brief)]
+        return [Turn(frozenset([name]), partial(self.enter, name)) for name in names]
+
+    @contextmanager
+    def enter(self, name: str) -> Iterator[Mapping[str, Tensor]]:
+        self.entered.append(f"in {name}")
+        yield {name: self.flats[name]}
+        self.entered.append(f"out {name}")
+
+
+@pytest.mark.parametrize("machine", [0, 4])
+@pytest.mark.parametrize("brief", [("1", "2"), ("0", "1", "2")])
+def test_buffers_that_take_turns_are_there_one_at_a_time(machine: int, brief: tuple[str, ...], wire: Wire) -> None:
+    wire.ranks_per_machine = machine
+    sources, destinations = held(2, 2), needed(1, buffers=3)
+    plan = make_plan(sources, destinations, None)
+
+    def rank_body(rank: int) -> None:
+        mine, landing = tensors_of(sources, rank), BriefLanding(tensors_of(destinations, rank), brief=brief)
+        full = random_model(3)
+        spread(mine, sources, rank, full)
+        Executor(plan.rank_view(rank), mine, DTYPES, nearby=machine > 0).run(landing)
+        expected = tensors_of(destinations, rank)
+        spread(expected, destinations, rank, full)
+        assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+        turn = [f"{way} part0.{number}" for number in brief for way in ("in", "out")]
+        assert landing.entered == turn * plan.num_buckets
 
     wire.run(rank_body)
 
