@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rlhf_mcore.config.derive import balanced_stages
+from rlhf_mcore.config.derive import balanced_stages, needs_critic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
@@ -48,9 +48,11 @@ def suggest(
 
     trained = [made for made in map(tried, _trained(cfg, world_size, gpu)) if made and _trains(made.plan)]
     found: list[Suggestion] = []
-    for layout in _fastest_by_layout(trained, _train_s)[: 2 * count]:
+    for layout in _fastest_by_layout(trained):
         made = [made for made in map(tried, _engines(layout.cfg, world_size)) if made and made.plan.fits]
         found += sorted(made, key=_rank)[:1]
+        if len(found) == 2 * count:  # slower training is not made good by engines
+            break
     return sorted(found, key=_rank)[:count]
 
 
@@ -63,14 +65,12 @@ def _train_s(made: Suggestion) -> tuple[float, int]:
     return round(seconds, 2), len(made.overrides)
 
 
-def _fastest_by_layout(
-    found: Sequence[Suggestion], rank: Callable[[Suggestion], tuple[float, int]]
-) -> list[Suggestion]:
+def _fastest_by_layout(found: Sequence[Suggestion]) -> list[Suggestion]:
     """Of every layout the fastest way of recomputation, the fastest layout first."""
-    best: dict[tuple[int, int, int], Suggestion] = {}
-    for made in sorted(found, key=rank):
-        layout = made.cfg.actor.layout
-        best.setdefault((layout.tp, layout.pp, layout.ep), made)
+    best: dict[tuple[int, ...], Suggestion] = {}
+    for made in sorted(found, key=_train_s):
+        layouts = (made.cfg.actor.layout, made.cfg.critic.layout)
+        best.setdefault(tuple(size for cut in layouts for size in (cut.tp, cut.pp, cut.ep)), made)
     return list(best.values())
 
 
@@ -90,18 +90,20 @@ def _rank(made: Suggestion) -> tuple[float, int]:
 
 
 def _trained(cfg: Config, world_size: int, gpu: Gpu) -> Iterator[Config]:
-    """Layouts and recomputation of the trained models."""
+    """Layouts and recomputation of the actor; those of the critic stay, or become the same."""
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]
     own = cfg.actor.layout
-    for tp, pp, ep in dict.fromkeys(
-        [(own.tp, own.pp, own.ep), *product(tensor, SIZES, SIZES if geometry.num_experts else (1,))]
-    ):
+    sizes = [(own.tp, own.pp, own.ep), *product(tensor, SIZES, SIZES if geometry.num_experts else (1,))]
+    for tp, pp, ep in dict.fromkeys(sizes):
         if world_size % (tp * pp) or world_size // pp % ep or pp > geometry.num_layers:
             continue
         layout = _layout(cfg, geometry.num_layers, (tp, pp, ep))
         for recompute in (cfg.actor.recompute, RecomputeConfig("off"), RecomputeConfig("full", "uniform", 1)):
-            yield replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
+            made = replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
+            yield made
+            if needs_critic(cfg):
+                yield replace(made, critic=replace(cfg.critic, layout=layout, recompute=recompute))
 
 
 def _engines(cfg: Config, world_size: int) -> Iterator[Config]:
@@ -129,6 +131,8 @@ def changes(old: Config, new: Config) -> tuple[str, ...]:
     pairs = (
         ("actor.layout", old.actor.layout, new.actor.layout),
         ("actor.recompute", old.actor.recompute, new.actor.recompute),
+        ("critic.layout", old.critic.layout, new.critic.layout),
+        ("critic.recompute", old.critic.recompute, new.critic.recompute),
         ("rollout.layout", old.rollout.layout, new.rollout.layout),
     )
     for group, before, after in pairs:

@@ -122,6 +122,16 @@ def test_suggestions_fit_and_the_fastest_comes_first() -> None:
         assert make_plan(again, 8, H100, exact_sync=False).fits
 
 
+def test_suggestions_change_the_critic_too() -> None:
+    cfg = config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=32768")
+    assert not make_plan(cfg, 8, H100, exact_sync=False).fits  # an uncut critic beside the actor
+    best = suggest(cfg, 8, H100)[0]
+    assert any(override.startswith("critic.layout.") for override in best.overrides)
+    assert make_plan(
+        config("Qwen2.5-7B", "algorithm=ppo", "trainer.max_tokens_per_microbatch=32768", *best.overrides), 8, H100
+    ).fits
+
+
 def test_where_nothing_fits_a_larger_world_is_proposed() -> None:
     cfg = config("Llama-3-70B")
     assert suggest(cfg, 4, H100) == []  # 18 bytes a parameter are 1183 GiB
