@@ -22,6 +22,14 @@ from rlhf_mcore.parallel.collectives import gather_bytes
 RNG_FILE = "rng.safetensors"
 
 
+def seed_process(seed: int, rank: int) -> None:
+    """Start Python's, numpy's and torch's generators of a rank from the run's seed, each rank's at another place."""
+    python, legacy, torchs = (int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3))
+    random.seed(python)
+    np.random.seed(legacy)
+    torch.manual_seed(torchs)
+
+
 def capture() -> dict[str, Tensor]:
     """The state of this process's generators, by name."""
     version, words, gauss = random.getstate()

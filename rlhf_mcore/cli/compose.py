@@ -7,17 +7,22 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.transfer import Gatherer
+from rlhf_mcore.checkpoint.layout import BEST, LATEST
+from rlhf_mcore.checkpoint.registry import Stateful
+from rlhf_mcore.checkpoint.rng import seed_process
+from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
+from rlhf_mcore.cli.saving import build_saving, parameters_of
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
@@ -27,18 +32,20 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.files import read_records
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine, Tracker, WeightBridge
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.roles.role import Role
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
+from rlhf_mcore.trainer.counters import Counters
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
@@ -46,56 +53,73 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.saving import ModelSaver
-from rlhf_mcore.types import LocalParameter, Prompt, Sampling
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+from rlhf_mcore.trainer.resume import Start, find_start
+from rlhf_mcore.types import Prompt, Sampling
 
 
-def run(cfg: Config) -> None:
-    """Train. Every rank of the world calls it, under torchrun.
+def run(cfg: Config) -> bool:
+    """Train. Every rank of the world calls it, under torchrun. Returns whether the run has come to its end.
 
     Raises:
         ConfigError: what could only be found out with the parts in hand; raised on every rank.
     """
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
-    connect(platform.collective_backend, COLLECTIVE_TIMEOUT)
+    connect(platform.collective_backend, timedelta(seconds=cfg.trainer.collective_timeout_s))
+    seed_process(cfg.seed, dist.get_rank())
     try:
         with ExitStack() as stack:
-            record = on_every_rank(lambda: _open_record(cfg, platform, stack))
-            _build(cfg, platform, record).run(cfg.trainer.num_steps)
-            if record.console is not None:
+            requests = stack.enter_context(SignalRequests().listening())
+            watchdog = stack.enter_context(Watchdog(cfg.trainer.watchdog_s))
+            record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every, watchdog=watchdog)
+            start = _tell(on_every_rank(lambda: _open_record(cfg, record, stack)))
+            trainer = _build(cfg, platform, record, start, requests)
+            finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
+            if record.console is not None and finished:
                 _summary(cfg, record)
+            return finished
     finally:
         dist.destroy_process_group()
 
 
-def _open_record(cfg: Config, platform: Platform, stack: ExitStack) -> RunRecord:
-    record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every)
+def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
+    """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
     if dist.get_rank() != 0:
-        return record
+        return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
+    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg))
     directory.write_config(to_yaml(cfg))
-    earlier = directory.set_aside_metrics()
+    notes = list(start.notes)
+    if start.continues:
+        directory.cut_metrics(start.step)
+        record.recall(read_records(directory.metrics_path))
+    elif (earlier := directory.set_aside_metrics()) is not None:
+        notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]
     if cfg.logging.tensorboard:
-        trackers.append(TensorboardTracker(directory.tensorboard_path))
+        trackers.append(TensorboardTracker(directory.tensorboard_path, start.step + 1 if start.continues else None))
     record.directory = directory
     record.tracker = stack.enter_context(closing(MultiTracker(trackers)))
     title = f"{cfg.project} / {cfg.experiment}"
     record.console = stack.enter_context(Console(cfg.logging.console, cfg.trainer.num_steps, title))
-    if earlier is not None:
-        record.console.note(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
-    return record
+    for note in notes:
+        record.console.note(note)
+    return start
 
 
-def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
+def _tell(start: Start) -> Start:
+    """What the first rank has found, on every rank."""
+    weights = {role: str(path) for role, path in start.weights.items()}
+    checkpoint, step, weights = broadcast_json([str(start.checkpoint or ""), start.step, weights], 0)
+    return Start(Path(checkpoint) if checkpoint else None, step, {role: Path(path) for role, path in weights.items()})
+
+
+def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests) -> Trainer:
     with record.phase("load_data"):
         data = on_every_rank(lambda: _load_data(cfg))
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     with record.phase("build_model"):
-        built = build_roles(cfg, platform, dtype)
+        built = build_roles(cfg, platform, dtype, start.weights)
     with record.phase("start_engine"):
         engine = build_engine(
             cfg.rollout,
@@ -106,8 +130,27 @@ def _build(cfg: Config, platform: Platform, record: RunRecord) -> Trainer:
             seed=cfg.seed,
             **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
+    note = record.console.note if record.console is not None else _nothing
+    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    run_directory, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
+    estimation = Estimation(cfg.algorithm)
+    holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
+    saving = build_saving(cfg, run_directory, built, holders, sampler, requests, note)
+    for line in saving.resume(start):
+        note(line)
     record.timers.pop()
-    return _trainer(cfg, data, built, engine, record)
+    return Trainer(
+        prompt_source=PromptBatches(data.train, sampler),
+        checkpointer=saving.checkpointer,
+        recorder=record,
+        counters=counters,
+        estimation=estimation,
+        max_bad_updates=cfg.trainer.max_bad_updates,
+        **_parts(cfg, data, built, engine),
+    )
+
+
+def _nothing(text: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -127,10 +170,6 @@ def _load_data(cfg: Config) -> _Data:
         )
     evaluation = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval") if cfg.data.eval else []
     return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts])
-
-
-def _parameters(role: Role) -> list[LocalParameter]:
-    return local_parameters(role.model) if role.model is not None else []
 
 
 def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> WeightBridge:
@@ -162,24 +201,13 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(engine.model)
     return PlannedBridge(
-        _parameters(actor),
+        parameters_of(actor),
         actor.spec.geometry,
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,
         ranks_per_node=_ranks_per_node(),
-    )
-
-
-def _exporter(cfg: Config, role: Role, path: str) -> Exporter:
-    """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
-    return Exporter(
-        _parameters(role),
-        role.spec.geometry,
-        [path, cfg.model.tokenizer_path or cfg.model.path],
-        bucket_bytes=cfg.bridge.bucket_bytes,
-        config_updates=role.spec.config_updates,
     )
 
 
@@ -190,14 +218,10 @@ def _reward(cfg: Config, data: _Data, built: BuiltRoles) -> RewardFunction:
     return ModelReward(graders, built.reward_model, cfg.reward.model.weight, int(data.tokenizer.pad_token_id))
 
 
-def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine, record: RunRecord) -> Trainer:
+def _parts(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine) -> dict[str, Any]:
+    """Parts of the trainer that have no state to be resumed."""
     reward = _reward(cfg, data, built)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
-    run_directory = Path(cfg.output_dir) / cfg.project / cfg.experiment
-    writers = {"actor": _exporter(cfg, built.actor, cfg.model.path).save}
-    if built.critic is not None:
-        writers["critic"] = _exporter(cfg, built.critic, cfg.critic.path or cfg.model.path).save
     dynamic = cfg.algorithm.dynamic_sampling
     roles = Roles(
         built.actor,
@@ -206,21 +230,23 @@ def _trainer(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine,
         warmup_steps=cfg.critic.warmup_steps if built.critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
     )
-    return Trainer(
-        prompt_source=PromptBatches(data.train, sampler),
+    evaluator = Evaluator(
+        data.evaluation,
+        engine,
+        reward,
+        evaluation_sampling(cfg),
+        cfg.evaluate.every,
+        prompts_per_batch(cfg),
+    )
+    return dict(
         engine=engine,
         sampling=sampling,
         reward=reward,
         collector=DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
         exchange=Exchange(sampling.n, int(data.tokenizer.pad_token_id)),
         roles=roles,
-        estimation=Estimation(cfg.algorithm),
         bridge=_bridge(cfg, built.actor, engine, built.dtype),
-        evaluator=Evaluator(
-            data.evaluation, engine, reward, evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
-        ),
-        checkpointer=ModelSaver(writers, run_directory, cfg.checkpoint.save_steps, cfg.trainer.num_steps),
-        recorder=record,
+        evaluator=evaluator,
     )
 
 
@@ -237,9 +263,10 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         for name, label in (("evaluate/accuracy", "held-out accuracy"), ("evaluate/reward", "held-out reward")):
             rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"))
     directory = os.path.relpath(record.directory.path)
+    chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
     footer = [
         f"run directory   {directory}",
-        f"trained model   {directory}/latest/actor  (a Hugging Face directory)",
+        f"trained model   {directory}/{chosen}/actor  (a Hugging Face directory)",
         f"curves          tensorboard --logdir {directory}",
     ]
     record.console.summary("result", rows, ("", "before", "after", "change"), footer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -36,9 +39,13 @@ class BuiltRoles:
     dtype: str  # of the actor
 
 
-def build_roles(cfg: Config, platform: Platform, dtype: str) -> BuiltRoles:
-    """A rank builds the models that it holds a part of. Collective over the world."""
-    build = _Builder(cfg, platform, dtype)
+def build_roles(cfg: Config, platform: Platform, dtype: str, weights: Mapping[str, Path] | None = None) -> BuiltRoles:
+    """A rank builds the models that it holds a part of. Collective over the world.
+
+    ``weights``: directories that models are loaded from, by role; others are loaded from where the configuration says.
+    """
+    pool = GroupPool(timedelta(seconds=cfg.trainer.collective_timeout_s))
+    build = _Builder(cfg, platform, dtype, weights or {}, pool)
     groups = build.groups(cfg.actor.layout, cfg.actor.ranks)
     return BuiltRoles(
         build.actor(groups),
@@ -56,7 +63,8 @@ class _Builder:
     cfg: Config
     platform: Platform
     dtype: str
-    pool: GroupPool = field(default_factory=GroupPool)
+    weights: Mapping[str, Path]
+    pool: GroupPool
 
     def groups(self, cut: LayoutConfig, ranks: list[int] | None) -> ModelGroups | None:
         first, end = ranks or (0, dist.get_world_size())
@@ -82,8 +90,12 @@ class _Builder:
         recompute: RecomputeConfig | None = None,
         aux_loss_coef: float = 0.0,
         dtype: str | None = None,
+        saved_as: str | None = None,
     ) -> MegatronModel | None:
-        """A model with the weights of ``path``, on the ranks of ``groups``. It is trained if ``recompute`` is said."""
+        """A model on the ranks of ``groups``. It is trained if ``recompute`` is said.
+
+        Its weights are those of ``path``, or those that a checkpoint has of the role ``saved_as``.
+        """
         options = BuildOptions(
             dtype=self.dtype if dtype in (None, "auto") else dtype,
             layer_spec=self.cfg.model.layer_spec,
@@ -95,14 +107,18 @@ class _Builder:
         )
         model = build_model(spec, groups, self.platform, options) if groups is not None else None
         parameters = local_parameters(model) if model is not None else []
-        on_every_rank(lambda: load(parameters, spec.geometry, HFReader(path), fresh_head=spec.has_fresh_head))
+        saved = self.weights.get(saved_as) if saved_as is not None else None
+        fresh_head = spec.has_fresh_head and saved is None
+        on_every_rank(lambda: load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head))
         return model
 
     def actor(self, groups: ModelGroups | None) -> Actor:
         cfg, trainer, algorithm = self.cfg.actor, self.cfg.trainer, self.cfg.algorithm
         spec = load_spec(self.cfg.model.path)
         moe = cfg.moe.aux_loss_coef
-        model = self.model(spec, self.cfg.model.path, groups, recompute=cfg.recompute, aux_loss_coef=moe)
+        model = self.model(
+            spec, self.cfg.model.path, groups, recompute=cfg.recompute, aux_loss_coef=moe, saved_as="actor"
+        )
         updates = Updates(
             trainer.minibatch_size or trainer.prompts_per_step,
             trainer.ppo_epochs,
@@ -127,7 +143,9 @@ class _Builder:
         spec = load_spec(path, "token", "critic.path")
         groups = self.groups(cfg.layout, cfg.ranks)
         moe, dtype = cfg.moe.aux_loss_coef, cfg.dtype
-        model = self.model(spec, path, groups, recompute=cfg.recompute, aux_loss_coef=moe, dtype=dtype)
+        model = self.model(
+            spec, path, groups, recompute=cfg.recompute, aux_loss_coef=moe, dtype=dtype, saved_as="critic"
+        )
         assert cfg.minibatch_size is not None and cfg.ppo_epochs is not None, "resolved"
         return Critic(
             model,
@@ -144,7 +162,8 @@ class _Builder:
     def reference(self, groups: ModelGroups | None) -> Reference:
         path = self.cfg.reference.path or self.cfg.model.path
         spec = load_spec(path, field="reference.path")
-        model = self.model(spec, path, groups)
+        saved_as = "reference" if self.cfg.reference.refresh_steps else None
+        model = self.model(spec, path, groups, saved_as=saved_as)
         host, temperature = _host(model, self.cfg.reference.offload), self.cfg.rollout.sampling.temperature
         return Reference(model, spec, self.cfg.trainer, temperature, host_weights=host)
 

@@ -63,7 +63,8 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
         quiet()
         from rlhf_mcore.cli.compose import run
 
-        run(cfg)
+        if not run(cfg):
+            return exit_codes.REQUEUE
     else:
         from rlhf_mcore.cli.launch import launch
 

@@ -306,6 +306,13 @@ class TrainerConfig:
     packing: bool = True  # false: padded microbatches
     world_size: Optional[int] = None  # processes that `rlhf-mcore train` starts; null: the fewest that fit
     threads_per_rank: int = 1  # CPU: compute threads of a process
+    max_bad_updates: int = (
+        5  # updates in a row, skipped because loss or gradient is not finite, after which the run ends
+    )
+    collective_timeout_s: int = 1800  # how long a rank waits for the others in a collective
+    watchdog_s: int = (
+        3600  # a rank that has not begun a new phase for so long prints its stacks and ends the job; 0: off
+    )
 
 
 @dataclass

@@ -8,6 +8,7 @@ while :func:`rlhf_mcore.mcore.ambient.ambient` is entered.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -46,16 +47,20 @@ class GroupPool:
 
     A group is not free: gloo runs threads for each that wake a hundred times a second, NCCL keeps buffers. The default group of the
     process is never handed out, because Megatron's unbatched pipeline exchange relies on the pipeline's group being another one.
+    ``timeout`` is how long a rank waits for the others in a collective; None: torch's default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         self._known: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
         """This rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
         key = tuple(sorted(map(tuple, _partition(enumeration))))
         if key not in self._known:
-            self._known[key], _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in key])
+            self._known[key], _ = dist.new_subgroups_by_enumeration(
+                [list(ranks) for ranks in key], timeout=self._timeout
+            )
         named = {rank for ranks in enumeration for rank in ranks}
         return self._known[key] if dist.get_rank() in named else None
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
@@ -73,13 +76,34 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> tuple[bool, float]:
-    """One update. Returns whether it was made (fp16 skips on overflow) and the norm of the gradient before clipping."""
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Of one update, the same on every rank of the model.
+
+    ``grad_norm`` is that before clipping, NaN when the loss scaler found an overflow. ``finite`` is false when the gradient was NaN or
+    infinite without a loss scaler having asked for it.
+    """
+
+    updated: bool
+    grad_norm: float
+    finite: bool = True
+
+
+def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> StepOutcome:
+    """One update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    with ambient(model.groups, model.platform):
-        updated, grad_norm, _ = optimizer.step()
-    return bool(updated), float(grad_norm) if grad_norm is not None else float("nan")
+    with ambient(model.groups, model.platform), torch.no_grad():
+        if optimizer.prepare_grads():
+            return StepOutcome(False, math.nan)
+        grad_norm = float(optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return StepOutcome(False, grad_norm, finite=False)
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and part.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+        return StepOutcome(bool(optimizer.step_with_ready_grads()), grad_norm)
 
 
 def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:

@@ -61,6 +61,11 @@ def keep_steps(lines: bytes, last_step: int) -> bytes:
     return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; [] if there is no file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def _is_until(line: bytes, last_step: int) -> bool:
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= last_step

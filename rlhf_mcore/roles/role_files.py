@@ -20,33 +20,25 @@ from rlhf_mcore.mcore.optimizer_state import (
     optimizer_shards,
     unrounded_masters,
 )
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.roles.role import Role
+from rlhf_mcore.roles.trained import TrainedRole
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 TRAINING = "training"
+_COUNTS = ("num_updates", "num_bad_updates")
 
 
 class RoleFiles:
     """Writes and reads one model's part of a checkpoint, ``<checkpoint>/<name>``. Built and called on every rank of the world.
 
-    ``model`` and ``optimizer`` are None on ranks that hold no part of it. ``trained`` is false for a model that has no optimizer
-    anywhere: of that only the weights are kept.
+    Of a role that is not trained only the weights are kept.
     """
 
-    def __init__(
-        self,
-        name: str,
-        geometry: ModelGeometry,
-        model: MegatronModel | None,
-        optimizer: MegatronOptimizer | None,
-        exporter: Exporter,
-        *,
-        trained: bool = True,
-    ):
-        self.name, self._trained = name, trained
-        self._geometry, self._model, self._optimizer, self._exporter = geometry, model, optimizer, exporter
+    def __init__(self, name: str, role: Role, exporter: Exporter):
+        self.name, self._role, self._exporter = name, role, exporter
+        self._geometry = role.spec.geometry
         self._image: FileImage | None = None
 
     def write(self, checkpoint: Path) -> list[Path]:
@@ -73,8 +65,8 @@ class RoleFiles:
         if state.described:
             state.copy_to(image := self._image_for(state))
             images.append((image, TRAINING))
-        if self._model is not None:
-            self._model.platform.synchronize()
+        if self._role.model is not None:
+            self._role.model.platform.synchronize()
         index = self._gather_index(state)
 
         def write(checkpoint: Path) -> list[Path]:
@@ -92,36 +84,59 @@ class RoleFiles:
         Raises:
             ConfigError: the state is damaged, of another model, or does not belong to these weights.
         """
-        if self._model is None or self._optimizer is None:
+        trained = self._trained
+        if trained is None:
             return
+        role, model, optimizer = trained
         directory = checkpoint / self.name
         reader = StateReader(directory / TRAINING, self._geometry)
-        reader.read_into(optimizer_shards(self._model, self._optimizer))
-        load_optimizer_scalars(self._optimizer, reader.scalars)
-        if wrong := unrounded_masters(self._model, self._optimizer):
+        scalars = dict(reader.scalars)
+        role.num_updates, role.num_bad = (_count(scalars.pop(name, None), name, directory) for name in _COUNTS)
+        reader.read_into(optimizer_shards(model, optimizer))
+        load_optimizer_scalars(optimizer, scalars)
+        if wrong := unrounded_masters(model, optimizer):
             raise ConfigError(
                 f"{directory}: the weights of {wrong[0]} are not its fp32 master weights in {TRAINING}/, rounded. "
                 "Resume from another checkpoint, or start from the weights alone (model.path)."
             )
 
+    @property
+    def _trained(self) -> tuple[TrainedRole, MegatronModel, MegatronOptimizer] | None:
+        """The role with its model and optimizer, where this rank has them."""
+        role = self._role
+        if not isinstance(role, TrainedRole) or role.model is None or role.optimizer is None:
+            return None
+        return role, role.model, role.optimizer
+
     def _state(self) -> RankState:
-        if self._model is None or self._optimizer is None:
-            return RankState([], self._geometry)
-        return RankState(optimizer_shards(self._model, self._optimizer), self._geometry)
+        trained = self._trained
+        return RankState(optimizer_shards(*trained[1:]) if trained is not None else [], self._geometry)
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
-        """On the first rank, for a model that is trained."""
-        if not self._trained:
+        """On the first rank, of a role that is trained."""
+        if not isinstance(self._role, TrainedRole):
             return None
-        scalars = optimizer_scalars(self._optimizer) if self._optimizer is not None else None
+        scalars = None
+        if (trained := self._trained) is not None:
+            role, _, optimizer = trained
+            counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
+            scalars = {**optimizer_scalars(optimizer), **counts}
         return gather_index(state.described, self._geometry, scalars)
 
     def _image_for(self, state: RankState) -> FileImage:
         if self._image is None or self._image.layout.header != state.layout.header:
-            assert self._model is not None
-            pinned = self._model.platform.device().type == "cuda"
+            assert self._role.model is not None
+            pinned = self._role.model.platform.device().type == "cuda"
             self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
         return self._image
+
+
+def _count(value: Any, name: str, directory: Path) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(
+            f"{directory / TRAINING / STATE_INDEX}: {name}={value!r} is no count; choose another checkpoint"
+        )
+    return value
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import token_weights
 from rlhf_mcore.config.schema import OptimizerConfig
-from rlhf_mcore.mcore.optimizer import learning_rate, optimizer_step
+from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate, optimizer_step
 from rlhf_mcore.mcore.step import Metrics, forward_backward, load_balance
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.roles.role import Role, minibatches
@@ -40,7 +41,10 @@ class TrainedRole(Role):
     optimizer_cfg: OptimizerConfig
     updates: Updates
     name: str
-    num_updates: int = field(default=0, kw_only=True)
+    num_updates: int = field(default=0, kw_only=True)  # skipped ones count too
+    num_bad: int = field(
+        default=0, kw_only=True
+    )  # updates in a row, the last one among them, without a finite gradient
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of a step. Returns their mean metrics, nothing on ranks without the model. Collective over the role's ranks."""
@@ -48,7 +52,8 @@ class TrainedRole(Role):
             return {}
         parts = minibatches(batch, self.updates.prompts_per_minibatch)
         history = [self._update(batch, rows) for _ in range(self.updates.epochs) for rows in parts]
-        return {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+        means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+        return means | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
 
     def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
         """Token weights [B, T] of the loss, from those of the aggregation."""
@@ -80,13 +85,18 @@ class TrainedRole(Role):
         )
         microbatches = self.microbatches(batch, rows, {"weights": self.reweigh(batch, weights), **self.fields(batch)})
         metrics = forward_backward(self.model, microbatches, self.loss)
+        sums = self._reduce(metrics)
         lr = learning_rate(self.num_updates, self.optimizer_cfg.lr, self.optimizer_cfg.schedule)
-        updated, grad_norm = optimizer_step(self.model, self.optimizer, lr)
+        # Every rank of the role sees the same loss and the same norm, so all skip the same updates.
+        outcome = StepOutcome(False, math.nan, finite=False)
+        if math.isfinite(sums["loss"]):
+            outcome = optimizer_step(self.model, self.optimizer, lr)
         self.num_updates += 1
-        named = self.named(self._reduce(metrics), max(float(num_tokens), 1.0))
+        self.num_bad = 0 if outcome.finite else self.num_bad + 1
+        named = self.named(sums, max(float(num_tokens), 1.0))
         if self.model.aux_loss_coef:
             named[f"{self.name}/load_balance"] = load_balance(self.model)
-        optimizer = {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not updated)}
+        optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
         return named | {f"{self.name}/{key}": value for key, value in optimizer.items()}
 
     def _reduce(self, metrics: list[Metrics]) -> dict[str, float]:

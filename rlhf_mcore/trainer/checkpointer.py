@@ -48,7 +48,7 @@ class Checkpointer:
     documents: Callable[[int], Documents]  # collective
     triggers: Triggers | None  # on the first rank
     requests: SignalRequests
-    tidy: Callable[[], None]  # after a commit, on the first rank
+    after_commit: Callable[[], None]  # on the first rank
     note: Callable[[str], None]
     in_background: bool = False
     stop_on_failure: bool = True
@@ -78,7 +78,7 @@ class Checkpointer:
     def save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
         """Save now. Collective over the world."""
         self.drain()
-        started, about = time.monotonic(), About(step, metrics=evaluation)
+        started, about = time.monotonic(), self.writer.about(step, evaluation)
         try:
             if self.in_background:
                 self._start(about, decision)
@@ -87,6 +87,15 @@ class Checkpointer:
                 self._committed(step, time.monotonic() - started)
         except SaveError as error:
             self._failed(error, decision)
+
+    def save_to(self, directory: Path, step: int) -> Path:
+        """Save ``<directory>/checkpoint-<step>``, whatever is due, and return its path. Collective over the world.
+
+        Raises:
+            SaveError: on every rank, when any of them failed.
+        """
+        self.drain()
+        return CheckpointWriter(directory).save(About(step), partial(self._write, self.documents(step)))
 
     def drain(self) -> None:
         """Wait for a save that is under way and commit it. Collective over the world."""
@@ -129,10 +138,7 @@ class Checkpointer:
         if self.triggers is None:
             return
         self.triggers.saved(step, seconds)
-        try:
-            self.tidy()
-        except OSError as error:
-            self.note(f"checkpoint-{step} is saved, but older ones could not be tidied up: {error}")
+        self.after_commit()
 
     def _failed(self, error: SaveError, decision: Decision) -> None:
         if self.stop_on_failure:
@@ -154,7 +160,7 @@ class _Flush:
 
     def _run(self, writer: CheckpointWriter) -> None:
         started = time.monotonic()
-        self._outcome = writer.attempt(self.directory, self.write)
+        self._outcome = writer.attempt(self.directory, self.write, self.about.base)
         self.seconds = time.monotonic() - started
 
     def is_done(self) -> bool:

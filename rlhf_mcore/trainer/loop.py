@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import union
+from rlhf_mcore.trainer.counters import Counters
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
-from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
+from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, stop_if_diverged
 from rlhf_mcore.trainer.rollouts import generate, score
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
     from rlhf_mcore.trainer.advantages import Estimation
     from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
@@ -38,17 +41,30 @@ class Trainer:
     evaluator: Evaluator
     checkpointer: Checkpointer
     recorder: Recorder
+    max_bad_updates: int = 5
+    counters: Counters = field(default_factory=Counters)
 
-    def run(self, num_steps: int) -> None:
-        """Train for ``num_steps`` steps. Collective over the world."""
-        self._sync(0)
-        if metrics := self._evaluate(0, num_steps):
+    def run(self, num_steps: int, first_step: int = 1) -> bool:
+        """Train from ``first_step`` to ``num_steps``. Collective over the world.
+
+        Returns whether the last step was made: a signal or a time limit may end a run before, after a save.
+        """
+        self._sync(first_step - 1)
+        if first_step == 1 and (metrics := self._evaluate(0, num_steps)):
             self.recorder.step(0, metrics)
-        for step in range(1, num_steps + 1):
+        self.checkpointer.begin()
+        for step in range(first_step, num_steps + 1):
             metrics = self._step(step)
             metrics |= self._evaluate(step, num_steps)
             self.recorder.step(step, metrics)
-            self.checkpointer.after_step(step)
+            if self.checkpointer.after_step(step, metrics):
+                return False
+        self.checkpointer.drain()
+        return True
+
+    def save_checkpoint(self, directory: Path) -> Path:
+        """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world."""
+        return self.checkpointer.save_to(directory, self.counters.steps)
 
     def _step(self, step: int) -> dict[str, float]:
         timed = self.recorder.phase
@@ -62,6 +78,7 @@ class Trainer:
         metrics |= self.estimation(exchanged.batch)
         with timed("update"):
             metrics |= self._update(step, exchanged.batch)
+        metrics |= self.counters.count(exchanged.batch)
         return metrics | self._sync(step)
 
     def _collect(self, step: int) -> Collected:
@@ -98,7 +115,9 @@ class Trainer:
             metrics |= self.roles.critic.update(batch)
         if step > self.roles.warmup_steps:
             metrics |= self.roles.actor.update(batch)
-        return union(metrics)
+        metrics = union(metrics)
+        stop_if_diverged(metrics, self.max_bad_updates)
+        return metrics
 
     def _sync(self, version: int) -> dict[str, float]:
         with self.recorder.phase("sync"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
 from rlhf_mcore.trainer.exchange import Exchanged
 from rlhf_mcore.types import TrainBatch
@@ -32,3 +34,22 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
         "rollout/logprob_diff_mean": float(found["logprob_diff_sum"]) / max(float(found["num_tokens"]), 1.0),
         "rollout/logprob_diff_max": float(found["logprob_diff_max"]),
     }
+
+
+class DivergedError(RuntimeError):
+    """Update after update has no finite loss and gradient. The weights are those before the first of them."""
+
+
+def stop_if_diverged(metrics: Mapping[str, float], max_bad_updates: int) -> None:
+    """End the run, on every rank, when too many updates in a row had to be skipped.
+
+    Raises:
+        DivergedError: saying which model it is.
+    """
+    for name, count in metrics.items():
+        if name.endswith("/bad_updates_in_a_row") and count >= max_bad_updates:
+            raise DivergedError(
+                f"the loss or the gradient of the {name.split('/')[0]} was not finite in {int(count)} updates in a row "
+                f"(trainer.max_bad_updates={max_bad_updates}); none of them was made. Lower the learning rate, or look at the data "
+                "and the rewards of the last steps; the last checkpoint is intact"
+            )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
     from rlhf_mcore.types import Prompt, Score, TrainBatch, Trajectory
@@ -69,9 +71,23 @@ class Roles:
 
 
 class Checkpointer(Protocol):
-    """Writes the actor when it is due."""
+    """Saves when it is due."""
 
-    def after_step(self, step: int) -> None: ...
+    def begin(self) -> None:
+        """The first step begins."""
+        ...
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Save if it is due; returns whether the run has to end now. Collective."""
+        ...
+
+    def save_to(self, directory: Path, step: int) -> Path:
+        """Save ``<directory>/checkpoint-<step>`` and return its path. Collective."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until what was saved is on the disk. Collective."""
+        ...
 
 
 class Recorder(Protocol):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.types import Score, Trajectory
@@ -24,12 +26,15 @@ class RunRecord:
     directory: RunDirectory | None = None
     tracker: Tracker | None = None
     console: Console | None = None
+    watchdog: Watchdog | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase and show it."""
+        """Time a phase and show it. That one begins is progress, on every rank."""
+        if self.watchdog is not None:
+            self.watchdog.progress()
         if self.console is not None:
             self.console.phase(name)
         with self.timers(name):
@@ -46,15 +51,23 @@ class RunRecord:
             records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
             write_rollouts(self.directory.rollouts_path(step), records)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a step's metrics with the time of its phases."""
-        timing = self.timers.pop()
-        timing["timing/step_s"] = sum(timing.values())
+    def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take up what a run that is resumed has recorded before."""
+        for record in records:
+            self._remember(record["step"], record)
+
+    def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
         if evaluation:
             self.evaluations[step] = evaluation
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write and show a step's metrics with the time of its phases."""
+        timing = self.timers.pop()
+        timing["timing/step_s"] = sum(timing.values())
+        self._remember(step, metrics)
         everything = {**metrics, **timing}
         if self.tracker is not None:
             self.tracker.log(step, everything)

@@ -69,13 +69,12 @@ class World:
         exporter = Exporter(
             local_parameters(model), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
         )
-        return RoleFiles("actor", geometry, model, actor.optimizer, exporter)
+        return RoleFiles("actor", actor, exporter)
 
 
 def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
-    groups = actor.model.groups
-    batch = batch_for(rows(), groups.dp_rank, groups.layout.dp)
-    fill(batch, actor, reference)
+    batch = batch_for(rows())
+    fill(batch, reference)
     return actor.update(batch)
 
 

@@ -48,6 +48,15 @@ def test_further_generators_are_kept_beside(tmp_path: Path) -> None:
     assert found is not None and found["tracker/model"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_ranks_start_at_different_places_of_the_same_seed() -> None:
+    found = []
+    for seed, rank in ((3, 0), (3, 0), (3, 1), (4, 0)):
+        rng.seed_process(seed, rank)
+        found.append(draw())
+    assert found[0] == found[1]
+    assert all(len({values[k] for values in found}) == 3 for k in range(len(found[0])))
+
+
 def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path) -> None:
     states = {f"rank-{r}/torch.cpu": torch.tensor([r], dtype=torch.uint8) for r in range(12)}
     (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(states))

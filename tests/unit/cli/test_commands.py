@@ -104,6 +104,9 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "packing": True,
         "world_size": None,
         "threads_per_rank": 1,
+        "max_bad_updates": 5,
+        "collective_timeout_s": 1800,
+        "watchdog_s": 3600,
     }
     assert printed["actor"]["optimizer"]["schedule"]["total_updates"] == 7
     assert printed["algorithm"]["loss_aggregation"] == "constant"

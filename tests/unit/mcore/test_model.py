@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters, unwrap
 from rlhf_mcore.mcore.optimizer import build_optimizer, optimizer_step
+from rlhf_mcore.mcore.optimizer_state import optimizer_scalars
 from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head, scalar_head
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
@@ -100,8 +102,28 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
-    updated, grad_norm = optimizer_step(model, optimizer, lr=0.0)
-    assert updated and grad_norm == pytest.approx(norm, rel=1e-4)
+    outcome = optimizer_step(model, optimizer, lr=0.0)
+    assert outcome.updated and outcome.finite and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_fault_23_a_gradient_that_is_not_finite_changes_nothing(
+    tmp_path: Path, groups: ModelGroups, value: float
+) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    buffer = model.chunks[0].buffers[0].grad_data
+    before = {p.name: p.tensor.clone() for p in local_parameters(model)}
+    buffer.fill_(0.1)
+    buffer[7] = value
+    outcome = optimizer_step(model, optimizer, lr=1e-2)
+    assert not outcome.updated and not outcome.finite and not math.isfinite(outcome.grad_norm)
+    assert all(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
+    assert optimizer_scalars(optimizer)["step"] == 0
+    buffer.fill_(0.1)
+    assert optimizer_step(model, optimizer, lr=1e-2).updated
+    assert not any(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
 
 
 def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
@@ -152,8 +174,8 @@ def test_values_gradients_and_update_are_those_of_transformers(
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
-    updated, grad_norm = optimizer_step(model, optimizer, lr=0.0)
-    assert updated and grad_norm == pytest.approx(norm, rel=1e-4)
+    outcome = optimizer_step(model, optimizer, lr=0.0)
+    assert outcome.updated and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 def test_the_last_word_is_the_score_of_transformers(tmp_path: Path, groups: ModelGroups) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.data.collate import Row, make_train_batch
+from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.mcore.step import Head
 from rlhf_mcore.roles import role, trained
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -78,10 +79,10 @@ class Lookup:
             found.append({"loss": value.detach().clone(), **metrics})
         return found
 
-    def optimizer_step(self, model: Any, optimizer: Any, lr: float) -> tuple[bool, float]:
+    def optimizer_step(self, model: Any, optimizer: Any, lr: float) -> StepOutcome:
         assert self.table.grad is not None
         self.calls.append(("step", lr))
-        return optimizer(self, lr), float(self.table.grad.norm())
+        return StepOutcome(optimizer(self, lr), float(self.table.grad.norm()))
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> Lookup:
         """Let the roles run this model, and only this."""

@@ -83,6 +83,7 @@ def test_gradient_and_metrics_equal_the_equation_however_the_batch_is_cut(
         "critic/grad_norm": pytest.approx(float(table.grad.norm()), rel=1e-4),
         "critic/lr": 0.5,
         "critic/skipped_updates": 0.0,
+        "critic/bad_updates_in_a_row": 0.0,
     }
     assert (expected["clip_fraction"] > 0) == (clip is not None)
 

@@ -224,6 +224,19 @@ def test_skipped_updates_are_counted(bigram: Lookup) -> None:
     assert metrics["actor/skipped_updates"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_fault_23_a_loss_that_is_not_finite_makes_no_update(bigram: Lookup, value: float) -> None:
+    which, bad, good = actor(bigram, AlgorithmConfig(), descend, prompts_per_minibatch=1), batch(), batch()
+    assert bad.advantages is not None
+    bad.advantages[2:] *= value  # the first minibatch is sound
+    before = bigram.table.detach().clone()
+    metrics = which.update(bad)
+    assert [call[0] for call in bigram.calls].count("step") == 1
+    assert metrics["actor/skipped_updates"] == pytest.approx(2 / 3) and metrics["actor/bad_updates_in_a_row"] == 2
+    assert bigram.table.isfinite().all() and not torch.equal(bigram.table, before)
+    assert which.update(good)["actor/bad_updates_in_a_row"] == 0
+
+
 def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Lookup) -> None:
     made = batch()
     bigram.layout, bigram.dp_rank = Layout(dp=7), 6

@@ -78,7 +78,7 @@ class Run:
             },
             triggers=Triggers(config, 100, self.directory, clock=lambda: self.clock),
             requests=SignalRequests(),
-            tidy=self.tidy,
+            after_commit=self.tidy,
             note=self.notes.append,
             in_background=config.async_save,
             stop_on_failure=stop_on_failure,
@@ -151,15 +151,13 @@ def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background:
     assert run.saved(1) == ("4", "0", 4)
 
 
-def test_what_cannot_be_tidied_up_is_said(run: Run) -> None:
-    made = run.make(save_steps=1)
-
-    def tidy() -> None:
-        raise PermissionError(13, "Permission denied")
-
-    made.tidy = tidy
-    made.after_step(1, {})
-    assert run.steps == [1] and "older ones could not be tidied up" in run.notes[0]
+def test_a_checkpoint_is_saved_anywhere_on_demand(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    made, elsewhere = run.make(async_save=True, save_steps=2), tmp_path_factory.mktemp("elsewhere")
+    run.actor.weights = 3
+    made.after_step(2, {})
+    assert made.save_to(elsewhere, 3) == elsewhere / "checkpoint-3"
+    assert verify(elsewhere / "checkpoint-3") == [] and run.steps == [2]
+    assert (elsewhere / "checkpoint-3/actor/weights").read_text() == "3"
 
 
 # --------------------------------------------------------------------------------------------------------- in the background

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
 from tests.unit.trainer.records import prompt, trajectory
@@ -114,6 +116,7 @@ class Watch:
     def __init__(self, log: Log) -> None:
         self.log = log
         self.metrics: dict[int, Mapping[str, float]] = {}
+        self.stop_after: int | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -127,8 +130,20 @@ class Watch:
         self.log.append(("record", step))
         self.metrics[step] = metrics
 
-    def after_step(self, step: int) -> None:
+    def begin(self) -> None:
+        self.log.append(("begin",))
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         self.log.append(("checkpoint", step))
+        assert metrics is self.metrics[step]
+        return step == self.stop_after
+
+    def save_to(self, directory: Path, step: int) -> Path:
+        self.log.append(("save", step))
+        return directory / f"checkpoint-{step}"
+
+    def drain(self) -> None:
+        self.log.append(("drain",))
 
 
 class Sampler:
@@ -213,6 +228,7 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
         ("phase", "evaluate"),
         ("evaluate", 0),
         ("record", 0),
+        ("begin",),
         *step_of(1, [3, 1], *beside),
         ("record", 1),
         ("checkpoint", 1),
@@ -221,13 +237,66 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
         ("evaluate", 2),
         ("record", 2),
         ("checkpoint", 2),
+        ("drain",),
     ]
+
+
+def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing_again() -> None:
+    which, log = trainer({0, 2, 3})
+    assert which.run(3, first_step=3) is True
+    assert log == [
+        ("phase", "sync"),
+        ("wake",),
+        ("sync", 2),
+        ("begin",),
+        *step_of(3, [3, 1]),
+        ("phase", "evaluate"),
+        ("evaluate", 3),
+        ("record", 3),
+        ("checkpoint", 3),
+        ("drain",),
+    ]
+
+
+def test_a_run_that_is_over_makes_no_step() -> None:
+    which, log = trainer({0, 3})
+    assert which.run(3, first_step=4) is True
+    assert log == [("phase", "sync"), ("wake",), ("sync", 3), ("begin",), ("drain",)]
+
+
+def test_a_checkpoint_on_demand_is_that_of_the_steps_that_were_made() -> None:
+    which, log = trainer(set())
+    which.run(2)
+    assert which.save_checkpoint(Path("there")) == Path("there/checkpoint-2") and log[-1] == ("save", 2)
+
+
+def test_a_run_ends_when_the_checkpointer_says_so() -> None:
+    which, log = trainer(set())
+    which.checkpointer.stop_after = 2  # type: ignore[attr-defined]
+    assert which.run(5) is False
+    assert log[-1] == ("checkpoint", 2)
+
+
+def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None:
+    which, log = trainer(set())
+    counts = iter([0.0, 1.0, 2.0, 3.0])
+
+    def update(batch: TrainBatch) -> Mapping[str, float]:
+        return {"actor/bad_updates_in_a_row": next(counts)}
+
+    which.roles.actor.update = update  # type: ignore[method-assign]
+    which.max_bad_updates = 3
+    with pytest.raises(
+        DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
+    ):
+        which.run(9)
+    assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
 
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
     which, log = trainer(set())
     which.run(1)
-    assert log[:4] == [("phase", "sync"), ("wake",), ("sync", 0), ("phase", "generate")]
+    assert log[:5] == [("phase", "sync"), ("wake",), ("sync", 0), ("begin",), ("phase", "generate")]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])

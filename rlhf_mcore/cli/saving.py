@@ -1,0 +1,148 @@
+"""Puts together what saves a run and what brings it back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.checkpoint.archive import Archiver
+from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.registry import Registry, Stateful
+from rlhf_mcore.checkpoint.retention import Retention
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.cli.roles import BuiltRoles
+from rlhf_mcore.config.checkpoint_rules import deadline
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.mcore.model import local_parameters
+from rlhf_mcore.mcore.rng import set_tracker_states, tracker_states
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.roles.role import Role
+from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.trainer.checkpointer import Checkpointer
+from rlhf_mcore.trainer.documents import RunState
+from rlhf_mcore.trainer.resume import Start, best_rule
+from rlhf_mcore.types import LocalParameter
+
+ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The checkpointer of a run, and the parts of a checkpoint that it is resumed from."""
+
+    checkpointer: Checkpointer
+    state: RunState
+    roles: list[RoleFiles]
+
+    def resume(self, start: Start) -> list[str]:
+        """Take up everything but the weights, which were loaded when the models were built. Collective over the world.
+
+        Returns what the user should know.
+        """
+        checkpoint = start.checkpoint
+        if checkpoint is None:
+            return []
+        for part in self.roles:
+            on_every_rank(lambda part=part: part.load_state(checkpoint))  # type: ignore[misc]
+        return on_every_rank(lambda: self.state.load(checkpoint))
+
+
+def build_saving(
+    cfg: Config,
+    run: Path,
+    built: BuiltRoles,
+    holders: Mapping[str, Stateful],
+    sampler: Stateful,
+    requests: SignalRequests,
+    note: Callable[[str], None],
+) -> Saving:
+    """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
+    roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in saved_roles(cfg, built)]
+    triggers = _triggers(cfg, run) if dist.get_rank() == 0 else None
+    registry, data = Registry(), Registry()
+    registry.register("triggers", triggers or _OnFirstRank())
+    for name, holder in holders.items():
+        registry.register(name, holder)
+    data.register("sampler", sampler)
+    state = RunState(registry, data, to_yaml(cfg), tracker_states, set_tracker_states)
+    checkpointer = Checkpointer(
+        writer=CheckpointWriter(run, full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1),
+        parts=roles,
+        documents=state.documents,
+        triggers=triggers,
+        requests=requests,
+        after_commit=_housekeeping(cfg, run, note),
+        note=note,
+        in_background=cfg.checkpoint.async_save,
+        stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
+    )
+    return Saving(checkpointer, state, roles)
+
+
+def saved_roles(cfg: Config, built: BuiltRoles) -> list[tuple[str, Role, str]]:
+    """(name, role, where its files that are no weights come from) of the models in a checkpoint.
+
+    The reference is one of them only if it takes over the actor's weights now and then.
+    """
+    found: list[tuple[str, Role, str]] = [(ACTOR, built.actor, cfg.model.path)]
+    if built.critic is not None:
+        found.append((CRITIC, built.critic, cfg.critic.path or cfg.model.path))
+    if built.reference is not None and cfg.reference.refresh_steps:
+        found.append((REFERENCE, built.reference, cfg.reference.path or cfg.model.path))
+    return found
+
+
+def parameters_of(role: Role) -> list[LocalParameter]:
+    """What this rank holds of a role's model."""
+    return local_parameters(role.model) if role.model is not None else []
+
+
+def exporter(cfg: Config, role: Role, path: str) -> Exporter:
+    """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
+    return Exporter(
+        parameters_of(role),
+        role.spec.geometry,
+        [path, cfg.model.tokenizer_path or cfg.model.path],
+        bucket_bytes=cfg.bridge.bucket_bytes,
+        config_updates=role.spec.config_updates,
+    )
+
+
+def _triggers(cfg: Config, run: Path) -> Triggers:
+    ends = deadline(cfg.checkpoint.save_by, time.time(), os.environ)
+    return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends)
+
+
+def _housekeeping(cfg: Config, run: Path, note: Callable[[str], None]) -> Callable[[], None]:
+    """What is done on the first rank after a commit."""
+    policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every)
+    rule, disk = best_rule(cfg.checkpoint), Disk()
+    archiver = Archiver(run, disk) if cfg.checkpoint.archive and dist.get_rank() == 0 else None
+
+    def after_commit() -> None:
+        for line in tidy(run, policy, rule, disk, archiver):
+            note(line)
+
+    return after_commit
+
+
+class _OnFirstRank:
+    """Stands for an object that only the first rank has, where the others take up a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key in state:
+            _ = state[key]

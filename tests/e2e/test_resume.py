@@ -1,0 +1,194 @@
+"""Runs that are killed, stopped and moved to another layout, as a user has it: PPO with a critic in a layout of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.checkpoint.layout import scan
+from rlhf_mcore.checkpoint.manifest import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 5
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
+"""
+SMALL = [
+    "rollout.engine=hf",
+    "bridge.method=planned",
+    "trainer.prompts_per_step=4",
+    "trainer.minibatch_size=2",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=12",
+    "algorithm.kl.coef=0.01",
+    "reward.function=reward.py:score",
+    "checkpoint.save_steps=1",
+    "logging.console=plain",
+    "logging.tensorboard=false",
+    "deterministic=true",
+]
+
+
+def command(*arguments: str, module: str = "rlhf_mcore.cli.main") -> list[str]:
+    config = str(ROOT / "configs" / "quickstart" / "ppo.yaml")
+    start = (
+        [sys.executable, str(ROOT / "tools" / "chaos.py")]
+        if module == "chaos"
+        else [sys.executable, "-m", module, "train"]
+    )
+    return [*start, config, *SMALL, *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, module=module),
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@contextmanager
+def running(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(*arguments),
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def worker_pid(launcher: int, rank: int) -> int:
+    """The process of a rank, found by its environment."""
+    pids, found = [launcher], {}
+    for pid in pids:
+        pids += [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
+        names = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part)
+        if "RANK" in names:
+            found.setdefault(int(names["RANK"]), pid)
+    return found[rank]
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("resume")
+    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
+    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
+    subprocess.run([*tool, *options], cwd=directory, env=environment(), check=True, capture_output=True)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tormented(workspace: Path) -> Path:
+    """A calm run, and one that was killed twice while it was training; saving in the background."""
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=x", "checkpoint.async_save=true", "evaluate.every=2"]
+    done = run(workspace, *arguments, "--kills", "2", "--seed", "1", "--earliest", "10", module="chaos")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return workspace / "outputs" / "quickstart"
+
+
+def test_fault_27_a_killed_run_ends_as_one_that_was_left_alone(tormented: Path) -> None:
+    calm, chaos = tormented / "x-calm", tormented / "x-chaos"
+    assert [record["step"] for record in metrics(chaos)] == list(range(STEPS + 1))
+    assert [c.step for c in scan(chaos)][-1] == STEPS and verify(chaos / f"checkpoint-{STEPS}") == []
+    for name in ("actor", "critic"):
+        folder = Path(f"checkpoint-{STEPS}") / name
+        for path in sorted((calm / folder).rglob("*.safetensors")):
+            assert path.read_bytes() == (chaos / path.relative_to(calm)).read_bytes(), path
+    first, last = (metrics(calm)[k] for k in (1, -1))
+    assert first["actor/grad_norm"] > 0 and first["critic/grad_norm"] > 0
+    assert last["progress/samples"] == STEPS * 8
+
+
+def test_another_layout_goes_on_with_the_same_numbers(workspace: Path, tormented: Path) -> None:
+    start = tormented / "x-calm" / "checkpoint-2"
+    layout = ["actor.layout.tp=1", "actor.layout.pp=2", "critic.layout.tp=2", "critic.layout.pp=1"]
+    done = run(workspace, f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}", *layout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "changed since: actor.layout.pp was" in done.stdout and "going on after step 2" in done.stdout
+    expected = {record["step"]: record for record in metrics(tormented / "x-calm")}
+    found = metrics(tormented / "moved")
+    assert [record["step"] for record in found] == [3, 4, 5]
+    for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
+        assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-6), name
+
+
+def test_what_cannot_be_changed_is_refused_before_anything_is_touched(workspace: Path, tormented: Path) -> None:
+    before = (tormented / "x-calm" / "metrics.jsonl").read_bytes()
+    done = run(workspace, f"trainer.num_steps={STEPS}", "experiment=x-calm", "seed=5")
+    assert done.returncode == 2
+    assert "seed was 0 and is 5; restore it, or start a new experiment" in done.stderr
+    assert (tormented / "x-calm" / "metrics.jsonl").read_bytes() == before
+
+
+def test_fault_13_a_dead_rank_ends_the_job_and_is_named(workspace: Path) -> None:
+    directory = workspace / "outputs" / "quickstart" / "dead"
+    with running(workspace, "trainer.num_steps=1000", "experiment=dead") as process:
+        wait_for(lambda: scan(directory))
+        os.kill(worker_pid(process.pid, 1), signal.SIGKILL)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "rank      : 1" in output and "SIGKILL" in output
+    assert verify(scan(directory)[-1].path) == []
+
+
+def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(workspace: Path) -> None:
+    directory = workspace / "outputs" / "quickstart" / "still"
+    with running(workspace, "trainer.num_steps=1000", "experiment=still", "trainer.watchdog_s=20") as process:
+        wait_for(lambda: scan(directory))
+        os.kill(worker_pid(process.pid, 1), signal.SIGSTOP)
+        output, _ = process.communicate(timeout=150)
+    assert process.returncode == 1
+    assert "Timeout (0:00:20)!" in output and "most recent call first" in output
+
+
+def test_fault_15_a_signal_lets_the_step_end_saves_and_asks_to_be_started_again(workspace: Path) -> None:
+    directory = workspace / "outputs" / "quickstart" / "asked"
+    arguments = ["experiment=asked", "checkpoint.save_steps=0"]
+    with running(workspace, "trainer.num_steps=1000", *arguments) as process:
+        wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 1)
+        os.kill(worker_pid(process.pid, 1), signal.SIGUSR1)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 75, output[-3000:]
+    (saved,) = scan(directory)
+    assert saved.step == metrics(directory)[-1]["step"] and verify(saved.path) == []
+    done = run(workspace, f"trainer.num_steps={saved.step + 1}", *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [record["step"] for record in metrics(directory)] == list(range(saved.step + 2))

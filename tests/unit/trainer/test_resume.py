@@ -1,0 +1,143 @@
+"""Which checkpoint a run goes on from, and what it refuses to go on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import LATEST, scan
+from rlhf_mcore.checkpoint.manifest import About
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig, Config
+from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.trainer.resume import Start, find_start
+
+
+def save(run: Path, step: int, cfg: Config | None = None) -> Path:
+    disk = Disk()
+    partial = prepare(run, step, "0a", disk)
+    state = {"format": 1, "step": step, "world_size": 1, "state": {}}
+    files = {"trainer_state.json": json.dumps(state), "config.yaml": to_yaml(cfg or Config()), "weights": f"of {step}"}
+    for name, text in files.items():
+        (partial / name).write_text(text)
+    seal(partial, seal_files(partial, files, disk), About(step), disk)
+    return publish(run, step, partial, disk)
+
+
+def start(run: Path, cfg: Config | None = None, **settings: Any) -> Start:
+    return find_start(run, CheckpointConfig(**settings), to_yaml(cfg or Config()))
+
+
+def test_an_empty_directory_begins_at_the_first_step(tmp_path: Path) -> None:
+    assert start(tmp_path) == Start()
+
+
+def test_the_same_command_goes_on_from_the_newest(tmp_path: Path) -> None:
+    for step in (2, 10, 4):
+        save(tmp_path, step)
+    found = start(tmp_path)
+    assert (found.checkpoint, found.step, found.continues) == (tmp_path / "checkpoint-10", 10, True)
+    assert found.notes[0] == f"going on after step 10 from {tmp_path / 'checkpoint-10'}"
+
+
+def test_fault_02_a_broken_link_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).symlink_to("checkpoint-9")
+    found = start(tmp_path)
+    assert found.step == 3 and (tmp_path / LATEST).readlink() == Path("checkpoint-3")
+
+
+def test_fault_10_and_11_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = save(tmp_path, 3) / "weights"
+    path.write_text("Of 3")  # one bit
+    (tmp_path / "checkpoint-2" / "weights").write_text("")
+    found = start(tmp_path)
+    assert found.step == 1
+    text = " ".join(found.notes)
+    assert "checkpoint-3 is damaged: weights: damaged" in text and "checkpoint-2 is damaged: weights: truncated" in text
+    # The run makes these steps again.
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == [1]
+    assert (tmp_path / LATEST).readlink() == Path("checkpoint-1")
+
+
+def test_falling_back_can_be_forbidden(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "weights").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged: weights: truncated"):
+        start(tmp_path, on_damaged="error")
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == [1, 2], "nothing was touched"
+
+
+def test_when_none_is_intact_the_run_does_not_begin_anew(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "weights").unlink()
+    with pytest.raises(ConfigError, match=r"none of the 1 checkpoints .* is intact.*\n.*weights: missing"):
+        start(tmp_path)
+
+
+def test_verification_can_be_left_to_sizes(tmp_path: Path) -> None:
+    (save(tmp_path, 1) / "weights").write_text("Of 1")
+    assert start(tmp_path, verify=False).step == 1
+
+
+def test_never_refuses_to_mix_two_runs(tmp_path: Path) -> None:
+    assert start(tmp_path, resume="never") == Start()
+    save(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"checkpoint.resume='never', but .* holds 1 checkpoints of an earlier run"):
+        start(tmp_path, resume="never")
+
+
+def test_a_checkpoint_of_another_run_is_where_this_one_begins(tmp_path: Path) -> None:
+    other, mine = tmp_path / "other", tmp_path / "mine"
+    mine.mkdir()
+    save(other, 5)
+    save(other, 7)
+    path = other / "checkpoint-5"
+    found = start(mine, resume=str(path))
+    assert (found.checkpoint, found.step, found.continues) == (path, 5, False)
+    assert [checkpoint.step for checkpoint in scan(other)] == [5, 7]
+    # Killed and started again with the same command, it goes on from its own.
+    save(mine, 6)
+    again = start(mine, resume=str(path))
+    assert (again.checkpoint, again.step, again.continues) == (mine / "checkpoint-6", 6, True)
+
+
+def test_going_back_to_an_earlier_one_sets_the_later_ones_aside(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    found = start(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert (found.step, found.continues) == (2, True)
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == [1, 2]
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+
+
+def test_one_that_was_asked_for_and_is_damaged_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "weights").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint-2 is damaged: weights: missing"):
+        start(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+
+
+def test_what_has_changed_is_listed_and_what_cannot_change_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    changed = Config()
+    changed.trainer.num_steps, changed.actor.layout.tp = 7, 2
+    notes = start(tmp_path, changed).notes
+    assert "changed since: trainer.num_steps was 100 and is 7" in notes
+    assert "changed since: actor.layout.tp was 1 and is 2" in notes
+    changed.seed = 5
+    with pytest.raises(ConfigError, match=r"seed was 0 and is 5; restore it, or start a new experiment"):
+        start(tmp_path, changed)
+
+
+def test_a_partial_directory_is_set_aside_and_said(tmp_path: Path) -> None:
+    prepare(tmp_path, 4, "0a", Disk())
+    found = start(tmp_path)
+    assert found.step == 0 and "unfinished .checkpoint-4.partial-0a moved to quarantine" in found.notes[0]

@@ -1,0 +1,168 @@
+#!/usr/bin/env python
+"""Kill a run at random instants, start the same command again until it ends, and compare it with a run that was left alone.
+
+    python tools/chaos.py CONFIG.yaml [a.b=c ...] --kills 20
+
+Both runs go to the configuration's output directory, as the experiments ``<experiment>-calm`` and ``<experiment>-chaos``. Compared bit
+for bit are the metrics of every step, without times, and every file of a model in the last checkpoint. Prints what differs, and
+exits with 1 if anything does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.checkpoint.layout import scan
+from rlhf_mcore.checkpoint.manifest import read_manifest, verify
+from rlhf_mcore.config.load import load_config
+
+# What tells one run from another, or takes another time, and what says so.
+UNEQUAL_FILES = ("config.yaml", "trainer_state.json")
+UNEQUAL_METRICS = "timing/"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A command, and the directory that it writes to."""
+
+    command: list[str]
+    directory: Path
+
+    def finish(self) -> float:
+        """Run to the end. Returns the seconds that it took.
+
+        Raises:
+            subprocess.CalledProcessError: it failed.
+        """
+        started = time.monotonic()
+        subprocess.run(self.command, check=True)
+        return time.monotonic() - started
+
+    def is_killed_after(self, seconds: float) -> bool:
+        """Start, and kill every process of it after a time. Returns False if it came to its end before.
+
+        Raises:
+            subprocess.CalledProcessError: it failed before it was killed.
+        """
+        process = subprocess.Popen(self.command, start_new_session=True)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            process.wait()
+            return True
+        if code != 0:
+            raise subprocess.CalledProcessError(code, self.command)
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the module says. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument(
+        "--earliest", type=float, default=0.0, help="seconds after a start before which nothing is killed"
+    )
+    args = parser.parse_intermixed_args(argv)
+    calm, chaos = (make_run(args.config, args.overrides, kind) for kind in ("calm", "chaos"))
+    seconds = calm.finish()
+    print(f"chaos: left alone, the run took {seconds:.1f} s", flush=True)
+    kills = torment(chaos, args.kills, seconds, random.Random(args.seed), args.earliest)
+    found = differences(calm.directory, chaos.directory)
+    for line in found[:50]:
+        print(f"chaos: {line}")
+    print(f"chaos: {kills} kills, {len(found)} differences")
+    return 1 if found else 0
+
+
+def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
+    """The run of one kind, of which nothing may be there yet."""
+    cfg = load_config(config, overrides)
+    experiment = f"{cfg.experiment}-{kind}"
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *overrides, f"experiment={experiment}"]
+    directory = Path(cfg.output_dir) / cfg.project / experiment
+    if directory.exists():
+        raise SystemExit(f"chaos: {directory} exists; remove it, or choose another experiment")
+    return Run(command, directory)
+
+
+def torment(run: Run, kills: int, seconds: float, rng: random.Random, earliest: float) -> int:
+    """Kill a run up to ``kills`` times, each at an instant of its first ``seconds``, then let it end. Returns how often it was."""
+    for number in range(kills):
+        after = rng.uniform(earliest, max(seconds, earliest))
+        if not run.is_killed_after(after):
+            return number
+        steps = [checkpoint.step for checkpoint in scan(run.directory)]
+        print(f"chaos: kill {number + 1} after {after:.2f} s; checkpoints: {steps[-3:]}", flush=True)
+    run.finish()
+    return kills
+
+
+def kill_tree(root: int) -> None:
+    """SIGKILL a process and all that it has started, whatever sessions they are in."""
+    doomed = [root]
+    for pid in doomed:
+        os.kill(pid, signal.SIGSTOP)  # so that it starts nothing more
+        doomed += children(pid)
+    for pid in reversed(doomed):
+        os.kill(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, by /proc."""
+    lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for path in lists for child in path.read_text().split()]
+
+
+def differences(calm: Path, chaos: Path) -> list[str]:
+    """What differs between two run directories, a line for each thing."""
+    return [*metric_differences(read_metrics(calm), read_metrics(chaos)), *checkpoint_differences(calm, chaos)]
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records of a run without times."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(UNEQUAL_METRICS)} for line in lines]
+
+
+def metric_differences(calm: Sequence[dict[str, Any]], chaos: Sequence[dict[str, Any]]) -> list[str]:
+    steps = [[record["step"] for record in records] for records in (calm, chaos)]
+    if steps[0] != steps[1]:
+        return [f"metrics of steps {steps[0]} against {steps[1]}"]
+    return [
+        f"step {a['step']}: {name} is {a.get(name)} against {b.get(name)}"
+        for a, b in zip(calm, chaos, strict=True)
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
+    ]
+
+
+def checkpoint_differences(calm: Path, chaos: Path) -> list[str]:
+    """Of the last checkpoints, by the hashes in their manifests, after these have been verified."""
+    last = [scan(run)[-1].path for run in (calm, chaos)]
+    damage = [f"{path}: {problem}" for path in last for problem in verify(path)]
+    files = [read_manifest(path).files for path in last]
+    names = sorted((files[0].keys() | files[1].keys()).difference(UNEQUAL_FILES))
+    return damage + [
+        f"{last[0].name} against {last[1].name}: {name} differs"
+        for name in names
+        if files[0].get(name) != files[1].get(name)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
