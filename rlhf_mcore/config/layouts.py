@@ -53,6 +53,12 @@ def cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, model: str)
     yield from _stage_problems(role, layout, shape.num_layers, model)
 
 
+def balance_problems(role: str, coef: float, shape: ModelShape, model: str) -> Iterator[str]:
+    """A load-balancing loss needs experts."""
+    if coef and not shape.num_experts:
+        yield f"{role}.moe.aux_loss_coef={coef:g}, but {model} has no experts; set it to 0"
+
+
 def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
     stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
     name = f"{role}.layout.pp" if layout.vpp is None else f"{role}.layout.pp*vpp"

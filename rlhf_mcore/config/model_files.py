@@ -161,6 +161,9 @@ def _config_problems(hf_config: Mapping[str, Any], prefix: str, heads: Collectio
         supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
         yield f"{prefix}: architecture {architecture} is not supported; supported are: {', '.join(supported)}"
         return
+    num_labels = hf_config.get("num_labels", len(hf_config.get("id2label") or (0, 1)))  # transformers' default is two
+    if head != "lm" and num_labels != 1:
+        yield f"{prefix}: {architecture} with {num_labels} labels; a value or a score is one number: use a model with one label"
     if hf_config.get("hidden_act", "silu") != "silu":
         yield f"{prefix}: hidden_act {hf_config['hidden_act']!r} is not supported, only 'silu'; use another model"
     rope_type = _rope(hf_config).get("rope_type") or _rope(hf_config).get("type") or "default"

@@ -17,7 +17,7 @@ from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import default_world_size, max_new_tokens, needs_critic, resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.layouts import cut_problems, layout_problems, tensor_cut_problems
+from rlhf_mcore.config.layouts import balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
@@ -321,6 +321,9 @@ def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
         key = "model.path" if cfg.critic.path is None else "critic.path"
         path = cfg.critic.path or cfg.model.path
         yield from _model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
+        shape, _ = inspect_model(path, key, ("lm", "token"))
+        if shape is not None:
+            yield from balance_problems("critic", cfg.critic.moe.aux_loss_coef, shape, key)
     if cfg.reward.model.path is not None:
         path, layout = cfg.reward.model.path, cfg.reward.model.layout
         yield from _model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
@@ -359,9 +362,7 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 
 def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
     yield from cut_problems("actor", cfg.actor.layout, shape, "model.path")
-    if cfg.actor.moe.aux_loss_coef and not shape.num_experts:
-        coef = cfg.actor.moe.aux_loss_coef
-        yield f"actor.moe.aux_loss_coef={coef:g}, but model.path has no experts; set it to 0"
+    yield from balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
     tp = cfg.rollout.layout.tp
     yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
     if shape.num_experts and shape.expert_size % tp:

@@ -96,7 +96,7 @@ def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -
 @pytest.fixture
 def scorer(workspace: Any) -> Any:
     """A workspace with a reward model."""
-    workspace.write_hf_config("scorer", architectures=["LlamaForSequenceClassification"])
+    workspace.write_hf_config("scorer", architectures=["LlamaForSequenceClassification"], id2label={"0": "score"})
     workspace.write("scorer/model.safetensors", "")
     return workspace
 
@@ -197,7 +197,7 @@ def test_a_critic_without_a_path_is_cut_as_model_path_says(workspace: Any) -> No
 def test_heads_that_a_role_may_have(
     workspace: Any, overrides: list[str], folder: str, architecture: str, accepted: bool
 ) -> None:
-    workspace.write_hf_config(folder, architectures=[architecture])
+    workspace.write_hf_config(folder, architectures=[architecture], id2label={"0": "score"})
     workspace.write(f"{folder}/model.safetensors", "")
     found = check(*overrides)
     if accepted:
@@ -211,7 +211,7 @@ def test_heads_that_a_role_may_have(
 def test_a_role_with_another_vocabulary_or_no_model(scorer: Any, key: str) -> None:
     assert f"{key}=nowhere does not exist" in only(check(PPO, f"{key}=nowhere"))
     kind = "ForTokenClassification" if key == "critic.path" else "ForSequenceClassification"
-    scorer.write_hf_config("scorer", architectures=[f"Llama{kind}"], vocab_size=101)
+    scorer.write_hf_config("scorer", architectures=[f"Llama{kind}"], vocab_size=101, num_labels=1)
     problem = only(check(PPO, f"{key}=scorer"))
     assert problem.startswith(f"{key}=scorer: its vocab_size=101 is not model.path's 100")
 
@@ -228,3 +228,16 @@ def test_a_layout_out_of_range_does_not_hide_a_missing_model(workspace: Any) -> 
     assert [problem.split(" ")[0] for problem in found] == ["critic.layout.tp=0", "critic.path=nowhere"]
     reference = ["reference.path=model", "algorithm.kl.coef=0.1"]
     assert "actor.layout.tp=0" in only(check(*reference, "actor.layout.tp=0"))
+
+
+@pytest.mark.parametrize("labels", [{}, {"id2label": {"0": "bad", "1": "good"}}, {"num_labels": 3}])
+@pytest.mark.parametrize("key", ["critic.path", "reward.model.path"])
+def test_a_head_with_several_labels_is_not_a_number(scorer: Any, key: str, labels: dict[str, Any]) -> None:
+    kind = "ForTokenClassification" if key == "critic.path" else "ForSequenceClassification"
+    scorer.write_hf_config("scorer", architectures=[f"Llama{kind}"], **labels)
+    assert f"{key}=scorer: Llama{kind} with {labels.get('num_labels', 2)} labels" in only(check(PPO, f"{key}=scorer"))
+
+
+def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
+    problem = only(check(PPO, "critic.moe.aux_loss_coef=0.1"))
+    assert problem == "critic.moe.aux_loss_coef=0.1, but model.path has no experts; set it to 0"
