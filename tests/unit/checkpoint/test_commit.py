@@ -6,7 +6,6 @@ import errno
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,14 +25,19 @@ ROOT = Path(__file__).resolve().parents[3]
 OLD = {"10": "first", "20": "first"}
 
 
-@pytest.fixture(scope="module")
-def walked() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """What was found after a kill at every boundary. In memory where there is such a place: it is about order, not about disks."""
+def in_a_process_that_kills(module: str, *arguments: object) -> Any:
+    """What a module of this folder found out. In memory where there is such a place: it is about order, not about disks."""
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        command = [sys.executable, "-m", "tests.unit.checkpoint.walk", folder]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        command = [sys.executable, "-m", f"tests.unit.checkpoint.{module}", folder, *map(str, arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    yield json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def walked() -> dict[str, list[dict[str, Any]]]:
+    """What was found after a kill at every boundary, by scenario."""
+    return in_a_process_that_kills("walk")
 
 
 def kills(walked: dict[str, list[dict[str, Any]]], scenario: str, at_least: int) -> list[dict[str, Any]]:
@@ -84,6 +88,17 @@ def test_a_killed_removal_leaves_no_half_checkpoint(walked: dict[str, list[dict[
     for found in kills(walked, "prune", at_least=8):
         assert found["before"] in (OLD, {"20": "first"}), found
         assert found["after"] == found["before"] and found["left"] == []
+
+
+def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved() -> None:
+    """Full and delta saves, retention and recovery, killed forty times and never cleaned up in between."""
+    found = in_a_process_that_kills("soak", 1, 40)
+    assert sum(item["killed"] for item in found) >= 20
+    for item in found:
+        assert item["newest"] >= item["said"] and item["linked"] == (item["newest"] or None), item
+        assert item["same"] and (item["problems"], item["left"]) == ([], []), item
+        assert item["count"] <= 5, item  # two newest, their base, and what a killed run had not removed yet
+    assert found[-1]["newest"] > 100
 
 
 def test_everything_is_durable_before_it_gets_its_name(tmp_path: Path) -> None:
