@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rlhf_mcore.checkpoint.collective import CheckpointWriter, TransientSaveError
+from rlhf_mcore.checkpoint.archive import Archiver
+from rlhf_mcore.checkpoint.collective import CheckpointWriter, TransientSaveError, decide_together
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.errors import SaveError
@@ -17,6 +19,9 @@ from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import About, read_manifest
 from rlhf_mcore.checkpoint.retention import Retention
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.config.schema import CheckpointConfig
 from tests.unit.checkpoint.saving import FailingDisk
 from tests.unit.parallel.world import world
 
@@ -91,3 +96,44 @@ def test_fault_12_a_file_that_could_not_be_made_durable_is_written_again(
             writer.save(About(10), counted)
     assert len(set(made)) == len(made) == attempts  # each in a directory of its own
     assert [checkpoint.step for checkpoint in scan(tmp_path)] == ([10] if failures < 3 else [])
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("keep_every", [None, 2])
+@pytest.mark.parametrize("metric", [None, "evaluate/reward"])
+def test_fault_07_the_link_moves_whatever_is_switched_on(
+    tmp_path: Path, background: bool, delta: bool, archive: bool, keep_every: int | None, metric: str | None
+) -> None:
+    config = CheckpointConfig(save_steps=1, metric_for_best_model=metric, save_total_limit=1, keep_every=keep_every)
+    triggers = Triggers(config, 4, tmp_path)
+    triggers.begin()
+    writer = CheckpointWriter(tmp_path, full_every=2 if delta else 1)
+    archiver = Archiver(tmp_path) if archive else None
+    for step, reward in ((1, 0.1), (2, 0.9), (3, 0.3), (4, 0.4)):
+        metrics = {"evaluate/reward": reward}
+        decision = decide_together(triggers, SignalRequests(), step, metrics)
+        assert decision.save and decision.best == (metric is not None and step <= 2)
+        about = writer.about(step, metrics)
+        if background:
+            partial = writer.begin(step)
+            with ThreadPoolExecutor(1) as thread:
+                entries, error = thread.submit(writer.attempt, partial, write, about.base).result()
+            assert linked_step(tmp_path, "latest") == (step - 1 or None)
+            writer.finish(about, partial, entries, error)
+        else:
+            writer.save(about, write)
+        triggers.saved(step, 0.1)
+        notes = tidy(tmp_path, Retention(1, keep_every), triggers.rule(), Disk(), archiver)
+        assert not any("could not" in note for note in notes)
+        assert linked_step(tmp_path, "latest") == step
+        assert verify_chain(tmp_path / "latest") == []
+    if archiver is not None:
+        archiver.close()
+    kept = {4} | ({2} if keep_every or metric else set())  # the best, and every second
+    kept |= {step - 1 for step in kept if delta}  # their bases
+    assert [checkpoint.step for checkpoint in scan(tmp_path)] == sorted(kept)
+    assert linked_step(tmp_path, "best") == (2 if metric else None)
+    archived = {int(path.name.split("-")[1].split(".")[0]) for path in (tmp_path / "archive").glob("*.zst")}
+    assert archived == ({1, 2, 3} - kept if archive else set())
