@@ -6,7 +6,6 @@ through one that knows the classes of an index and makes inert shells of anythin
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -84,7 +83,8 @@ def read_index(path: Path) -> metadata.Metadata:
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError("too large for an index")
-        found = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        with path.open("rb") as file:
+            found = _IndexUnpickler(file).load()
         if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
             raise ValueError("not the index of a checkpoint")
     except Exception as error:  # an unpickler fails in every way there is

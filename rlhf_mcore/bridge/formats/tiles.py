@@ -73,25 +73,29 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
     """
     if _is_grid(tensor):
         return
+    held, total = sum(prod(tile.shape) for tile in tensor.tiles), prod(tensor.shape)
+    if not all(_fits(tile, tensor.shape) for tile in tensor.tiles):
+        raise ConfigError(f"{where}: a part of {name} reaches outside of it. It is damaged.")
+    if held < total:
+        raise ConfigError(f"{where}: {total - held} of the {total} elements of {name} are in no file.")
     strides = contiguous_strides(tensor.shape)
-    held = tuple(
+    pieces = tuple(
         Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides)
         for tile in tensor.tiles
     )
     try:
-        inside = all(
-            len(t.start) == len(t.shape) == len(tensor.shape)
-            and all(min(b, n) >= 0 and b + n <= full for b, n, full in zip(t.start, t.shape, tensor.shape, strict=True))
-            for t in tensor.tiles
-        )
-        if not inside:
-            raise CoverageError("a part reaches outside")
-        gaps = padding_of(Place(name, held, (0,), prod(tensor.shape)))
-    except CoverageError as error:
-        raise ConfigError(f"{where}: the parts of {name} overlap or do not fit ({error}). It is damaged.") from error
-    if gaps:
-        missing = sum(end - begin for begin, end in gaps)
-        raise ConfigError(f"{where}: {missing} of the {prod(tensor.shape)} elements of {name} are in no file.")
+        gaps = padding_of(Place(name, pieces, (0,), total)) if held == total else ()
+    except CoverageError:
+        held = total + 1
+    if held > total or gaps:
+        raise ConfigError(f"{where}: parts of {name} overlap. It is damaged.")
+
+
+def _fits(tile: Tile, shape: Index) -> bool:
+    return len(tile.start) == len(tile.shape) == len(shape) and all(
+        min(begin, size) >= 0 and begin + size <= full
+        for begin, size, full in zip(tile.start, tile.shape, shape, strict=True)
+    )
 
 
 def _is_grid(tensor: Tiled) -> bool:

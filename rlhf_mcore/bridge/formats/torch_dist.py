@@ -84,9 +84,9 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry) 
     for key, found in index.state_dict_metadata.items():
         if isinstance(found, TensorStorageMetadata) and not _NOT_WEIGHTS.match(key):
             tensors[key] = _tiled(directory, index, key, found, chunks)
-            check_tiles(key, tensors[key], directory)
             for name, run in _rows(key, tensors[key].shape, geometry, directory):
                 rows[name].append(run)
+            check_tiles(key, tensors[key], directory)
     shapes = hf_shapes(geometry)
     whole = {name: _in_order(name, found, shapes[name], directory) for name, found in rows.items() if name in shapes}
     ordered = {name: whole[name] for name in shapes if name in whole}
