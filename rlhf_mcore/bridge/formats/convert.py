@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -26,8 +27,8 @@ from rlhf_mcore.bridge.tensor_files import TensorTypes, bytes_of
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry
 
-BLOCK_BYTES = 16 * 2**20  # below what glibc would map anew, and fault in, for every block
-RELEASE_BYTES = 128 * 2**20
+BLOCK_BYTES = 16 * 2**20
+RELEASE_BYTES = 96 * 2**20
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Reading:
         self._since_release += stored.nbytes
         if self._since_release >= RELEASE_BYTES:
             self.source.release()
+            _trim()
             self._since_release = 0
         return part
 
@@ -75,6 +77,13 @@ class Reading:
     def digests(self) -> dict[str, str]:
         """Of the tensors read so far."""
         return {name: found.hexdigest() for name, found in self._hashes.items()}
+
+
+def _trim() -> None:
+    """Give freed memory back to the system. glibc keeps the holes between what lives on, and they add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _overflows(stored: Tensor, part: Tensor) -> bool:
