@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,8 @@ from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MAX_EXPONENT = 700.0  # exp of more is no float
 
 
 def sft_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -63,3 +66,8 @@ def bradley_terry_loss(
             "rejected": rejected.sum(),
         }
     return weighted_sum(losses, weights), metrics
+
+
+def perplexity(nll: float) -> float:
+    """exp of the mean negative log-likelihood of a token, in nats; infinite where that is too large for a float."""
+    return math.exp(nll) if nll < MAX_EXPONENT else math.inf

@@ -20,9 +20,11 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.cli import supervised
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
-from rlhf_mcore.cli.saving import build_saving, parameters_of
+from rlhf_mcore.cli.saving import build_saving, parameters_of, saved_roles
+from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
@@ -54,7 +56,15 @@ from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
+from rlhf_mcore.trainer.supervised import SupervisedTrainer
 from rlhf_mcore.types import Prompt, Sampling
+
+SUMMARISED = {
+    "evaluate/accuracy": "held-out accuracy",
+    "evaluate/reward": "held-out reward",
+    "evaluate/margin": "held-out margin",
+    "evaluate/perplexity": "held-out perplexity",
+}
 
 
 def run(cfg: Config) -> bool:
@@ -114,10 +124,14 @@ def _tell(start: Start) -> Start:
     return Start(Path(checkpoint) if checkpoint else None, step, {role: Path(path) for role, path in weights.items()})
 
 
-def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests) -> Trainer:
+def _build(
+    cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests
+) -> Trainer | SupervisedTrainer:
+    dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
+    if is_supervised(cfg):
+        return supervised.build_trainer(cfg, platform, dtype, record, start, requests)
     with record.phase("load_data"):
         data = on_every_rank(lambda: _load_data(cfg))
-    dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     with record.phase("build_model"):
         built = build_roles(cfg, platform, dtype, start.weights)
     with record.phase("start_engine"):
@@ -130,14 +144,13 @@ def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, req
             seed=cfg.seed,
             **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
-    note = record.console.note if record.console is not None else _nothing
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     run_directory, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
     estimation = Estimation(cfg.algorithm)
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
-    saving = build_saving(cfg, run_directory, built, holders, sampler, requests, note)
+    saving = build_saving(cfg, run_directory, saved_roles(cfg, built), holders, sampler, requests, record.note)
     for line in saving.resume(start):
-        note(line)
+        record.note(line)
     record.timers.pop()
     return Trainer(
         prompt_source=PromptBatches(data.train, sampler),
@@ -148,9 +161,6 @@ def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, req
         max_bad_updates=cfg.trainer.max_bad_updates,
         **_parts(cfg, data, built, engine),
     )
-
-
-def _nothing(text: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -260,13 +270,15 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         rows.append((f"training reward (mean of {few} steps)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"))
     if len(record.evaluations) > 1:
         before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
-        for name, label in (("evaluate/accuracy", "held-out accuracy"), ("evaluate/reward", "held-out reward")):
+        for name, label in SUMMARISED.items():
+            if name not in after:
+                continue
             rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"))
     directory = os.path.relpath(record.directory.path)
     chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
     footer = [
         f"run directory   {directory}",
-        f"trained model   {directory}/{chosen}/actor  (a Hugging Face directory)",
+        f"trained model   {directory}/{chosen}/{supervised.SAVED_AS.get(cfg.algorithm.kind, 'actor')}  (a Hugging Face directory)",
         f"curves          tensorboard --logdir {directory}",
     ]
     record.console.summary("result", rows, ("", "before", "after", "change"), footer)

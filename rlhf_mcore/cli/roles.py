@@ -25,6 +25,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
 from rlhf_mcore.roles.trained import Updates
 
 
@@ -54,6 +55,14 @@ def build_roles(cfg: Config, platform: Platform, dtype: str, weights: Mapping[st
         reward_model=build.reward_model() if cfg.reward.model.path is not None else None,
         dtype=dtype,
     )
+
+
+def build_supervised(
+    cfg: Config, platform: Platform, dtype: str, name: str, weights: Mapping[str, Path]
+) -> SupervisedActor | RewardModelTrainer:
+    """The model of a run that learns from given responses. ``name``: in checkpoints, as in ``weights``. Collective over the world."""
+    pool = GroupPool(timedelta(seconds=cfg.trainer.collective_timeout_s))
+    return _Builder(cfg, platform, dtype, weights, pool).supervised(name)
 
 
 @dataclass(slots=True)
@@ -135,6 +144,26 @@ class _Builder:
             "actor",
             self.cfg.rollout.sampling.temperature,
             algorithm,
+        )
+
+    def supervised(self, name: str) -> SupervisedActor | RewardModelTrainer:
+        cfg, trainer, algorithm = self.cfg.actor, self.cfg.trainer, self.cfg.algorithm
+        is_policy = algorithm.kind == "sft"
+        spec = load_spec(self.cfg.model.path, "lm" if is_policy else "sequence")
+        model = self.model(
+            spec,
+            self.cfg.model.path,
+            self.groups(cfg.layout, cfg.ranks),
+            recompute=cfg.recompute,
+            aux_loss_coef=cfg.moe.aux_loss_coef,
+            saved_as=name,
+        )
+        optimizer = build_optimizer(model, cfg.optimizer) if model is not None else None
+        updates = Updates(trainer.prompts_per_step, 1, algorithm.loss_aggregation, algorithm.constant_length)
+        if is_policy:
+            return SupervisedActor(model, spec, trainer, optimizer, cfg.optimizer, updates, "actor")
+        return RewardModelTrainer(
+            model, spec, trainer, optimizer, cfg.optimizer, updates, "reward_model", algorithm.centering
         )
 
     def critic(self) -> Critic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from rlhf_mcore.trainer.resume import Start, best_rule
 from rlhf_mcore.types import LocalParameter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
+SavedRole = tuple[str, Role, str]  # name in a checkpoint, role, where its files that are no weights come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +62,14 @@ class Saving:
 def build_saving(
     cfg: Config,
     run: Path,
-    built: BuiltRoles,
+    models: Sequence[SavedRole],
     holders: Mapping[str, Stateful],
     sampler: Stateful,
     requests: SignalRequests,
     note: Callable[[str], None],
 ) -> Saving:
     """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
-    roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in saved_roles(cfg, built)]
+    roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in models]
     triggers = _triggers(cfg, run) if dist.get_rank() == 0 else None
     registry, data = Registry(), Registry()
     registry.register("triggers", triggers or _OnFirstRank())
@@ -90,12 +91,12 @@ def build_saving(
     return Saving(checkpointer, state, roles)
 
 
-def saved_roles(cfg: Config, built: BuiltRoles) -> list[tuple[str, Role, str]]:
-    """(name, role, where its files that are no weights come from) of the models in a checkpoint.
+def saved_roles(cfg: Config, built: BuiltRoles) -> list[SavedRole]:
+    """The models in a checkpoint.
 
     The reference is one of them only if it takes over the actor's weights now and then.
     """
-    found: list[tuple[str, Role, str]] = [(ACTOR, built.actor, cfg.model.path)]
+    found: list[SavedRole] = [(ACTOR, built.actor, cfg.model.path)]
     if built.critic is not None:
         found.append((CRITIC, built.critic, cfg.critic.path or cfg.model.path))
     if built.reference is not None and cfg.reference.refresh_steps:

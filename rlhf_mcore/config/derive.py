@@ -26,9 +26,37 @@ class RoleLayout:
         return math.lcm(cut.tp * cut.pp * cut.cp, experts)
 
 
+SUPERVISED = ("sft", "reward_model")
+
+
+def is_supervised(cfg: Config) -> bool:
+    """Whether the run learns from given responses alone: one model, and nothing is generated."""
+    return cfg.algorithm.kind in SUPERVISED
+
+
+def rows_per_example(cfg: Config) -> int:
+    """Responses to the prompt of a supervised example: one, or the chosen and the rejected one."""
+    return 2 if cfg.algorithm.kind == "reward_model" else 1
+
+
+def longest_example(cfg: Config) -> int:
+    """Most tokens of prompt and response that a supervised run takes."""
+    if cfg.data.max_tokens is not None:
+        return cfg.data.max_tokens
+    room = cfg.trainer.max_tokens_per_microbatch // rows_per_example(cfg)
+    return room // padded_to(cfg.actor.layout) * padded_to(cfg.actor.layout)
+
+
+def padded_to(layout: LayoutConfig) -> int:
+    """The number of tokens of a microbatch is a multiple of it."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
 def role_layouts(cfg: Config) -> list[RoleLayout]:
     """Every role of the run that has a layout of its own."""
     roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
+    if is_supervised(cfg):
+        return roles
     if needs_critic(cfg):
         roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
     if cfg.reward.model.path is not None:
@@ -41,7 +69,8 @@ def default_world_size(cfg: Config) -> int:
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
     roles = role_layouts(cfg)
-    smallest = math.lcm(cfg.rollout.layout.tp, *(role.model_size for role in roles if role.ranks is None))
+    engine = 1 if is_supervised(cfg) else cfg.rollout.layout.tp
+    smallest = math.lcm(engine, *(role.model_size for role in roles if role.ranks is None))
     last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
     return -(-last // smallest) * smallest
 
@@ -99,6 +128,8 @@ def _resolve_algorithm(cfg: Config) -> None:
 
 def needs_critic(cfg: Config) -> bool:
     """Whether advantages are computed from values."""
+    if is_supervised(cfg):
+        return False
     if cfg.algorithm.use_critic == "auto":
         return cfg.algorithm.advantage == "gae"
     return cfg.algorithm.use_critic == "true"

@@ -230,8 +230,11 @@ class DynamicSamplingConfig:
 class AlgorithmConfig:
     """What is optimised. A preset only fills in keys that are set here."""
 
-    # grpo | dr_grpo | ppo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gspo | cispo | dapo
+    # grpo | dr_grpo | ppo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | gspo | cispo | dapo | sft | reward_model
     preset: str = "grpo"
+    kind: str = (
+        "rl"  # rl | sft (imitate responses) | reward_model (tell chosen from rejected ones): see docs/supervised.md
+    )
     # gae | grpo | rloo | reinforce | reinforce_plus_plus | reinforce_plus_plus_baseline | path/to/file.py:name
     advantage: str = "grpo"
     policy_loss: str = "ppo_clip"  # ppo_clip | gspo | cispo | path/to/file.py:name
@@ -245,6 +248,7 @@ class AlgorithmConfig:
     dual_clip: Optional[float] = None  # ppo_clip: bound of the ratio where the advantage is negative; null: none
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coef: float = 0.0
+    centering: float = 0.0  # reward_model: pulls the sum of a pair's scores towards 0
     loss_aggregation: str = "sequence"  # token | sequence | constant
     constant_length: Optional[int] = None  # constant only; null: rollout.sampling.max_new_tokens
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
@@ -289,7 +293,12 @@ class DataConfig:
     eval: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
     answer_key: Optional[str] = None  # null: reward_model.ground_truth, then "answer"
+    response_key: str = "response"  # sft
+    chosen_key: str = "chosen"  # reward_model
+    rejected_key: str = "rejected"  # reward_model
     max_prompt_tokens: int = 512
+    # sft, reward_model: of prompt and response together, instead of max_prompt_tokens; null: as many as a microbatch has room for
+    max_tokens: Optional[int] = None
     overlong_prompts: str = "error"  # error | drop
     shuffle: bool = True
 
@@ -447,4 +456,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dynamic_sampling.enabled": True,
         "overlong.enabled": True,
     },
+    # Not reinforcement learning: the likelihood of given responses, and Bradley and Terry 1952 over pairs of them.
+    "sft": {"kind": "sft", "loss_aggregation": "token"},
+    "reward_model": {"kind": "reward_model"},
 }

@@ -15,11 +15,20 @@ from typing import Any
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import default_world_size, max_new_tokens, needs_critic, resolve, role_layouts
+from rlhf_mcore.config.derive import (
+    SUPERVISED,
+    default_world_size,
+    is_supervised,
+    max_new_tokens,
+    needs_critic,
+    resolve,
+    role_layouts,
+)
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
+from rlhf_mcore.config.supervised import RL_GROUPS, STARTING_HEADS, example_problems, length_problems, step_problems
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
 from rlhf_mcore.config.user_functions import function_problems
 
@@ -50,6 +59,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "bridge.method": ("planned", "gather"),
     "bridge.verify": ("off", "digest", "full"),
     "algorithm.preset": tuple(PRESETS),
+    "algorithm.kind": ("rl", *SUPERVISED),
     "algorithm.use_critic": ("auto", "true", "false"),
     "algorithm.kl.estimator": ("k1", "k2", "k3"),
     "algorithm.kl.placement": ("loss", "reward"),
@@ -150,6 +160,7 @@ RANGES: dict[str, Range] = {
     "algorithm.kl.controller.final": AT_LEAST_0,
     "algorithm.kl.controller.steps": AT_LEAST_1,
     "algorithm.entropy_coef": AT_LEAST_0,
+    "algorithm.centering": AT_LEAST_0,
     "algorithm.constant_length": AT_LEAST_1,
     "algorithm.rollout_correction.cap": ABOVE_0,
     "algorithm.rollout_correction.mask_low": AT_LEAST_0,
@@ -159,6 +170,7 @@ RANGES: dict[str, Range] = {
     "algorithm.overlong.penalty": AT_LEAST_0,
     "algorithm.dynamic_sampling.max_batches": AT_LEAST_1,
     "data.max_prompt_tokens": AT_LEAST_1,
+    "data.max_tokens": Range(2),  # a prompt and a response
     "trainer.num_steps": AT_LEAST_1,
     "trainer.prompts_per_step": AT_LEAST_1,
     "trainer.minibatch_size": AT_LEAST_1,
@@ -195,21 +207,33 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     """
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
-    problems += [*map(FileProblem, _path_problems(cfg)), *algorithm_problems(cfg), *_reward_problems(cfg)]
-    problems += _data_problems(cfg)
+    problems += map(FileProblem, _path_problems(cfg))
+    problems += example_problems(cfg) if is_supervised(cfg) else _rollout_problems(cfg)
     problems += checkpoint_problems(cfg)
-    shape, model_problems = inspect_model(cfg.model.path, "model.path")
+    shape, model_problems = inspect_model(cfg.model.path, "model.path", STARTING_HEADS.get(cfg.algorithm.kind, ("lm",)))
     problems += [*model_problems, *map(FileProblem, _tokenizer_problems(cfg))]
     # Layouts are checked only where they are in range: the checks divide by their numbers.
     problems += _role_problems(cfg, None if out_of_range else shape)
     if not out_of_range:
-        problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg)]
+        problems += [*_world_problems(cfg, world_size), *_batch_problems(cfg), *_schedule_problems(cfg)]
         if shape is not None:
             problems += [*_cut_problems(cfg, shape), *_position_problems(cfg, shape)]
     if not check_files:
         problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
         raise ConfigError.many(problems)
+
+
+def _rollout_problems(cfg: Config) -> Iterator[str]:
+    """What a run that generates and scores needs."""
+    yield from algorithm_problems(cfg)
+    yield from _reward_problems(cfg)
+    yield from _data_problems(cfg)
+
+
+def _is_used(cfg: Config, key: str) -> bool:
+    """Whether the run looks at a key."""
+    return not (is_supervised(cfg) and key.startswith(RL_GROUPS))
 
 
 def _get(cfg: Config, key: str) -> Any:
@@ -221,15 +245,17 @@ def _get(cfg: Config, key: str) -> Any:
 
 def _choice_problems(cfg: Config) -> Iterator[str]:
     for key, allowed in CHOICES.items():
-        if _get(cfg, key) not in allowed:
+        if _is_used(cfg, key) and _get(cfg, key) not in allowed:
             yield f"{key}={_get(cfg, key)!r} is not a choice; choose one of: {', '.join(filter(None, allowed))}"
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
     for key, allowed in RANGES.items():
         value = _get(cfg, key)
-        if value is not None and not allowed.holds(value):
+        if _is_used(cfg, key) and value is not None and not allowed.holds(value):
             yield f"{key}={value} is out of range; it must be {allowed}"
+    if is_supervised(cfg):
+        return
     for key in ("rollout.sampling.top_k", "evaluate.top_k"):
         top_k = _get(cfg, key)
         if top_k != -1 and top_k < 1:
@@ -245,6 +271,8 @@ def _unsupported_problems(cfg: Config) -> Iterator[str]:
     for role in role_layouts(cfg):
         if role.layout.cp != 1:
             yield f"{role.name}.layout.cp={role.layout.cp} is not supported yet; set it to 1"
+    if is_supervised(cfg):
+        return
     if cfg.rollout.placement == "disaggregated":
         yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
     elif cfg.rollout.placement != "colocated":
@@ -315,6 +343,8 @@ def _tokenizer_problems(cfg: Config) -> Iterator[str]:
 
 def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
     """The models beside the actor, each against its layout."""
+    if is_supervised(cfg):
+        return
     if cfg.reference.path is not None and cfg.algorithm.kl.coef:
         yield from _model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
     if needs_critic(cfg):
@@ -350,6 +380,8 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     source = "the number of processes" if world_size is not None else "trainer.world_size"
     for role in role_layouts(cfg):
         yield from layout_problems(role, world, f"{source}={world}")
+    if is_supervised(cfg):
+        return
     if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
         yield (
             f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
@@ -363,6 +395,8 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
     yield from cut_problems("actor", cfg.actor.layout, shape, "model.path")
     yield from balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
+    if is_supervised(cfg):
+        return
     tp = cfg.rollout.layout.tp
     yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
     if shape.num_experts and shape.expert_size % tp:
@@ -376,7 +410,18 @@ def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
         yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
 
 
+def _schedule_problems(cfg: Config) -> Iterator[str]:
+    for role in TRAINED:
+        optimizer = _get(cfg, f"{role}.optimizer")
+        lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
+        if _is_used(cfg, f"{role}.optimizer") and min_lr > lr:
+            yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
+
+
 def _batch_problems(cfg: Config) -> Iterator[str]:
+    if is_supervised(cfg):
+        yield from step_problems(cfg)
+        return
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
     for key, size in {"trainer": trainer.minibatch_size, "critic": cfg.critic.minibatch_size}.items():
         if size is not None and trainer.prompts_per_step % size:
@@ -384,11 +429,6 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
                 f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "
                 f"{key}.minibatch_size={size}; choose a divisor"
             )
-    for role in TRAINED:
-        optimizer = _get(cfg, f"{role}.optimizer")
-        lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
-        if min_lr > lr:
-            yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
     longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
     if trainer.max_tokens_per_microbatch < longest:
         yield (
@@ -398,6 +438,9 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
 
 
 def _position_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    if is_supervised(cfg):
+        yield from length_problems(cfg, shape)
+        return
     longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
     if longest > shape.max_positions:
         yield (

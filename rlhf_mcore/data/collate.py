@@ -68,6 +68,7 @@ def make_microbatches(
     fields: Mapping[str, Tensor],
     max_tokens: int,
     packing: bool,
+    rows_per_unit: int = 1,
     pad_multiple: int = 1,
     min_count: int = 1,
     multiple_of: int = 1,
@@ -80,20 +81,40 @@ def make_microbatches(
     least ``min_count`` microbatches and a multiple of ``multiple_of``; those that no row is left for are dummies of
     ``pad_multiple`` pad tokens with zero fields and no rows, which keep ranks in step and add nothing to a sum.
 
+    Every ``rows_per_unit`` consecutive ``rows`` stay together, and follow each other.
+
     Packed: token_ids [1, N], with one extra dummy sequence that fills N up to ``pad_multiple``; it has an entry in
     ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple of ``pad_multiple``.
 
     Raises:
-        ConfigError: one row is longer than ``max_tokens``.
+        ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
     assert not {"labels", "mask"} & set(fields), "labels and mask are made here"
     shifted = {"labels": batch.token_ids, "mask": batch.loss_mask, **fields}
     shifted = {name: to_model_layout(value, batch.lengths) for name, value in shifted.items()}
-    lengths = [int(batch.lengths[row]) for row in rows]
-    cut = pack if packing else group_by_length
-    bins = cut(lengths, max_tokens, min_bins=min_count, multiple_of=multiple_of, pad_multiple=pad_multiple)
+    units = in_units(rows, rows_per_unit)
+    lengths = [[int(batch.lengths[row]) for row in unit] for unit in units]
+    cut, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
+    bins = cut(
+        [size(unit) for unit in lengths],
+        max_tokens,
+        min_bins=min_count,
+        multiple_of=multiple_of,
+        pad_multiple=height * pad_multiple,
+    )
     build = _build_packed if packing else _build_padded
-    return [build(batch, [rows[place] for place in bin], shifted, pad_multiple, pad_token_id) for bin in bins]
+    held = [[row for place in bin for row in units[place]] for bin in bins]
+    return [build(batch, rows, shifted, pad_multiple, pad_token_id) for rows in held]
+
+
+def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
+    """Consecutive rows in runs of ``rows_per_unit``."""
+    assert len(rows) % rows_per_unit == 0, (len(rows), rows_per_unit)
+    return [list(rows[start : start + rows_per_unit]) for start in range(0, len(rows), rows_per_unit)]
+
+
+def _padded_size(lengths: Sequence[int]) -> int:
+    return len(lengths) * max(lengths)
 
 
 def restore_rows(
@@ -129,6 +150,14 @@ def _by_row(outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> It
         for sequence, (row, length) in enumerate(zip(microbatch.rows, microbatch.lengths, strict=True)):
             source = values[sequence] if starts is None else values[0, starts[sequence] :]
             yield row, source[:length]
+
+
+def last_positions(microbatch: Microbatch) -> Tensor:
+    """Where the last token of each of its rows is, counted over the flattened token_ids: [num_rows] int64."""
+    lengths = torch.tensor(microbatch.lengths, dtype=torch.int64)
+    if microbatch.cu_seqlens is None:
+        return torch.arange(len(lengths)) * microbatch.token_ids.size(1) + lengths - 1
+    return microbatch.cu_seqlens[: len(lengths)].long() + lengths - 1
 
 
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:

@@ -72,14 +72,14 @@ def _draft_prompt(
         prompt_id=prompt_id,
         index=index,
         prompt_ids=[],
-        text=_render(content, tokenizer, f"{place}, column {cfg.prompt_key!r}"),
+        text=render(content, tokenizer, f"{place}, column {cfg.prompt_key!r}"),
         data_source=str(row.get("data_source") or "unknown"),
         ground_truth=_ground_truth(row, reward_model, cfg, place),
         style=str(reward_model.get("style") or "rule"),
         extra_info=extra_info,
     )
     for column in ("prompt_id", "data_source", "ground_truth", "style"):
-        _check_characters(getattr(prompt, column), f"{place}, {column}")
+        check_characters(getattr(prompt, column), f"{place}, {column}")
     return prompt
 
 
@@ -100,10 +100,14 @@ def _ground_truth(row: dict[str, Any], reward_model: dict[str, Any], cfg: DataCo
     return answer if answer is not None else row.get("answer")
 
 
-def _render(content: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
-    """A list of messages goes through the chat template, a string is used as it is."""
+def render(content: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
+    """A list of messages goes through the chat template, a string is used as it is. ``place`` is for messages.
+
+    Raises:
+        ConfigError: it is neither, is empty, or the template refuses it.
+    """
     if isinstance(content, str):
-        _check_characters(content, place)
+        check_characters(content, place)
         if not content.strip():
             raise ConfigError(f"{place}: the prompt is empty; remove the row")
         return content
@@ -122,7 +126,7 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     """A checked message without its null fields (parquet gives every message the fields of all)."""
     if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise ConfigError(f"{place}: a message needs a text role and a text content, found {message!r:.80}")
-    _check_characters(message["content"], place)
+    check_characters(message["content"], place)
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -141,7 +145,12 @@ def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokeniz
         raise ConfigError(f"{place}: the chat template refuses these messages (roles {roles}): {error}") from error
 
 
-def _check_characters(value: Any, place: str) -> None:
+def check_characters(value: Any, place: str) -> None:
+    """Refuse texts with characters that break what comes later.
+
+    Raises:
+        ConfigError: naming the character and its place.
+    """
     bad = BAD_CHARACTERS.search(value) if isinstance(value, str) else None
     if bad is not None:
         kind = "a NUL character" if bad.group() == "\x00" else f"a lone surrogate (U+{ord(bad.group()):04X})"

@@ -45,14 +45,19 @@ def _seconds(value: float) -> str:
 
 FIGURES = (
     Figure("reward", "reward/mean", "{:.3f}".format, 5, worth=9),
+    Figure("loss", "loss/sft", "{:.4f}".format, 6, worth=9),
+    Figure("loss", "loss/reward_model", "{:.4f}".format, 6, worth=9),
+    Figure("pairs right", "reward_model/accuracy", "{:.3f}".format, 5, worth=6),
     Figure("kl", "loss/kl", "{:.4f}".format, 6, worth=5),
     Figure("entropy", "actor/entropy", "{:.2f}".format, 4, worth=2),
     Figure("len", "rollout/response_length_mean", "{:.1f}".format, 5, worth=6),
     Figure("cut off", "rollout/truncated_fraction", _percent, 4, worth=1),
     Figure("grad norm", "actor/grad_norm", "{:.2f}".format, 5, worth=3),
+    Figure("grad norm", "reward_model/grad_norm", "{:.2f}".format, 5, worth=3),
     Figure("logprob diff", "rollout/logprob_diff_mean", _power, 5, worth=4),
     Figure("time", "timing/step_s", _seconds, 6, worth=7),
     Figure("accuracy", "evaluate/accuracy", "{:.3f}".format, 5, worth=8),
+    Figure("held-out loss", "evaluate/loss", "{:.4f}".format, 6, worth=8),
 )
 
 

@@ -19,7 +19,7 @@ from rlhf_mcore.roles.trained import TrainedRole
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
-def _logprobs(role: Role, batch: TrainBatch, temperature: float) -> Tensor:
+def logprobs_of(role: Role, batch: TrainBatch, temperature: float) -> Tensor:
     def head(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, ...]:
         assert role.model is not None
         return policy_head(role.model, temperature, outputs, microbatch)
@@ -35,7 +35,7 @@ class Policy(Role):
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Logprobs [B, T] fp32 of the response tokens, zero elsewhere. Collective over the world."""
-        return _logprobs(self, batch, self.temperature)
+        return logprobs_of(self, batch, self.temperature)
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Actor(TrainedRole):
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         """Logprobs [B, T] fp32 of the response tokens, zero elsewhere. Collective over the world."""
-        return _logprobs(self, batch, self.temperature)
+        return logprobs_of(self, batch, self.temperature)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of a step, with the step's weight of the KL."""

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.balance import balance
-from rlhf_mcore.data.collate import make_microbatches, restore_last, restore_rows
+from rlhf_mcore.data.collate import in_units, make_microbatches, restore_last, restore_rows
 from rlhf_mcore.mcore.families import ModelSpec
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.offload import HostWeights
@@ -27,6 +28,8 @@ class Role:
 
     ``model`` is None on ranks that hold no part of it: these call the same methods, and get the same results.
     """
+
+    rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
 
     model: MegatronModel | None
     spec: ModelSpec
@@ -43,11 +46,13 @@ class Role:
         """
         assert self.model is not None
         groups, layout = self.model.groups, self.model.groups.layout
-        share = balance([int(batch.lengths[row]) for row in rows], layout.dp)[groups.dp_rank]
+        units = in_units(rows, self.rows_per_unit)
+        share = balance([int(batch.lengths[unit].sum()) for unit in units], layout.dp)[groups.dp_rank]
         cut = partial(
             make_microbatches,
             batch,
-            [rows[place] for place in share],
+            [row for place in share for row in units[place]],
+            rows_per_unit=self.rows_per_unit,
             fields=fields,
             max_tokens=self.trainer.max_tokens_per_microbatch,
             packing=self.trainer.packing,

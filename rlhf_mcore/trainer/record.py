@@ -30,6 +30,11 @@ class RunRecord:
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
 
+    def note(self, text: str) -> None:
+        """Show a line that is not a metric."""
+        if self.console is not None:
+            self.console.note(text)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it. That one begins is progress, on every rank."""

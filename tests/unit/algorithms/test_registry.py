@@ -36,7 +36,7 @@ def test_the_names_that_validation_knows_are_those_of_the_tables():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_name_functions_that_are_there(preset: str):
-    find_advantage_estimator(PRESETS[preset]["advantage"])
+    find_advantage_estimator(PRESETS[preset].get("advantage", AlgorithmConfig().advantage))
     find_policy_loss(PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss))
 
 

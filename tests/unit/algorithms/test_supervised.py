@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from rlhf_mcore.algorithms.masking import token_weights
-from rlhf_mcore.algorithms.supervised import bradley_terry_loss, sft_loss
+from rlhf_mcore.algorithms.supervised import bradley_terry_loss, perplexity, sft_loss
 
 NAN, INF = float("nan"), float("inf")
 
@@ -98,3 +98,8 @@ def test_against_a_loop_however_pairs_are_cut(pairs: list[tuple[float, float, fl
         total, right = total + loss.item(), right + metrics["accuracy"].item()
     assert total == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert right == sum((c > r) + 0.5 * (c == r) for c, r, _ in pairs)
+
+
+def test_perplexity_never_overflows():
+    assert perplexity(math.log(7.0)) == pytest.approx(7.0)
+    assert perplexity(1e6) == INF

@@ -70,6 +70,7 @@ def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureF
         (["actor.layout.tp=3", "--world-size", "3"], "actor.layout.tp=3 does not divide num_attention_heads=28"),
         (["model.path=nowhere"], "model.path=nowhere does not exist"),
         (["trainer.num_stps=3"], "did you mean trainer.num_steps?"),
+        (["algorithm=sft"], "algorithm.kind=sft: only runs that generate can be planned"),
     ],
 )
 def test_mistakes_are_told(

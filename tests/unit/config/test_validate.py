@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.derive import SUPERVISED
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
@@ -34,7 +35,7 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
-        *[([f"algorithm={preset}"], None) for preset in PRESETS],
+        *[([f"algorithm={preset}"], None) for preset in PRESETS if preset not in SUPERVISED],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),

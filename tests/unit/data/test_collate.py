@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.collate import (
     Row,
+    last_positions,
     make_microbatches,
     make_train_batch,
     restore_last,
@@ -171,6 +172,41 @@ def test_rows_that_are_not_asked_for_stay_zero(packing: bool) -> None:
     assert restored.shape == (3, 6) and not restored.requires_grad
     assert torch.equal(restored[[0, 2], :4], batch.rollout_logprobs[[0, 2]])
     assert not restored[1].any()
+
+
+@settings(deadline=None)
+@given(SHAPES, st.booleans(), st.sampled_from([1, 4]), st.integers(1, 3), st.integers(1, 2))
+def test_units_of_rows_stay_together_in_budget(
+    shapes: list[tuple[int, int]], packing: bool, pad_multiple: int, rows_per_unit: int, multiple_of: int
+) -> None:
+    batch = batch_of(shapes[: len(shapes) // rows_per_unit * rows_per_unit])
+    options = {"rows_per_unit": rows_per_unit, "max_tokens": 48, "multiple_of": multiple_of}
+    microbatches = microbatches_of(batch, packing, pad_multiple=pad_multiple, **options)
+    held = [row for micro in microbatches for row in micro.rows]
+    starts = sorted(held[::rows_per_unit])
+    assert starts == list(range(0, len(batch.lengths), rows_per_unit))
+    for micro in microbatches:
+        assert micro.token_ids.numel() <= 48 and len(micro.rows) % rows_per_unit == 0
+        for place in range(0, len(micro.rows), rows_per_unit):
+            first = micro.rows[place]
+            assert micro.rows[place : place + rows_per_unit] == list(range(first, first + rows_per_unit))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_unit_that_does_not_fit_a_microbatch_is_refused(packing: bool) -> None:
+    batch = batch_of([(2, 2), (3, 1)])
+    assert len(microbatches_of(batch, packing, max_tokens=8, rows_per_unit=2)) == 1
+    with pytest.raises(ConfigError, match=r"trainer.max_tokens_per_microbatch=7"):
+        microbatches_of(batch, packing, max_tokens=7, rows_per_unit=2)
+
+
+@settings(deadline=None)
+@given(SHAPES, st.booleans(), st.sampled_from([1, 4, 8]))
+def test_the_last_token_of_every_row_is_found(shapes: list[tuple[int, int]], packing: bool, pad_multiple: int) -> None:
+    found = {}
+    for micro in microbatches_of(batch_of(shapes), packing, pad_multiple=pad_multiple):
+        found |= zip(micro.rows, micro.token_ids.flatten()[last_positions(micro)].tolist(), strict=True)
+    assert found == {row: 100 * (row + 1) + sum(shape) - 1 for row, shape in enumerate(shapes)}
 
 
 @settings(deadline=None)

@@ -1,0 +1,103 @@
+"""Composition of the runs that learn from given responses: supervised fine-tuning and reward models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.cli.roles import build_supervised
+from rlhf_mcore.cli.saving import build_saving
+from rlhf_mcore.config.derive import longest_example
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.supervised import wanted_columns
+from rlhf_mcore.data.examples import Example, ExampleBatches, load_examples
+from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
+from rlhf_mcore.trainer.counters import Counters
+from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.resume import Start
+from rlhf_mcore.trainer.supervised import (
+    HeldOut,
+    SupervisedTrainer,
+    likelihood,
+    likelihood_metrics,
+    preference,
+    preference_metrics,
+)
+
+SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
+
+
+@dataclass(slots=True)
+class _Data:
+    tokenizer: PreTrainedTokenizerBase
+    train: list[Example]
+    held_out: list[Example]
+
+
+def build_trainer(
+    cfg: Config, platform: Platform, dtype: str, record: RunRecord, start: Start, requests: SignalRequests
+) -> SupervisedTrainer:
+    """From a resolved configuration to a trainer. Collective over the world.
+
+    Raises:
+        ConfigError: what could only be found out with data and model in hand; raised on every rank.
+    """
+    with record.phase("load_data"):
+        data = on_every_rank(lambda: _load_data(cfg))
+    with record.phase("build_model"):
+        model = build_supervised(cfg, platform, dtype, name := SAVED_AS[cfg.algorithm.kind], start.weights)
+    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    run, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
+    models = [(name, model, cfg.model.path)]
+    saving = build_saving(cfg, run, models, {"counters": counters}, sampler, requests, record.note)
+    for line in saving.resume(start):
+        record.note(line)
+    record.timers.pop()
+    return SupervisedTrainer(
+        source=ExampleBatches(data.train, sampler, int(data.tokenizer.pad_token_id)),
+        model=model,
+        held_out=_held_out(cfg, data, model),
+        checkpointer=saving.checkpointer,
+        recorder=record,
+        counters=counters,
+        max_bad_updates=cfg.trainer.max_bad_updates,
+    )
+
+
+def _load_data(cfg: Config) -> _Data:
+    tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+    positions = load_spec(cfg.model.path, "lm" if cfg.algorithm.kind == "sft" else "sequence").hf_config
+    load = partial(
+        load_examples,
+        tokenizer=tokenizer,
+        columns=wanted_columns(cfg),
+        max_tokens=min(longest_example(cfg), positions.max_position_embeddings),
+        drop_longer=cfg.data.overlong_prompts == "drop",
+    )
+    train = load(cfg.data.train)
+    if len(train) < cfg.trainer.prompts_per_step:
+        raise ConfigError(
+            f"data.train has {len(train)} examples, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
+            "a step would hold an example twice. Lower it, or add data."
+        )
+    held_out = load(cfg.data.eval, field="data.eval") if cfg.data.eval else []
+    return _Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
+
+
+def _held_out(cfg: Config, data: _Data, model: SupervisedActor | RewardModelTrainer) -> HeldOut:
+    build = partial(
+        HeldOut, data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, int(data.tokenizer.pad_token_id)
+    )
+    if isinstance(model, SupervisedActor):
+        return build(partial(likelihood, model), likelihood_metrics)
+    return build(partial(preference, model), preference_metrics)

@@ -1,0 +1,159 @@
+"""Updates on given responses and on pairs of them under several layouts, against plain transformers and torch's AdamW."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, softplus
+from transformers import AutoModelForSequenceClassification
+
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
+from rlhf_mcore.data.examples import Example, example_batch
+from rlhf_mcore.mcore.families import load_spec
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import BuildOptions, build_model, local_parameters
+from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
+from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.trainer.supervised import HeldOut, likelihood, likelihood_metrics, preference, preference_metrics
+from tests.distributed import models
+from tests.distributed.roles_worker import make_classifier
+from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, start
+
+MODEL = "qwen3_tied"
+LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2", "tp2_pp2")
+CUTS = {"one_packed": (10_000, True), "many_packed": (48, True), "many_padded": (64, False)}
+NUM_UPDATES = 2
+CENTERING = 0.05
+OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
+
+
+def examples(kind: str) -> list[Example]:
+    """Ten examples, so that their number is no multiple of the ranks'."""
+    single = [Example("", row.prompt_ids, [row.response_ids]) for row in rows(count=10)]
+    if kind == "sft":
+        return single
+    others = [row.response_ids for row in rows(seed=5, count=10)]
+    return [Example("", e.prompt_ids, [*e.response_ids, other]) for e, other in zip(single, others, strict=True)]
+
+
+def main(directory: Path) -> None:
+    platform = start()
+    paths = {"sft": directory / "policy", "reward_model": directory / "scorer"}
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}}
+    if dist.get_rank() == 0:
+        models.make(MODEL, paths["sft"])
+        make_classifier(AutoModelForSequenceClassification, paths["sft"], paths["reward_model"])
+        for kind, path in paths.items():
+            findings["oracle"][kind] = oracle(kind, path, directory / f"{kind}_after")
+    dist.barrier()
+    groups: dict[str, ModelGroups] = {}
+    for kind, path in paths.items():
+        after = load_file(directory / f"{kind}_after" / "model.safetensors")
+        for layout in LAYOUTS:
+            for cut in CUTS:
+                made = groups_of(layout, groups)
+                findings["updates"][f"{kind}/{layout}/{cut}"] = update(kind, path, made, platform, cut, after)
+    finish(findings, directory)
+
+
+def role(kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str) -> SupervisedActor | RewardModelTrainer:
+    spec = load_spec(path, "lm" if kind == "sft" else "sequence")
+    model = build_model(spec, groups, platform, BuildOptions("fp32", "local", RecomputeConfig(), True, False, 0))
+    load(local_parameters(model), spec.geometry, HFReader(path))
+    max_tokens, packing = CUTS[cut]
+    trainer = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing)
+    common = (model, spec, trainer, build_optimizer(model, OPTIMIZER), OPTIMIZER, Updates(1000))
+    return (
+        SupervisedActor(*common, "actor") if kind == "sft" else RewardModelTrainer(*common, "reward_model", CENTERING)
+    )
+
+
+def update(
+    kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str, after: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Held-out figures before and metrics of each update, and the largest difference of a weight from the oracle's."""
+    which = role(kind, path, groups, platform, cut)
+    measured = held_out(kind, which).run()
+    history = [which.update(example_batch(examples(kind), 0)) for _ in range(NUM_UPDATES)]
+    assert which.model is not None
+    differences = {name: float((tensor - after[name]).abs().max()) for name, tensor in gatherer(which.model)}
+    assert len({str(h) for h in all_gather_json(history)}) == 1, "all ranks know the same metrics"
+    worst = max(all_gather_json(max(differences.values(), default=0.0)))
+    return {"before": measured, "history": history, "weights_diff": worst, "num_weights": len(differences)}
+
+
+def held_out(kind: str, which: Any) -> HeldOut:
+    """Three examples at a time: the last batch is short, and some data-parallel ranks have nothing."""
+    build = partial(HeldOut, examples(kind), 0, 3, 0)
+    if kind == "sft":
+        return build(partial(likelihood, which), likelihood_metrics)
+    return build(partial(preference, which), preference_metrics)
+
+
+def oracle(kind: str, path: Path, target: Path) -> dict[str, Any]:
+    """The same updates written down naively, row by row. The new weights go to ``target``."""
+    hf: Any
+    if kind == "sft":
+        hf, loss = load_hf(path), sft_oracle
+    else:
+        hf = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+        # Every token counts, the pad token too: it may be the last one, and its embedding learns.
+        hf.config.pad_token_id = hf.model.embed_tokens.padding_idx = None
+        loss = pair_oracle
+    parameters = list(hf.parameters())
+    decayed = [
+        {"params": [p for p in parameters if (p.dim() > 1) == many], "weight_decay": 0.1 * many} for many in (1, 0)
+    ]
+    optimizer = torch.optim.AdamW(decayed, lr=OPTIMIZER.lr, eps=1e-3, betas=(0.9, 0.999))
+    history = []
+    for _ in range(NUM_UPDATES):
+        optimizer.zero_grad()
+        found = loss(hf)
+        found["loss"].backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimizer.step()
+        history.append({name: float(value) for name, value in {**found, "grad_norm": norm}.items()})
+    hf.config.pad_token_id = 0
+    hf.save_pretrained(target)
+    return {"history": history}
+
+
+def sft_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    total, count = torch.zeros(()), 0
+    for example in examples("sft"):
+        (response,) = example.response_ids
+        logits = hf(torch.tensor([example.prompt_ids + response])).logits[0, len(example.prompt_ids) - 1 : -1]
+        total = total + cross_entropy(logits, torch.tensor(response), reduction="sum")
+        count += len(response)
+    return {"loss": total / count, "perplexity": torch.exp(total.detach() / count)}
+
+
+def pair_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """-log sigmoid(d) = softplus(-d)."""
+    scores = [
+        [hf(torch.tensor([example.prompt_ids + response])).logits[0, 0] for response in example.response_ids]
+        for example in examples("reward_model")
+    ]
+    chosen, rejected = torch.stack([torch.stack(pair) for pair in scores]).unbind(1)
+    plain = softplus(rejected - chosen)
+    return {
+        "loss": (plain + CENTERING * (chosen + rejected) ** 2).mean(),
+        "plain_loss": plain.mean(),
+        "accuracy": (chosen > rejected).float().mean(),
+        "margin": (chosen - rejected).mean(),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""SFT, a reward model and PPO as one toolchain, on a toy preference: responses with more a's are better."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.rollout.tiny import save_model
+from tests.e2e.test_train_command import lines, run
+
+LETTERS = "abcd"
+CHAIN = """\
+project: toy
+model: {{path: {model}}}
+data: {{train: [{kind}-train.jsonl], eval: [{kind}-eval.jsonl], max_prompt_tokens: 8}}
+trainer: {{num_steps: {steps}, prompts_per_step: 32, max_tokens_per_microbatch: 2048}}
+actor: {{optimizer: {{lr: {lr}}}}}
+logging: {{console: plain, tensorboard: false}}
+"""
+
+
+def write_data(directory: Path) -> None:
+    """Prompts are short words; responses are four letters, of which the chosen ones have more a's."""
+    rng = random.Random(0)
+
+    def word(letters: str, count: int) -> str:
+        return "".join(rng.choices(letters, k=count))
+
+    def pair() -> dict[str, str]:
+        chosen, rejected = sorted((word(LETTERS, 4), word(LETTERS, 4)), key=lambda text: -text.count("a"))
+        if chosen.count("a") == rejected.count("a"):
+            return pair()
+        return {"prompt": word("xyz", 3) + "=", "chosen": chosen, "rejected": rejected}
+
+    pairs = [pair() for _ in range(900)]
+    splits = {"train": pairs[:800], "eval": pairs[800:]}
+    for split, held in splits.items():
+        answered = [{"prompt": row["prompt"], "response": rng.choice([row["chosen"], row["rejected"]])} for row in held]
+        for kind, rows in {"sft": answered, "reward": held, "ppo": answered[:64]}.items():
+            (directory / f"{kind}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def train(directory: Path, name: str, model: str, steps: int, lr: str, *overrides: str) -> list[dict[str, Any]]:
+    """Run one link of the chain; returns its metrics."""
+    (directory / f"{name}.yaml").write_text(CHAIN.format(model=model, kind=name, steps=steps, lr=lr))
+    done = run(directory, "-m", "rlhf_mcore.cli.main", "train", f"{name}.yaml", f"experiment={name}", *overrides)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stdout
+    return lines(directory / "outputs" / "toy" / name / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
+    directory = tmp_path_factory.mktemp("chain")
+    write_data(directory)
+    save_model(directory / "model", "qwen3", seed=1)
+    policy, scorer = "outputs/toy/sft/latest/actor", "outputs/toy/reward/latest/reward"
+    train(directory, "sft", "model", 30, "3e-3", "algorithm=sft", "evaluate.every=30")
+    metrics = {
+        "sft": train(directory, "sft", "model", 60, "3e-3", "algorithm=sft", "evaluate.every=30"),  # goes on after step 30
+        "reward": train(directory, "reward", policy, 60, "1e-3", "algorithm=reward_model"),
+    }
+    metrics["ppo"] = train(
+        directory,
+        "ppo",
+        policy,
+        12,
+        "1e-3",
+        "algorithm=ppo",
+        "critic.optimizer.lr=1e-3",
+        "reward.rules=[]",
+        f"reward.model.path={scorer}",
+        "rollout.engine=hf",
+        "rollout.sampling={n: 2, max_new_tokens: 8}",
+    )
+    return directory, metrics
+
+
+def test_fine_tuning_finds_the_form_of_the_responses(chain: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory, metrics = chain
+    held_out = [row["evaluate/perplexity"] for row in metrics["sft"] if "evaluate/perplexity" in row]
+    assert [row["step"] for row in metrics["sft"]] == list(range(61)), "both runs have one record"
+    assert len(held_out) == 3, "before, after 30 steps and after the last one"
+    # Four letters of four equally likely ones and the certain end: 4 ** (4 / 5) per token is the best that can be.
+    assert held_out[0] > 20 and 2.9 < held_out[-1] < 4
+    model = AutoModelForCausalLM.from_pretrained(directory / "outputs" / "toy" / "sft" / "latest" / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "outputs" / "toy" / "sft" / "latest" / "actor")
+    prompt = tokenizer("xyz=", return_tensors="pt", add_special_tokens=False)
+    text = tokenizer.decode(
+        model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, 4:], skip_special_tokens=True
+    )
+    assert len(text) == 4 and set(text) <= set(LETTERS)
+
+
+def test_the_reward_model_orders_held_out_pairs(chain: Any) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    directory, metrics = chain
+    first, last = metrics["reward"][0], metrics["reward"][-1]
+    assert first["evaluate/accuracy"] == 0.5, "a fresh head says the same of both"
+    assert last["evaluate/accuracy"] > 0.9 and last["evaluate/margin"] > 0
+    path = directory / "outputs" / "toy" / "reward" / "latest" / "reward"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    assert model.config.num_labels == 1
+
+    def score(row: dict[str, str], which: str) -> float:
+        ids = tokenizer(row["prompt"] + row[which], add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            return float(model(torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], 1)).logits[0, 0])
+
+    rows = lines(directory / "reward-eval.jsonl")
+    margins = [score(row, "chosen") - score(row, "rejected") for row in rows]
+    assert sum(margins) / len(margins) == pytest.approx(last["evaluate/margin"], rel=1e-4)
+    assert sum(margin > 0 for margin in margins) / len(margins) == pytest.approx(last["evaluate/accuracy"])
+
+
+def test_ppo_raises_the_score_of_the_reward_model(chain: Any) -> None:
+    _, metrics = chain
+    rewards = [row["reward/mean"] for row in metrics["ppo"] if "reward/mean" in row]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 1.0

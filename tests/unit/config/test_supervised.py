@@ -1,0 +1,141 @@
+"""Configurations of supervised runs: what they need, what they do not look at, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve, role_layouts
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.validate import validate
+
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+SINGLE = {"prompt": "1+1=", "response": "2"}
+ROWS = {"sft": SINGLE, "reward_model": PAIR}
+
+
+def loaded(kind: str, *overrides: str) -> Config:
+    return load_config("run.yaml", [f"algorithm={kind}", *overrides])
+
+
+def check(kind: str, *overrides: str, world_size: int | None = None) -> list[str]:
+    try:
+        validate(loaded(kind, *overrides), world_size)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.fixture(params=ROWS)
+def kind(request: pytest.FixtureRequest, workspace: Any) -> str:
+    workspace.write("train.jsonl", json.dumps(ROWS[request.param]) + "\n")
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ([], None),
+        (["actor.layout.tp=2", "actor.layout.pp=2"], 4),
+        (["trainer.minibatch_size=32"], None),  # what null is resolved to
+        (["data.max_tokens=1024"], None),
+        # Nothing of this is looked at.
+        (["rollout.layout.tp=3", "rollout.engine=none", "rollout.sampling.temperature=0"], 2),
+        (["reward.rules=[]", "reward.model.path=nowhere", "reward.model.layout.tp=7"], None),
+        (["bridge.method=none", "critic.path=nowhere", "critic.layout.tp=5"], None),
+        (["reference.path=nowhere", "algorithm.kl.coef=0.1", "algorithm.advantage=gae"], None),
+        (["data.max_prompt_tokens=100000"], None),
+        (["evaluate.samples=4"], None),
+    ],
+)
+def test_good_configurations_pass(kind: str, overrides: list[str], world_size: int | None) -> None:
+    assert check(kind, *overrides, world_size=world_size) == []
+
+
+def test_a_run_is_one_model(kind: str) -> None:
+    cfg = loaded(kind, "actor.layout.pp=2", "rollout.layout.tp=8", "algorithm.advantage=gae", "reward.model.path=m")
+    assert [role.name for role in role_layouts(cfg)] == ["actor"]
+    assert (default_world_size(cfg), needs_critic(cfg), cfg.algorithm.kind) == (2, False, kind)
+
+
+def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
+    cfg = resolve(loaded(kind, "trainer.num_steps=7"))
+    assert cfg.actor.optimizer.schedule.total_updates == 7
+    validate(cfg)  # what is printed can be read again
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.minibatch_size=8"], ["minibatch_size=8", "one update", "prompts_per_step=32", "null"]),
+        (["trainer.ppo_epochs=2"], ["trainer.ppo_epochs=2", "set it to 1"]),
+        (["trainer.max_tokens_per_microbatch=1"], ["max_tokens_per_microbatch=1", "raise it"]),
+        (["data.max_tokens=1025"], ["data.max_tokens=1025", "max_position_embeddings=1024"]),
+        (["data.max_tokens=1"], ["data.max_tokens=1", "at least 2"]),
+        (["data.max_tokens=1000", "trainer.max_tokens_per_microbatch=999"], ["=999", "max_tokens=1000"]),
+        (["actor.layout.cp=2"], ["actor.layout.cp=2", "not supported"]),
+        (["actor.layout.pp=3"], ["actor.layout.pp=3", "num_hidden_layers=4"]),
+        (["actor.optimizer.lr=1e-6", "actor.optimizer.schedule.min_lr=1e-5"], ["min_lr=1e-05", "lr=1e-06"]),
+        (["data.train=[]"], ["data.train=[]"]),
+        (["evaluate.every=2"], ["evaluate.every=2", "data.eval=[]"]),
+        (["data.prompt_key=question"], ["no column 'question'", "prompt", "Set data.prompt_key"]),
+        (["algorithm.centering=-1"], ["algorithm.centering=-1", "at least 0"]),
+    ],
+)
+def test_mistakes_are_refused(kind: str, overrides: list[str], words: list[str]) -> None:
+    worlds = {"actor.layout.pp=3": 3, "actor.layout.cp=2": 2}
+    problems = check(kind, *overrides, world_size=worlds.get(overrides[0]))
+    assert len(problems) == 1, problems
+    assert all(word in problems[0] for word in words), problems
+
+
+def test_an_unknown_kind(workspace: Any) -> None:
+    assert any(
+        "algorithm.kind='dpo'" in problem and "reward_model" in problem
+        for problem in check("grpo", "algorithm.kind=dpo")
+    )
+
+
+def test_a_pair_needs_twice_the_room(workspace: Any) -> None:
+    workspace.write("train.jsonl", json.dumps(PAIR) + "\n")
+    assert check("reward_model", "data.max_tokens=100", "trainer.max_tokens_per_microbatch=200") == []
+    (problem,) = check("reward_model", "data.max_tokens=100", "trainer.max_tokens_per_microbatch=199")
+    assert "2 rows of data.max_tokens=100" in problem and "raise it to 200" in problem
+    padded = ["actor.layout.tp=2", "actor.layout.sequence_parallel=true", "data.max_tokens=99"]
+    assert "raise it to 200" in check("reward_model", *padded, "trainer.max_tokens_per_microbatch=198", world_size=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("which", "row", "missing"),
+    [
+        ("sft", PAIR, ["'response'", "data.response_key", "'messages'"]),
+        ("reward_model", SINGLE, ["'chosen' and 'rejected'", "data.chosen_key and data.rejected_key"]),
+        ("reward_model", {"messages": []}, ["'prompt' and 'chosen' and 'rejected'"]),
+    ],
+)
+def test_columns_that_are_missing_are_named(workspace: Any, which: str, row: Any, missing: list[str]) -> None:
+    workspace.write("train.jsonl", json.dumps(row) + "\n")
+    (problem,) = check(which)
+    assert all(word in problem for word in [*missing, ", ".join(row)]), problem
+
+
+def test_columns_may_have_other_names(workspace: Any) -> None:
+    workspace.write("train.jsonl", json.dumps({"q": "a", "good": "b", "bad": "c", "messages": []}) + "\n")
+    names = ["data.prompt_key=q", "data.chosen_key=good", "data.rejected_key=bad"]
+    assert check("reward_model", *names) == []
+    assert check("sft", "data.prompt_key=q", "data.response_key=good") == []
+    assert check("sft") == [], "messages will do"
+
+
+def test_which_heads_a_run_may_start_from(workspace: Any) -> None:
+    workspace.write_hf_config("scorer", architectures=["Qwen3ForSequenceClassification"], id2label={"0": "LABEL_0"})
+    workspace.write("scorer/model.safetensors", "")
+    workspace.write("scorer/tokenizer.json", "{}")
+    for kind, row in ROWS.items():
+        workspace.write("train.jsonl", json.dumps(row) + "\n")
+        problems = check(kind, "model.path=scorer")
+        assert ("Qwen3ForSequenceClassification" in "".join(problems)) == (kind == "sft"), problems
