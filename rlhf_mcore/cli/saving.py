@@ -77,13 +77,15 @@ def build_saving(
         registry.register(name, holder)
     data.register("sampler", sampler)
     state = RunState(registry, data, to_yaml(cfg), tracker_states, set_tracker_states)
+    keeper = _Housekeeping(cfg, run, note)
     checkpointer = Checkpointer(
         writer=CheckpointWriter(run, full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1),
         parts=roles,
         documents=state.documents,
         triggers=triggers,
         requests=requests,
-        after_commit=_housekeeping(cfg, run, note),
+        after_commit=keeper.after_commit,
+        at_end=keeper.at_end,
         note=note,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
@@ -125,17 +127,26 @@ def _triggers(cfg: Config, run: Path) -> Triggers:
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends)
 
 
-def _housekeeping(cfg: Config, run: Path, note: Callable[[str], None]) -> Callable[[], None]:
-    """What is done on the first rank after a commit."""
-    policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every)
-    rule, disk = best_rule(cfg.checkpoint), Disk()
-    archiver = Archiver(run, disk) if cfg.checkpoint.archive and dist.get_rank() == 0 else None
+class _Housekeeping:
+    """What is done on the first rank after a commit, and at the end of a run."""
 
-    def after_commit() -> None:
-        for line in tidy(run, policy, rule, disk, archiver):
-            note(line)
+    def __init__(self, cfg: Config, run: Path, note: Callable[[str], None]):
+        self._run, self._note, self._disk = run, note, Disk()
+        self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every)
+        self._rule = best_rule(cfg.checkpoint)
+        archives = cfg.checkpoint.archive and dist.get_rank() == 0
+        self._archiver = Archiver(run, self._disk) if archives else None
 
-    return after_commit
+    def after_commit(self) -> None:
+        for line in tidy(self._run, self._policy, self._rule, self._disk, self._archiver):
+            self._note(line)
+
+    def at_end(self) -> None:
+        """A run that is done waits for its archives; one that is stopped does not, the next one packs them."""
+        if self._archiver is not None:
+            self._archiver.close()
+            for line in self._archiver.take_notes():
+                self._note(line)
 
 
 class _OnFirstRank:

@@ -52,6 +52,7 @@ class Checkpointer:
     note: Callable[[str], None]
     in_background: bool = False
     stop_on_failure: bool = True
+    at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
     _flush: _Flush | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -111,6 +112,12 @@ class Checkpointer:
             self._committed(flush.about.step, flush.seconds)
         except SaveError as failure:
             self._failed(failure, flush.decision)
+
+    def end(self) -> None:
+        """The last step was made: wait for everything that is under way. Collective over the world."""
+        self.drain()
+        if self.triggers is not None:
+            self.at_end()
 
     def _is_being_served(self, decision: Decision) -> bool:
         """What is asked for until it is there: by the clock, or by a file."""

@@ -59,7 +59,7 @@ class Trainer:
             self.recorder.step(step, metrics)
             if self.checkpointer.after_step(step, metrics):
                 return False
-        self.checkpointer.drain()
+        self.checkpointer.end()
         return True
 
     def save_checkpoint(self, directory: Path) -> Path:

@@ -85,8 +85,8 @@ class Checkpointer(Protocol):
         """Save ``<directory>/checkpoint-<step>`` and return its path. Collective."""
         ...
 
-    def drain(self) -> None:
-        """Wait until what was saved is on the disk. Collective."""
+    def end(self) -> None:
+        """The last step was made: wait until everything is on the disk. Collective."""
         ...
 
 

@@ -245,3 +245,13 @@ def test_a_run_that_has_to_stop_commits_first(run: Run) -> None:
     made.requests.stop_requested = True
     assert made.after_step(5, {}) is True
     assert run.steps == [5]
+
+
+def test_the_end_of_a_run_comes_after_its_last_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    made = run.make(save_steps=1, async_save=True)
+    seen: list[list[int]] = []
+    made.at_end = lambda: seen.append([item.step for item in scan(tmp_path)])
+    made.after_step(1, {})
+    made.end()
+    assert seen == [[1]]

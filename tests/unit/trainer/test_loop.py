@@ -142,8 +142,8 @@ class Watch:
         self.log.append(("save", step))
         return directory / f"checkpoint-{step}"
 
-    def drain(self) -> None:
-        self.log.append(("drain",))
+    def end(self) -> None:
+        self.log.append(("end",))
 
 
 class Sampler:
@@ -237,7 +237,7 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
         ("evaluate", 2),
         ("record", 2),
         ("checkpoint", 2),
-        ("drain",),
+        ("end",),
     ]
 
 
@@ -254,14 +254,14 @@ def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing
         ("evaluate", 3),
         ("record", 3),
         ("checkpoint", 3),
-        ("drain",),
+        ("end",),
     ]
 
 
 def test_a_run_that_is_over_makes_no_step() -> None:
     which, log = trainer({0, 3})
     assert which.run(3, first_step=4) is True
-    assert log == [("phase", "sync"), ("wake",), ("sync", 3), ("begin",), ("drain",)]
+    assert log == [("phase", "sync"), ("wake",), ("sync", 3), ("begin",), ("end",)]
 
 
 def test_a_checkpoint_on_demand_is_that_of_the_steps_that_were_made() -> None:
