@@ -56,12 +56,16 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 def _report(error: ChildFailedError) -> int:
     rank, failure = first_failure(error.failures)
     if failure.exitcode not in (USER_ERROR, REQUEUE):
-        print(error, file=sys.stderr, flush=True)
+        print(f"{error}\nrank {rank} failed first: {_how(failure.exitcode)}", file=sys.stderr, flush=True)
     elif failure.exitcode == USER_ERROR and (
         0 not in error.failures or not error.failures[0].error_file_data.get("timestamp")
     ):  # or rank 0 has printed its own
         print(f"error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
     return of_process(failure.exitcode)
+
+
+def _how(exitcode: int) -> str:
+    return f"ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit code {exitcode}"
 
 
 def _hand_on(number: int, _frame: FrameType | None) -> None:

@@ -61,7 +61,9 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     policy, scorer = "outputs/toy/sft/latest/actor", "outputs/toy/reward/latest/reward"
     train(directory, "sft", "model", 30, "3e-3", "algorithm=sft", "evaluate.every=30")
     metrics = {
-        "sft": train(directory, "sft", "model", 60, "3e-3", "algorithm=sft", "evaluate.every=30"),  # goes on after step 30
+        "sft": train(
+            directory, "sft", "model", 60, "3e-3", "algorithm=sft", "evaluate.every=30"
+        ),  # goes on after step 30
         "reward": train(directory, "reward", policy, 60, "1e-3", "algorithm=reward_model"),
     }
     metrics["ppo"] = train(

@@ -95,3 +95,16 @@ def test_signals_that_ask_for_a_save_end_nothing() -> None:
     assert {number.name for number in torchrun.HANDED_ON} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
     assert not {number.name for number in torchrun.HANDED_ON} & set(torchrun.ENDING)
     assert set(torchrun.HANDED_ON) <= set(launch.FORWARDED)
+
+
+def test_the_rank_that_failed_first_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def report(failures: dict[int, SimpleNamespace]) -> tuple[int, str]:
+        error = Exception("two workers")
+        error.failures = failures  # type: ignore[attr-defined]
+        return torchrun._report(error), capsys.readouterr().err  # type: ignore[arg-type]
+
+    killed = "two workers\nrank 1 failed first: ended by SIGKILL\n"
+    assert report({0: failure(-15, 100), 1: failure(-9, 100)}) == (137, killed)
+    failed = "two workers\nrank 0 failed first: exit code 1\n"
+    assert report({0: failure(1, 100), 1: failure(-15, 100)}) == (1, failed)
+    assert report({0: failure(75, 100), 1: failure(-15, 100)}) == (75, "")
