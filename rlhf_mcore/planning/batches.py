@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_mcore.config.derive import is_supervised, longest_example, rows_per_example
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.hardware import Assumptions
 from rlhf_mcore.planning.roles import Role
@@ -25,8 +26,11 @@ class Workload:
 
 
 def workload(cfg: Config, assumed: Assumptions) -> Workload:
-    """What a step generates and learns from."""
+    """What a step generates and learns from, or of a supervised run what it is given."""
     trainer, sampling = cfg.trainer, cfg.rollout.sampling
+    if is_supervised(cfg):
+        rows, longest = trainer.prompts_per_step * rows_per_example(cfg), longest_example(cfg)
+        return Workload(rows, longest * assumed.mean_length, 0.0, trainer.max_tokens_per_microbatch)
     return Workload(
         trainer.prompts_per_step * sampling.n,
         cfg.data.max_prompt_tokens * assumed.mean_length,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.activations import forward_activations, training_activations
 from rlhf_mcore.planning.batches import Workload, cut
@@ -60,8 +61,9 @@ class Setting:
 def phases(setting: Setting) -> list[PhaseMemory]:
     """Each phase with the rank that needs most in it."""
     ranks = _telling_ranks(setting.roles)
-    makers: list[_Maker] = [_generate, _sync]
-    makers += [_forward(role) for role in setting.roles] + [_update(role) for role in setting.roles if role.trained]
+    makers: list[_Maker] = [_update(role) for role in setting.roles if role.trained]
+    if not is_supervised(setting.cfg):
+        makers = [_generate, _sync, *map(_forward, setting.roles), *makers]
     return [max((make(setting, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
 
 
@@ -102,7 +104,7 @@ def _engine_weights(setting: Setting) -> int:
 
 def _idle_engine(setting: Setting) -> dict[str, int]:
     """What an engine holds while others work: nothing when it sleeps."""
-    if setting.cfg.rollout.sleep:
+    if setting.cfg.rollout.sleep or is_supervised(setting.cfg):
         return {}
     return {"engine": int(setting.cfg.rollout.gpu_memory_utilization * setting.gpu.memory_bytes)}
 

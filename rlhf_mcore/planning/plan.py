@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.activations import describe
 from rlhf_mcore.planning.batches import Cut, Workload, cut, workload
@@ -32,7 +33,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All that ``rlhf-mcore plan`` says. ``sync`` is None where it was only estimated (while comparing layouts)."""
+    """All that ``rlhf-mcore plan`` says. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
 
     world_size: int
     gpu: Gpu
@@ -69,7 +70,8 @@ def make_plan(
     dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
     roles = roles_of(cfg, world_size, dtype)
     setting = Setting(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
-    sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync else None
+    generates = not is_supervised(cfg)
+    sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync and generates else None
     sync_s = sync.seconds if sync else estimate_seconds(roles[0], cfg.rollout.layout.tp, gpu, assumed)
     return RunPlan(
         world_size,
@@ -77,7 +79,7 @@ def make_plan(
         dtype,
         [_role_plan(role, setting) for role in roles],
         phases(setting),
-        kv_tokens(setting),
+        kv_tokens(setting) if generates else 0,
         max(pinned_bytes(setting, rank) for rank in (0, world_size - 1)),
         sync,
         setting.work,

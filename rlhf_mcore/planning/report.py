@@ -105,6 +105,8 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         )
     saved = sum(role.checkpoint_bytes for role in plan.roles)
     yield f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB"
+    if not plan.kv_tokens:
+        return
     longest = plan.work.prompt_tokens + plan.work.response_tokens
     yield f"cache       {plan.kv_tokens} tokens an engine: about {plan.kv_tokens / longest:.0f} sequences of the expected length"
 

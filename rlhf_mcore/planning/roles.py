@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhf_mcore.config.derive import needs_critic
+from rlhf_mcore.config.derive import is_supervised, needs_critic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_sizes
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
@@ -35,7 +35,9 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[Role]:
     """The models that a resolved configuration builds, the actor first. ``dtype`` is that of those that do not say theirs."""
     trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
     layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
-    geometry, top_k = read_sizes(cfg.model.path, "lm")
+    geometry, top_k = read_sizes(cfg.model.path, "sequence" if cfg.algorithm.kind == "reward_model" else "lm")
+    if is_supervised(cfg):  # a step is one update of one model
+        return [Role("actor", geometry, top_k, layout, True, dtype, cfg.actor.recompute)]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         Role(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.planning.batches import Workload, cut
 from rlhf_mcore.planning.engine import engine_numel, kv_bytes_per_token
-from rlhf_mcore.planning.memory import GENERATE, Setting, kv_tokens
+from rlhf_mcore.planning.memory import GENERATE, SYNC, Setting, kv_tokens
 from rlhf_mcore.planning.roles import Role
 from rlhf_mcore.planning.weights import BYTES, active_parameters, state_bytes
 
@@ -16,9 +17,10 @@ _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two mome
 
 def phase_seconds(setting: Setting, sync_s: float) -> dict[str, float]:
     """Seconds of every phase of a step, by the names of ``memory.phases``."""
-    times = {GENERATE: _generate(setting), "sync": sync_s}
-    for role in setting.roles:
-        times[f"{role.name} forward"] = _pass(setting, role, FORWARD)
+    times: dict[str, float] = {}
+    if not is_supervised(setting.cfg):
+        times = {GENERATE: _generate(setting), SYNC: sync_s}
+        times |= {f"{role.name} forward": _pass(setting, role, FORWARD) for role in setting.roles}
     for role in setting.roles:
         if role.trained:
             passes = TRAIN_RECOMPUTED if role.recompute.granularity == "full" else TRAIN

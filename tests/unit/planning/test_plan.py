@@ -110,6 +110,19 @@ def test_microbatches_and_bubble() -> None:
     assert halves.num_microbatches == 6
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("sft", 1), ("reward_model", 2)])
+def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: int) -> None:
+    cfg = config("Qwen2.5-0.5B-Instruct", f"algorithm={kind}", "data.max_tokens=1024", "rollout.sleep=false")
+    validate(cfg, 2, check_files=False)
+    plan = make_plan(cfg, 2, H100)
+    assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["actor update"]
+    assert "engine" not in plan.phases[0].parts and plan.sync is None
+    assert plan.work.tokens == 64 * rows * 512  # half of the longest
+    head = 896 if kind == "reward_model" else 0  # the embedding is the output layer of the language model
+    assert plan.roles[0].parameters == 494_032_768 + head
+    assert "cache" not in as_text(plan)
+
+
 def test_suggestions_fit_and_the_fastest_comes_first() -> None:
     cfg = config("Qwen2.5-7B", "rollout.gpu_memory_utilization=0.9")
     assert not make_plan(cfg, 8, H100, exact_sync=False).fits
