@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -170,7 +171,7 @@ class StateReader:
             if shared is None:
                 continue
             key = region_key(kind, region.hf_name, (tuple(start), tuple(shape)))
-            part = self._slice(self._files[number], key, shape)[_within(shared, start)]
+            part = self._mapped(self._files[number], key, shape)[_within(shared, start)]
             target[_within(shared, region.start)].copy_(part)
             filled.append((tuple(a - b for a, b in zip(shared[0], region.start, strict=True)), shared[1]))
         self._check_filled(region, filled)
@@ -183,7 +184,8 @@ class StateReader:
         if missing:
             raise self._damaged(f"tensor {region.hf_name}: {sum(prod(box[1]) for box in missing)} elements are missing")
 
-    def _slice(self, name: str, key: str, shape: Sequence[int]) -> Any:
+    def _mapped(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
+        """A stored rectangle as it lies in the file: what is not looked at is not read."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.directory / name, framework="pt")
@@ -192,12 +194,12 @@ class StateReader:
                     f"{self.directory / name}: not a readable safetensors file ({error}). {_REMEDY}"
                 ) from error
         try:
-            found = self._open[name].get_slice(key)
+            found = self._open[name].get_tensor(key)
         except SafetensorError as error:
             raise ConfigError(f"{self.directory / name}: {key} is missing. {_REMEDY}") from error
-        if found.get_dtype() != "F32" or list(found.get_shape()) != list(shape):
+        if found.dtype != torch.float32 or list(found.shape) != list(shape):
             raise ConfigError(
-                f"{self.directory / name}: {key} is {found.get_dtype()} {found.get_shape()}, the index says F32 {shape}. {_REMEDY}"
+                f"{self.directory / name}: {key} is {found.dtype} {list(found.shape)}, the index says float32 {shape}. {_REMEDY}"
             )
         return found
 

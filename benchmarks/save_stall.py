@@ -1,0 +1,110 @@
+"""How long a save in the background keeps training waiting.
+
+Interleaved, of weights and Adam moments in fp32: a save in the foreground; one in the background, of which only the call that training
+waits for is counted (the first one, which allocates the memory that is kept, is left out); and a plain copy of as many bytes. The
+ratio is background by foreground.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import report, timed
+from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, shards, world_of_one
+from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.state_files import RankState, state_file
+from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import Decision
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.trainer.checkpointer import Checkpointer
+from rlhf_mcore.types import ModelGeometry
+
+GOAL, MEMCPY_GOAL = 0.05, 1.2
+
+
+class Part:
+    """Weights and moments, saved as a role's are (roles/role_files.py)."""
+
+    def __init__(self, geometry: ModelGeometry, folder: Path):
+        layout = ParallelLayout(1)
+        (folder / "config.json").write_text("{}")
+        self._exporter = Exporter(parameters(geometry, layout, 0), geometry, [str(folder)], bucket_bytes=2**28)
+        self._state = RankState(shards(geometry, layout, 0), geometry)
+        self._image = FileImage.empty(state_file(0), self._state.layout, pinned=False)
+
+    def write(self, checkpoint: Path) -> list[Path]:
+        paths = self._exporter.write(checkpoint / "actor")
+        self._state.write(path := checkpoint / "actor" / state_file(0))
+        return [*paths, path]
+
+    def snapshot(self) -> Callable[[Path], list[Path]]:
+        images = [*self._exporter.snapshot(), self._image]
+        self._state.copy_to(self._image)
+
+        def write(checkpoint: Path) -> list[Path]:
+            (checkpoint / "actor").mkdir()
+            paths = [image.write(checkpoint / "actor") for image in images]
+            return paths + self._exporter.write_companions(checkpoint / "actor")
+
+        return write
+
+
+def checkpointer(folder: Path, part: Part, in_background: bool) -> Checkpointer:
+    return Checkpointer(
+        writer=CheckpointWriter(folder / ("background" if in_background else "foreground")),
+        parts=[part],
+        documents=lambda step: {},
+        triggers=None,
+        requests=SignalRequests(),
+        after_commit=lambda: None,
+        note=print,
+        in_background=in_background,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer rounds")
+    args = parser.parse_args()
+    geometry, rounds = (SMALL, 3) if args.quick else (LARGE, 5)
+    size = 3 * num_bytes(geometry)
+    source, target = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
+    rows = []
+    with world_of_one() as folder:
+        part = Part(geometry, folder)
+        foreground, background = (checkpointer(folder, part, way) for way in (False, True))
+        background.save(0, {}, Decision())
+        background.drain()
+        for step in range(rounds):
+            whole = timed(lambda step=step: foreground.save(step, {}, Decision()))[1]  # type: ignore[misc]
+            stall = timed(lambda step=step: background.save(step, {}, Decision()))[1]  # type: ignore[misc]
+            background.drain()
+            copy = timed(lambda: target.copy_(source))[1]
+            rows.append((whole, stall, copy))
+    ratios = [stall.wall_s / whole.wall_s for whole, stall, _ in rows]
+    memcpy = [stall.wall_s / copy.wall_s for _, stall, copy in rows]
+    details = {
+        "bytes": size,
+        "rounds": rounds,
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "stall_by_memcpy": statistics.median(memcpy),
+        "stall_by_memcpy_min": min(memcpy),
+        "stall_by_memcpy_max": max(memcpy),
+        "memcpy_goal": MEMCPY_GOAL,
+        "foreground_s": statistics.median(whole.wall_s for whole, _, _ in rows),
+        "stall_s": statistics.median(stall.wall_s for _, stall, _ in rows),
+        "stall_cpu_s": statistics.median(stall.cpu_s for _, stall, _ in rows),
+    }
+    report("save_stall", details, ratio=statistics.median(ratios), goal=GOAL, quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()
