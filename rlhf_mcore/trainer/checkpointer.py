@@ -16,7 +16,7 @@ from rlhf_mcore.checkpoint.collective import CheckpointWriter, Entries, Transien
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.manifest import About
 from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import MEASURE, MINUTES, REQUEST, Decision, Triggers
+from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REQUEST, Decision, Triggers
 from rlhf_mcore.parallel.collectives import reduce_sums
 
 Write = Callable[[Path], list[Path]]
@@ -79,7 +79,10 @@ class Checkpointer:
     def save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
         """Save now. Collective over the world."""
         self.drain()
-        started, about = time.monotonic(), self.writer.about(step, evaluation)
+        started = time.monotonic()
+        # What a run leaves behind is what others use: whole.
+        whole = END in decision.reasons
+        about = About(step, metrics=evaluation) if whole else self.writer.about(step, evaluation)
         try:
             if self.in_background:
                 self._start(about, decision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.layout import LATEST, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import read_manifest, verify
+from rlhf_mcore.checkpoint.manifest import FULL, About, read_manifest, verify
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
@@ -149,6 +149,19 @@ def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background:
     run.actor.weights = 5  # the optimizer goes on
     made.drain()
     assert run.saved(1) == ("4", "0", 4)
+
+
+def test_the_last_checkpoint_is_a_full_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = run.make(save_steps=1), []
+
+    def about(step: int, metrics: Mapping[str, float]) -> About:
+        asked.append(step)  # the writer may answer: a delta
+        return About(step, metrics=metrics)
+
+    monkeypatch.setattr(made.writer, "about", about)
+    made.after_step(99, {})
+    made.after_step(100, {})
+    assert asked == [99] and read_manifest(run.directory / "checkpoint-100").about.kind == FULL
 
 
 def test_a_checkpoint_is_saved_anywhere_on_demand(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
