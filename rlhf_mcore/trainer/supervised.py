@@ -54,7 +54,7 @@ class SupervisedTrainer:
             self.recorder.step(step, metrics)
             if self.checkpointer.after_step(step, metrics):
                 return False
-        self.checkpointer.drain()
+        self.checkpointer.end()
         return True
 
     def _step(self) -> dict[str, float]:

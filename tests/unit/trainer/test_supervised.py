@@ -62,8 +62,8 @@ class Everything:
         self.events.append(f"save {step}")
         return step == self.ends_after
 
-    def drain(self) -> None:
-        self.events.append("drain")
+    def end(self) -> None:
+        self.events.append("end")
 
     def save_to(self, directory: Path, step: int) -> Path:
         raise AssertionError("nobody asks for it")
@@ -96,7 +96,7 @@ def test_the_order_of_a_run() -> None:
         *step,
         (3, both),
         "save 3",
-        "drain",
+        "end",
     ]
     assert which.counters == Counters(steps=3, prompts=9, samples=9, tokens=18)
 
