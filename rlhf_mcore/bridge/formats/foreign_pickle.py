@@ -109,6 +109,12 @@ def load_tensors(path: Path) -> dict[str, Any]:
     return found
 
 
+def record_offsets(path: Path) -> list[int]:
+    """Where the storages of a ``torch.save`` file begin, in bytes."""
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    return [reader.get_record_offset(name) for name in reader.get_all_records() if name.startswith("data/")]
+
+
 def load_chunk(path: Path, offset: int, length: int) -> torch.Tensor:
     """One tensor of a ``.distcp`` file.
 

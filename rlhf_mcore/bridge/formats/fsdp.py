@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rlhf_mcore.bridge.formats.checks import BUFFERS, inside
-from rlhf_mcore.bridge.formats.foreign_pickle import load_tensors
+from rlhf_mcore.bridge.formats.located import Located, locate, read
 from rlhf_mcore.bridge.formats.megatron_rows import runs
 from rlhf_mcore.bridge.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, grid_tiles
 from rlhf_mcore.bridge.rules import hf_shapes, in_memory
@@ -30,32 +29,21 @@ from rlhf_mcore.types import ModelGeometry
 COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
 _NAME = re.compile(r"(model|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
-_COMPARED_BYTES = 32 * 2**20
+_COMPARED_ELEMENTS = 2**21
 _Interval = tuple[int, int]  # start, length
 
 
 class _Ranks:
-    """The files of all ranks. They are mapped, and mapped anew after ``release``, so that no page stays in memory for ever."""
+    """What the files of all ranks hold."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.files = _find_files(directory)
-        self._open: dict[int, dict[str, Any]] = {}
+        self.held = [{_WRAPPERS.sub("", name): tensor for name, tensor in locate(path).items()} for path in self.files]
 
-    def __getitem__(self, rank: int) -> dict[str, Any]:
-        if rank not in self._open:
-            found = load_tensors(self.files[rank])
-            self._open[rank] = {_WRAPPERS.sub("", str(name)): value for name, value in found.items()}
-        return self._open[rank]
-
-    def local(self, rank: int, name: str) -> Tensor:
-        """What a rank holds of a tensor."""
-        value = self[rank][name]
-        return value._local_tensor if isinstance(value, DTensor) else value
-
-    def release(self) -> None:
-        """Unmap all files."""
-        self._open.clear()
+    def read(self, rank: int, name: str, inside: tuple[slice, ...]) -> Tensor:
+        """A rectangle of what a rank holds of a tensor."""
+        return read(self.files[rank], self.held[rank][name], inside)
 
 
 def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry) -> TiledSource:
@@ -81,8 +69,7 @@ def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry) -> Til
         check_tiles(name, tensors[name], directory)
         for hf_name, run in found:
             rows[hf_name].append(run)
-    ranks.release()
-    return TiledSource(directory, companions, tensors, rows, shapes, ranks.release)
+    return TiledSource(directory, companions, tensors, rows, shapes)
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -110,15 +97,10 @@ def _find_files(directory: Path) -> list[Path]:
 
 
 def _common_names(ranks: _Ranks) -> list[str]:
-    names = list(ranks[0])
-    for rank in range(1, len(ranks.files)):
-        if differing := set(names) ^ set(ranks[rank]):
-            raise ConfigError(
-                f"{ranks.files[rank]}: tensor {min(differing)} is on this rank or on rank 0, but not on both"
-            )
-    wrong = [name for name in names if not isinstance(ranks[0][name], Tensor)]
-    if wrong:
-        raise ConfigError(f"{ranks.files[0]}: {wrong[0]} is no tensor")
+    names = list(ranks.held[0])
+    for path, held in zip(ranks.files, ranks.held, strict=True):
+        if differing := set(names) ^ set(held):
+            raise ConfigError(f"{path}: tensor {min(differing)} is on this rank or on rank 0, but not on both")
     return names
 
 
@@ -142,51 +124,63 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
 
 
 def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
-    values = [ranks[rank][name] for rank in range(len(ranks.files))]
+    values = [held[name] for held in ranks.held]
     dtypes = {value.dtype for value in values}
-    if len(dtypes) > 1 or len({isinstance(value, DTensor) for value in values}) > 1:
+    if len(dtypes) > 1 or len({value.whole is None for value in values}) > 1:
         raise ConfigError(f"{ranks.directory}: ranks hold {name} in different dtypes or forms")
-    if isinstance(values[0], DTensor):
-        return Tiled(dtypes.pop(), shape, _placed(ranks, name, values, shape))
-    if all(tuple(value.shape) == shape for value in values):
-        if any(not torch.equal(values[0], value) for value in values[1:]):
-            raise ConfigError(f"{ranks.directory}: {name} is whole on every rank, but ranks hold different values")
-        if len(values) * values[0].nbytes > _COMPARED_BYTES:
-            ranks.release()  # comparing has read it all
-        return Tiled(dtypes.pop(), shape, [_tile(ranks, name, 0, (0,) * len(shape), shape)])
-    if all(value.dim() == 1 for value in values):
-        return _flat(ranks, name, values, shape)
+    dtype = dtypes.pop()
+    if values[0].whole is not None:
+        return Tiled(dtype, shape, _placed(ranks, name, values, shape))
+    if all(value.shape == shape for value in values):
+        _check_same(ranks, name, shape)
+        return Tiled(dtype, shape, [_tile(ranks, name, 0, ((0,) * len(shape), shape), (0,) * len(shape))])
+    if all(len(value.shape) == 1 for value in values):
+        return Tiled(dtype, shape, _flat(ranks, name, [value.numel for value in values], shape))
     raise ConfigError(
-        f"{ranks.files[0]}: {name} is a plain tensor of shape {tuple(values[0].shape)}, neither whole {shape} nor flat. Nothing "
+        f"{ranks.files[0]}: {name} is a plain tensor of shape {values[0].shape}, neither whole {shape} nor flat. Nothing "
         "says how it was cut; save DTensors (FSDP with a device mesh)."
     )
 
 
-def _tile(ranks: _Ranks, name: str, rank: int, start: Index, shape: Index) -> Tile:
-    return Tile(start, shape, ranks.files[rank].name, lambda: ranks.local(rank, name))
+def _tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], begin: Index) -> Tile:
+    """The tile of a tensor that lies at ``begin`` of what a rank holds."""
+
+    def load(inside: tuple[slice, ...]) -> Tensor:
+        return ranks.read(rank, name, tuple(slice(s.start + b, s.stop + b) for s, b in zip(inside, begin, strict=True)))
+
+    return Tile(*rectangle, ranks.files[rank].name, load)
+
+
+def _check_same(ranks: _Ranks, name: str, shape: Index) -> None:
+    rows = max(_COMPARED_ELEMENTS // max(prod(shape[1:]), 1), 1)
+    rest = tuple(slice(0, size) for size in shape[1:])
+    for first in range(0, shape[0], rows):
+        inside = (slice(first, min(first + rows, shape[0])), *rest)
+        expected = ranks.read(0, name, inside)
+        if any(not torch.equal(expected, ranks.read(rank, name, inside)) for rank in range(1, len(ranks.files))):
+            raise ConfigError(f"{ranks.directory}: {name} is whole on every rank, but ranks hold different values")
 
 
 # ------------------------------------------------------------------------------------------------------------ DTensors
-def _placed(ranks: _Ranks, name: str, values: Sequence[DTensor], shape: Index) -> list[Tile]:
-    mesh = values[0].device_mesh.mesh
-    placements = tuple(values[0].placements)
-    if any(tuple(v.placements) != placements or not torch.equal(v.device_mesh.mesh, mesh) for v in values):
+def _placed(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -> list[Tile]:
+    mesh, placements = values[0].mesh, values[0].placements
+    assert mesh is not None
+    if any(v.placements != placements or v.mesh is None or not torch.equal(v.mesh, mesh) for v in values):
         raise ConfigError(f"{ranks.directory}: ranks disagree on the placements or the mesh of {name}")
-    if any(tuple(value.shape) != shape for value in values):
-        raise ConfigError(f"{ranks.directory}: {name} has shape {tuple(values[0].shape)}; config.json asks for {shape}")
+    if any(value.whole != shape for value in values):
+        raise ConfigError(f"{ranks.directory}: {name} has shape {values[0].whole}; config.json asks for {shape}")
     if sorted(mesh.flatten().tolist()) != list(range(len(values))):
         raise ConfigError(f"{ranks.directory}: the mesh of {name} does not hold every rank once")
     tiles = []
-    for rank in range(len(values)):
+    for rank, value in enumerate(values):
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
             continue  # the first replica speaks for the others
-        held: Sequence[Sequence[_Interval]] = _held(shape, placements, tuple(mesh.shape), where, name)
+        held = _held(shape, placements, tuple(mesh.shape), where, name)
         local: Index = tuple(sum(length for _, length in axis) for axis in held)
-        if tuple(values[rank]._local_tensor.shape) != local and 0 not in local:
+        if value.shape != local and 0 not in local:
             raise ConfigError(
-                f"{ranks.files[rank]}: {name} has local shape {tuple(values[rank]._local_tensor.shape)}; "
-                f"its placements {list(placements)} give {local}"
+                f"{ranks.files[rank]}: {name} has local shape {value.shape}; its placements {list(placements)} give {local}"
             )
         tiles += _tiles_of(ranks, name, rank, held)
     return tiles
@@ -195,15 +189,11 @@ def _placed(ranks: _Ranks, name: str, values: Sequence[DTensor], shape: Index) -
 def _tiles_of(ranks: _Ranks, name: str, rank: int, held: Sequence[Sequence[_Interval]]) -> list[Tile]:
     """A rank's rectangles: one, unless a strided placement left it several runs of an axis."""
     at = [[(sum(n for _, n in axis[:k]), axis[k][1]) for k in range(len(axis))] for axis in held]
-    tiles = []
-    for (start, shape), (begin, _) in zip(grid_tiles(held), grid_tiles(at), strict=True):
-        if prod(shape):
-            tiles.append(Tile(start, shape, ranks.files[rank].name, partial(_part, ranks, name, rank, begin, shape)))
-    return tiles
-
-
-def _part(ranks: _Ranks, name: str, rank: int, begin: Index, shape: Index) -> Tensor:
-    return ranks.local(rank, name)[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
+    return [
+        _tile(ranks, name, rank, rectangle, begin)
+        for rectangle, (begin, _) in zip(grid_tiles(held), grid_tiles(at), strict=True)
+        if prod(rectangle[1])
+    ]
 
 
 @cache
@@ -247,9 +237,8 @@ def _intervals(indices: Tensor) -> tuple[_Interval, ...]:
 
 
 # ---------------------------------------------------------------------------------------------------------- flat shards
-def _flat(ranks: _Ranks, name: str, values: Sequence[Tensor], shape: Index) -> Tiled:
+def _flat(ranks: _Ranks, name: str, lengths: Sequence[int], shape: Index) -> list[Tile]:
     """Ranks hold consecutive intervals of the flattened tensor; equal ones may end with padding."""
-    lengths = [value.numel() for value in values]
     surplus = sum(lengths) - prod(shape)
     if surplus < 0 or (surplus and (len(set(lengths)) > 1 or surplus >= len(lengths))):
         raise ConfigError(
@@ -264,9 +253,9 @@ def _flat(ranks: _Ranks, name: str, values: Sequence[Tensor], shape: Index) -> T
     for rank, length in enumerate(lengths):
         end = min(begin + length, prod(shape))
         for first, start, extent in _rectangles(begin, end, shape):
-            tiles.append(_flat_tile(ranks, name, rank, first - begin, start, extent))
+            tiles.append(_flat_tile(ranks, name, rank, (start, extent), first - begin))
         begin = end
-    return Tiled(values[0].dtype, shape, tiles)
+    return tiles
 
 
 def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index, Index]]:
@@ -284,6 +273,13 @@ def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index
         begin += rows * columns
 
 
-def _flat_tile(ranks: _Ranks, name: str, rank: int, first: int, start: Index, shape: Index) -> Tile:
-    end = first + prod(shape)
-    return Tile(start, shape, ranks.files[rank].name, lambda: ranks.local(rank, name)[first:end].view(shape))
+def _flat_tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], first: int) -> Tile:
+    """A tile whose rows lie one after the other from element ``first`` on of what a rank holds."""
+    width = prod(rectangle[1][1:])
+
+    def load(inside: tuple[slice, ...]) -> Tensor:
+        rows = inside[0]
+        flat = ranks.read(rank, name, (slice(first + rows.start * width, first + rows.stop * width),))
+        return flat.view(-1, *rectangle[1][1:])[(slice(None), *inside[1:])]
+
+    return Tile(*rectangle, ranks.files[rank].name, load)

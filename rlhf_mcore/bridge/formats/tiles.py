@@ -24,12 +24,12 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The rectangle of a tensor that ``load()`` reads; ``file`` says from where."""
+    """A rectangle of a tensor; ``load`` reads a rectangle of it, ``file`` says from where."""
 
     start: Index
     shape: Index
     file: str
-    load: Callable[[], Tensor]
+    load: Callable[[tuple[slice, ...]], Tensor]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Tiled:
             if all(low < high for low, high in zip(begin, end, strict=True)):
                 inside = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, tile.start, strict=True))
                 here = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, start, strict=True))
-                out[here] = tile.load()[inside]
+                out[here] = tile.load(inside)
 
     def _near(self, lead: Index) -> Sequence[Tile]:
         """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
@@ -135,7 +135,6 @@ class TiledSource:
         tensors: by the format's own names.
         rows: for every Hugging Face tensor where its rows lie, in order.
         shapes: of the Hugging Face tensors.
-        release: gives back what grows with reading.
     """
 
     def __init__(
@@ -145,9 +144,8 @@ class TiledSource:
         tensors: Mapping[str, Tiled],
         rows: Mapping[str, Sequence[Rows]],
         shapes: Mapping[str, Index],
-        release: Callable[[], None] = lambda: None,
     ):
-        self.directory, self.companions, self.release = directory, companions, release
+        self.directory, self.companions = directory, companions
         self._tensors, self._rows, self._shapes = tensors, rows, shapes
 
     @cached_property
@@ -165,6 +163,9 @@ class TiledSource:
                 start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
                 self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
         return out
+
+    def release(self) -> None:
+        """Nothing grows with reading."""
 
     def origin(self, name: str) -> str:
         """The format's names of the tensor's parts, and rows where they are not the whole."""

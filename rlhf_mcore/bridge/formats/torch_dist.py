@@ -100,8 +100,8 @@ class _Chunks:
         self._limit, self._held = limit_bytes, 0
         self._known: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
 
-    def load(self, path: Path, offset: int, length: int, shape: Index) -> Tensor:
-        """The chunk at a place of a file."""
+    def load(self, path: Path, offset: int, length: int, shape: Index, inside: tuple[slice, ...]) -> Tensor:
+        """A rectangle of the chunk at a place of a file."""
         if (path, offset) not in self._known:
             while self._known and self._held + length > self._limit:
                 self._held -= self._known.popitem(last=False)[1].nbytes
@@ -113,7 +113,7 @@ class _Chunks:
             self._known[path, offset] = chunk
             self._held += chunk.nbytes
         self._known.move_to_end((path, offset))
-        return self._known[path, offset]
+        return self._known[path, offset][inside]
 
 
 def _tiled(directory: Path, index: Metadata, key: str, found: TensorStorageMetadata, chunks: _Chunks) -> Tiled:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhf_mcore.bridge.formats.fsdp import open_fsdp
+from rlhf_mcore.bridge.formats.located import locate, read
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
 from tests.unit.bridge.formats.conftest import HFModel
@@ -68,7 +69,6 @@ def assert_merged(directory: Path, model: Path, expected: Mapping[str, Tensor], 
     assert set(source.types) == set(expected)
     assert torch.equal(source.read(name, 0, len(expected[name])), expected[name])
     assert torch.equal(source.read(name, 11, 70), expected[name][11:81])
-    source.release()
     assert torch.equal(source.read(name, 50, 3), expected[name][50:53])
 
 
@@ -127,3 +127,25 @@ def test_what_is_refused(
     write(tmp_path / "fsdp", tensors, PROJECTION, [[0, 1], [2, 3]], placed, local)
     with pytest.raises(ConfigError, match=message):
         open_fsdp(tmp_path / "fsdp", model, read_geometry(model))
+
+
+def test_tensors_are_found_in_their_file_whatever_their_storage(tmp_path: Path) -> None:
+    """Views, shared storages, columns, scalars and nothing: what torch.load gives is what is read at the offset."""
+    base = torch.arange(60.0).view(6, 10)
+    tensors = {
+        "whole": base,
+        "shared": base[2:5],
+        "columns": base[:, 3:7],
+        "transposed": base.t(),
+        "half": torch.randn(7, 3).bfloat16(),
+        "vector": torch.arange(5),
+        "empty": torch.empty(0, 4),
+    }
+    torch.save(tensors, tmp_path / "x.pt")
+    found = locate(tmp_path / "x.pt")
+    for name, expected in torch.load(tmp_path / "x.pt").items():
+        everything = tuple(slice(0, size) for size in expected.shape)
+        inner = tuple(slice(size // 3, size - size // 4) for size in expected.shape)
+        for inside in (everything, inner):
+            part = read(tmp_path / "x.pt", found[name], inside)
+            assert part.dtype == expected.dtype and torch.equal(part, expected[inside]), name

@@ -15,11 +15,11 @@ Rectangle = tuple[int, int, int, int]  # row, column, rows, columns
 
 
 def tiled(*rectangles: Rectangle) -> Tiled:
-    def load(r: int, c: int, n: int, m: int) -> torch.Tensor:
-        return FULL[r : r + n, c : c + m]
+    def tile(row: int, column: int, rows: int, columns: int) -> Tile:
+        part = FULL[row : row + rows, column : column + columns]
+        return Tile((row, column), (rows, columns), "file", lambda inside: part[inside])
 
-    tiles = [Tile((r, c), (n, m), "file", lambda at=(r, c, n, m): load(*at)) for r, c, n, m in rectangles]
-    return Tiled(torch.float32, (4, 6), tiles)
+    return Tiled(torch.float32, (4, 6), [tile(*rectangle) for rectangle in rectangles])
 
 
 @pytest.mark.parametrize(
