@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhf_mcore.config.derive import default_world_size, is_supervised, resolve
+    from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
@@ -64,11 +64,6 @@ def _plan(args: argparse.Namespace) -> int:
 
     gpu, assumed = _settings(args.gpu, args.set)
     cfg = load_config(args.config, args.overrides)
-    if is_supervised(cfg):
-        raise ConfigError(
-            f"algorithm.kind={cfg.algorithm.kind}: only runs that generate can be planned; plan its layout with algorithm=grpo, "
-            "whose actor needs as much memory"
-        )
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")

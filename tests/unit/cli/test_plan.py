@@ -44,6 +44,12 @@ def test_text_has_every_part(run_yaml: str, capsys: pytest.CaptureFixture[str]) 
         assert part in out
 
 
+@pytest.mark.parametrize("kind", ["sft", "reward_model"])
+def test_runs_that_do_not_generate_are_planned(run_yaml: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([run_yaml, "--world-size", "8", "--json", "actor.layout.tp=2", f"algorithm={kind}"]) == 0
+    assert [role["name"] for role in json.loads(capsys.readouterr().out)["roles"]] == ["actor"]
+
+
 def test_what_does_not_fit_ends_with_code_2(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([run_yaml, "--world-size", "1", "--gpu", "A100-40"]) == 2
     err = capsys.readouterr().err
@@ -70,7 +76,6 @@ def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureF
         (["actor.layout.tp=3", "--world-size", "3"], "actor.layout.tp=3 does not divide num_attention_heads=28"),
         (["model.path=nowhere"], "model.path=nowhere does not exist"),
         (["trainer.num_stps=3"], "did you mean trainer.num_steps?"),
-        (["algorithm=sft"], "algorithm.kind=sft: only runs that generate can be planned"),
     ],
 )
 def test_mistakes_are_told(
