@@ -148,6 +148,8 @@ def _build(
     run_directory, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
     estimation = Estimation(cfg.algorithm)
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
+    if built.critic is not None and built.critic.normalizer is not None:
+        holders["return_normalizer"] = built.critic.normalizer
     saving = build_saving(cfg, run_directory, saved_roles(cfg, built), holders, sampler, requests, record.note)
     for line in saving.resume(start):
         record.note(line)
