@@ -144,6 +144,31 @@ def measure(root: Path, rounds: int) -> dict[str, list[dict[str, float]]]:
     return found
 
 
+def summarise(found: dict[str, list[dict[str, float]]], num_bytes: int, *, quick: bool) -> None:
+    """Medians, ratios, the result file."""
+    rows = {
+        name: {key: round(statistics.median(row[key] for row in runs), 3) for key in runs[0]}
+        for name, runs in found.items()
+    }
+    for name in CONVERSIONS:
+        row = rows[name]
+        for kind in ("wall_s", "cpu_s"):
+            ratios = [
+                alone[kind] / (own[kind] - imports[kind])
+                for alone, own, imports in zip(found["save_file"], found[name], found["imports alone"], strict=True)
+            ]
+            row[f"save_file_over_own_{kind}_without_imports"] = round(statistics.median(ratios), 3)
+        print(f"{name:18} {row['wall_s']:6.2f} s, {row['cpu_s']:6.2f} s of CPU, peak {row['peak_bytes'] / 1e6:5.0f} MB")
+    worst = max(row["peak_bytes"] for name in CONVERSIONS for row in found[name])
+    report(
+        "convert",
+        {"model_bytes": num_bytes, "rounds": len(found["save_file"]), "rows": rows},
+        ratio=worst / LIMIT_BYTES,
+        goal=1.0,
+        quick=quick,
+    )
+
+
 def main() -> None:
     """Make the models, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -168,21 +193,7 @@ def main() -> None:
         num_bytes = (root / "hf" / "model.safetensors").stat().st_size
         run(["-m", "benchmarks.convert", "--make-fsdp", str(root / "hf"), str(root / "fsdp")])
         found = measure(root, 1 if args.quick else ROUNDS)
-    rows = {
-        name: {key: round(statistics.median(row[key] for row in runs), 3) for key in runs[0]}
-        for name, runs in found.items()
-    }
-    for name in CONVERSIONS:
-        row = rows[name]
-        for kind in ("wall_s", "cpu_s"):
-            ratios = [
-                alone[kind] / (own[kind] - imports[kind])
-                for alone, own, imports in zip(found["save_file"], found[name], found["imports alone"], strict=True)
-            ]
-            row[f"save_file_over_own_{kind}_without_imports"] = round(statistics.median(ratios), 3)
-        print(f"{name:18} {row['wall_s']:6.2f} s, {row['cpu_s']:6.2f} s of CPU, peak {row['peak_bytes'] / 1e6:5.0f} MB")
-    worst = max(row["peak_bytes"] for name in CONVERSIONS for row in found[name])
-    report("convert", {"model_bytes": num_bytes, "rows": rows}, ratio=worst / LIMIT_BYTES, goal=1.0, quick=args.quick)
+    summarise(found, num_bytes, quick=args.quick)
 
 
 if __name__ == "__main__":
