@@ -1,4 +1,4 @@
-"""The composition root of ``rlhf-mcore evaluate``: from a checked configuration to results. No Megatron in it."""
+"""The composition root of ``rlhf-mcore evaluate``: from a checked configuration to results. Only a reward model needs Megatron."""
 
 from __future__ import annotations
 
@@ -29,12 +29,19 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.digests import digest_of_file, digest_of_json, sketch_of_file
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import pretty_json, write_atomically
-from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.platform import current_platform
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
+from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.trainer.evaluation import evaluate, evaluation_sampling, grade, graded_of, prompts_per_batch
+from rlhf_mcore.trainer.evaluation import (
+    evaluate,
+    evaluation_sampling,
+    grade,
+    graded_of,
+    prompts_per_batch,
+    sample_record,
+)
 from rlhf_mcore.trainer.evaluation_results import (
     Table,
     comparison,
@@ -43,6 +50,8 @@ from rlhf_mcore.trainer.evaluation_results import (
     results_table,
     sources_table,
 )
+from rlhf_mcore.trainer.model_reward import ModelReward
+from rlhf_mcore.trainer.recorded_scores import TOKENS, score_records, with_tokens
 from rlhf_mcore.types import Prompt
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
@@ -79,6 +88,9 @@ def run(cfg: Config) -> None:
             tasks = on_every_rank(lambda: _tasks(cfg, folders))
             engines = stack.enter_context(closing(_Engines(dtype)))
             samples = [_evaluate(task, engines, reward, stack) for task in tasks]
+            if cfg.reward.model.path is not None:
+                engines.close()  # it has the memory that the reward model needs
+                samples = _score_by_model(tasks, samples, platform, dtype)
             if dist.get_rank() == 0:
                 _report(cfg, tasks, samples)
     finally:
@@ -145,10 +157,55 @@ def _evaluate(task: _Task, engines: _Engines, reward: RewardFunction, stack: Exi
                 part.append(batch)
                 advance(len(batch))
 
-            draw = partial(grade, engine, reward, sampling)
+            def draw(prompts: Sequence[Prompt]) -> list[Sample]:
+                rows = grade(engine, reward, sampling, prompts)
+                records = [(sample_record(*row), row[0]) for row in rows]
+                waits = task.cfg.reward.model.path is not None
+                return [with_tokens(record, drawn) if waits else record for record, drawn in records]
+
             evaluate(task.prompts, draw, engine, prompts_per_batch(task.cfg), set(done), keep)
     dist.barrier()
     return task.directory.samples() if task.directory is not None else []
+
+
+def _score_by_model(
+    tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform, dtype: str
+) -> list[list[Sample]]:
+    """Samples with the reward model's score in theirs; on rank 0, as they came. Collective."""
+    waiting = broadcast_json([any(TOKENS in sample for sample in held) for held in samples], 0)
+    if not any(waiting):
+        return list(samples)
+    from rlhf_mcore.cli.roles import build_reward_model  # imports Megatron
+
+    cfg = tasks[0].cfg
+    pad = int(load_tokenizer(cfg.model.tokenizer_path or cfg.model.path).pad_token_id)
+    model = build_reward_model(cfg, platform, dtype)
+
+    def add_model(graders: RewardFunction) -> RewardFunction:
+        return ModelReward(graders, model, cfg.reward.model.weight, pad)
+
+    finished = []
+    for task, held, waits in zip(tasks, samples, waiting, strict=True):
+        if waits:
+            records, size = broadcast_json(held, 0), prompts_per_batch(cfg)
+            parts = gather_json(score_records(task.prompts, records, _Place.of(cfg), size, add_model))
+            held = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
+        finished.append(held)
+    return finished
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a rank stands among the engines, as they say it themselves."""
+
+    is_lead: bool
+    num_engines: int
+    engine_index: int
+
+    @classmethod
+    def of(cls, cfg: Config) -> _Place:
+        tp = cfg.rollout.layout.tp
+        return cls(dist.get_rank() % tp == 0, dist.get_world_size() // tp, dist.get_rank() // tp)
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
@@ -177,7 +234,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
     return {
         "model": {
-            "weights": [sketch_of_file(file) for file in sorted(Path(cfg.model.path).glob("*.safetensors"))],
+            "weights": _weights(cfg.model.path),
             "files": _companions(cfg.model.path),
             "tokenizer": _companions(cfg.model.tokenizer_path or cfg.model.path),
         },
@@ -190,7 +247,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             },
         },
         "sampling": asdict(evaluation_sampling(cfg)),
-        "reward": {**asdict(cfg.reward), "code": code},
+        "reward": {**asdict(cfg.reward), "code": code, "weights": _weights(cfg.reward.model.path)},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,
@@ -198,6 +255,10 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             "prompts_per_batch": prompts_per_batch(cfg),
         },
     }
+
+
+def _weights(directory: str | None) -> list[str]:
+    return [sketch_of_file(file) for file in sorted(Path(directory).glob("*.safetensors"))] if directory else []
 
 
 def _companions(directory: str) -> dict[str, str]:
@@ -284,4 +345,4 @@ class _Engines:
         """Free the engine, if there is one."""
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+            self._engine, self._built_for = None, {}

@@ -65,6 +65,12 @@ def build_supervised(
     return _Builder(cfg, platform, dtype, weights, pool).supervised(name)
 
 
+def build_reward_model(cfg: Config, platform: Platform, dtype: str) -> RewardModel:
+    """The reward model alone. Collective over the world."""
+    pool = GroupPool(timedelta(seconds=cfg.trainer.collective_timeout_s))
+    return _Builder(cfg, platform, dtype, {}, pool).reward_model()
+
+
 @dataclass(slots=True)
 class _Builder:
     """Builds models under their layouts; equal process groups are shared between them."""

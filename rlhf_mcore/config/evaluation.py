@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rlhf_mcore.config import validate as checks
 from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.derive import resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.layouts import tensor_cut_problems
+from rlhf_mcore.config.layouts import layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
@@ -63,11 +63,6 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         path = getattr(cfg.evaluate, field)
         if path is not None:
             problems += _checkpoint_problems(cfg, path, f"evaluate.{field}", check_sizes=not out_of_range)
-    if cfg.reward.model.path is not None:
-        problems.append(
-            f"reward.model.path={cfg.reward.model.path}: a reward model scores in training only; set reward.model.path=null "
-            "and name reward.rules or reward.function"
-        )
     if cfg.evaluate.checkpoint is None:
         problems.append("evaluate.checkpoint is not set; name a model directory, as in evaluate.checkpoint=DIR")
     if problems:
@@ -85,6 +80,9 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     world = checks.default_world_size(cfg) if world_size is None else world_size
     if world % tp:
         yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
+    for role in role_layouts(cfg):
+        if role.name == "reward.model":
+            yield from layout_problems(role, world, f"the number of processes={world}")
     if engine == "hf" and tp > 1:
         yield f"rollout.layout.tp={tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 
@@ -102,6 +100,12 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     if shape is None or not check_sizes:
         return
     yield from tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
+    if own.reward.model.path is not None:
+        layout = own.reward.model.layout
+        yield from checks._model_problems(
+            "reward.model.path", own.reward.model.path, ("sequence",), "reward.model", layout, shape
+        )
+        yield from checks.microbatch_problems(own)
     longest = own.rollout.max_model_len or 0
     if longest > shape.max_positions:
         yield (

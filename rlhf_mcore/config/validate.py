@@ -422,18 +422,25 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
     if is_supervised(cfg):
         yield from step_problems(cfg)
         return
-    trainer, sampling = cfg.trainer, cfg.rollout.sampling
+    trainer = cfg.trainer
     for key, size in {"trainer": trainer.minibatch_size, "critic": cfg.critic.minibatch_size}.items():
         if size is not None and trainer.prompts_per_step % size:
             yield (
                 f"trainer.prompts_per_step={trainer.prompts_per_step} is not divisible by "
                 f"{key}.minibatch_size={size}; choose a divisor"
             )
-    longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
-    if trainer.max_tokens_per_microbatch < longest:
+    yield from microbatch_problems(cfg)
+
+
+def microbatch_problems(cfg: Config) -> Iterator[str]:
+    """A sequence is never cut, so the longest one has to fit: of training, and of evaluation where a reward model reads it."""
+    longest, what = cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens, "rollout.sampling"
+    if cfg.reward.model.path is not None and max_new_tokens(cfg) > cfg.rollout.sampling.max_new_tokens:
+        longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate"
+    if cfg.trainer.max_tokens_per_microbatch < longest:
         yield (
-            f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} is less than "
-            f"data.max_prompt_tokens + rollout.sampling.max_new_tokens={longest}; raise it to {longest} or more"
+            f"trainer.max_tokens_per_microbatch={cfg.trainer.max_tokens_per_microbatch} is less than "
+            f"data.max_prompt_tokens + {what}.max_new_tokens={longest}; raise it to {longest} or more"
         )
 
 

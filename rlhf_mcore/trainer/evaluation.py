@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine
@@ -67,13 +67,13 @@ def grade(
 
 def evaluate(
     prompts: Sequence[Prompt],
-    draw: Callable[[Sequence[Prompt]], list[tuple[Trajectory, Score, Graded]]],
+    draw: Callable[[Sequence[Prompt]], list[dict[str, Any]]],
     engine: RolloutEngine,
     size: int,
     done: Collection[int],
     keep: Callable[[Sequence[list[dict[str, Any]]]], None],
 ) -> None:
-    """Draw and score the prompts whose index is not in ``done``, and hand every batch over as records, one list per prompt.
+    """Draw and score the prompts whose index is not in ``done``, and keep the records of every batch, one list per prompt.
 
     Batches are cut as if nothing were done, so an evaluation that goes on draws in the same batches. Collective over the
     ranks of an engine; only its lead is handed something to keep.
@@ -82,9 +82,9 @@ def evaluate(
         missing = [prompt for prompt in batch if prompt.index not in done]
         if not missing:
             continue
-        rows = [sample_record(*row) for row in draw(missing)]
+        records = draw(missing)
         if engine.is_lead:
-            keep([list(group) for _, group in groupby(rows, key=lambda record: record["index"])])
+            keep([list(group) for _, group in groupby(records, key=lambda record: record["index"])])
 
 
 def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> dict[str, Any]:
@@ -126,7 +126,15 @@ def prompts_per_batch(cfg: Config) -> int:
     )
 
 
-def batches(prompts: Sequence[Prompt], engine: RolloutEngine, size: int) -> Iterator[list[Prompt]]:
+class Place(Protocol):
+    """Where a rank stands among the engines: an engine says it, also of one that is gone."""
+
+    is_lead: bool
+    num_engines: int
+    engine_index: int
+
+
+def batches(prompts: Sequence[Prompt], engine: Place, size: int) -> Iterator[list[Prompt]]:
     """What this rank's engine evaluates: every ``num_engines``-th prompt, ``size`` at a time.
 
     Training and the command cut alike, so that the engine sees the same batches and rounds the same way. All engines have equally

@@ -61,8 +61,20 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_number_is_that_of_the_training_run(workspace: Path) -> None:
-    one = ["actor.layout.tp=1", "trainer.world_size=1"]
+@pytest.fixture(scope="module")
+def reward_model(workspace: Path) -> Path:
+    """A scorer with random weights, of the quickstart's family and vocabulary."""
+    import torch
+    from transformers import AutoConfig, Qwen3ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(workspace / "quickstart" / "model", num_labels=1)
+    Qwen3ForSequenceClassification(config).save_pretrained(workspace / "rm")
+    return workspace / "rm"
+
+
+def test_the_number_is_that_of_the_training_run(workspace: Path, reward_model: Path) -> None:
+    one = ["actor.layout.tp=1", "trainer.world_size=1", f"reward.model.path={reward_model}", "reward.model.weight=0.5"]
     short = ["trainer.num_steps=1", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "rollout.sampling.n=2"]
     reward = "reward.function=reward.py:grade"
     command = [
@@ -89,6 +101,10 @@ def test_the_number_is_that_of_the_training_run(workspace: Path) -> None:
     assert reported.keys() >= {"reward", "accuracy", "response_length_mean", "pass_at_4", "majority_at_2"}
     assert {name: found[name]["value"] for name in reported} == reported
     assert after["evaluate/reward"] != before["evaluate/reward"]
+    scores = [json.loads(line)["score"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    responses = [json.loads(line)["response"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    by_function = [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1e4 for text in responses]
+    assert all(abs(score - part) > 1e-6 for score, part in zip(scores, by_function, strict=True))  # both have a say
     assert (found["num_prompts"], found["num_responses"]) == (PROMPTS, PROMPTS * SAMPLES)
     assert folder.name.startswith("checkpoint-1-") and "accuracy" in done.stdout
 

@@ -125,6 +125,10 @@ def test_every_prompt_is_in_one_batch_of_one_engine() -> None:
     assert found == [[0, 2, 4], [6], [1, 3, 5], []], "all engines have equally many batches"
 
 
+def records_of(engine: Any, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
+    return [sample_record(*row) for row in grade(engine, Reward(), sampling, asked)]
+
+
 def run_command(engine: Any, kept: list[list[dict[str, Any]]], stop_after: int | None = None) -> None:
     """The evaluation of seven prompts, two samples each, in batches of three; killed while a batch is being kept."""
 
@@ -133,7 +137,7 @@ def run_command(engine: Any, kept: list[list[dict[str, Any]]], stop_after: int |
         if stop_after is not None and len(kept) >= stop_after:
             raise KeyboardInterrupt
 
-    draw = partial(grade, engine, Reward(), Sampling(n=2, temperature=1.0))  # type: ignore[arg-type]
+    draw = partial(records_of, engine, Sampling(n=2, temperature=1.0))
     evaluate(prompts(7), draw, engine, 3, {records[0]["index"] for records in kept}, keep)
 
 
@@ -158,7 +162,7 @@ def test_killed_and_started_again_no_prompt_is_drawn_twice_and_batches_are_cut_a
 
 def test_ranks_that_follow_take_part_and_keep_nothing() -> None:
     follower, kept = Engine(2, 1, is_lead=False), [[]]
-    draw = partial(grade, follower, Reward(), Sampling())  # type: ignore[arg-type]
+    draw = partial(records_of, follower, Sampling())
     evaluate(prompts(4), draw, follower, 8, set(), lambda batch: kept.append(list(batch)))  # type: ignore[arg-type]
     assert (follower.asked, kept) == ([([1, 3], 0)], [[]])
 
