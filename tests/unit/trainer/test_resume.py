@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import LATEST, scan
-from rlhf_mcore.checkpoint.manifest import About
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.show import to_yaml
@@ -26,6 +29,21 @@ def save(run: Path, step: int, cfg: Config | None = None) -> Path:
     for name, text in files.items():
         (partial / name).write_text(text)
     seal(partial, seal_files(partial, files, disk), About(step), disk)
+    return publish(run, step, partial, disk)
+
+
+def save_model(run: Path, step: int, base: Base | None = None) -> Path:
+    """A checkpoint with an actor, whole or as a difference."""
+    disk = Disk()
+    partial = prepare(run, step, "0a", disk)
+    (partial / "actor").mkdir()
+    save_file({"w": np.full(100, step, np.float32)}, partial / "actor" / "model.safetensors")
+    (partial / "trainer_state.json").write_text(json.dumps({"format": 1, "step": step, "world_size": 1, "state": {}}))
+    (partial / "config.yaml").write_text(to_yaml(Config()))
+    paths = [partial / name for name in ("actor/model.safetensors", "trainer_state.json", "config.yaml")]
+    if base is not None:
+        paths = encode(partial, paths, run / base.name)
+    seal(partial, seal_files(partial, paths, disk), About(step, DELTA if base else FULL, base), disk)
     return publish(run, step, partial, disk)
 
 
@@ -141,3 +159,26 @@ def test_a_partial_directory_is_set_aside_and_said(tmp_path: Path) -> None:
     prepare(tmp_path, 4, "0a", Disk())
     found = start(tmp_path)
     assert found.step == 0 and "unfinished .checkpoint-4.partial-0a moved to quarantine" in found.notes[0]
+
+
+def test_a_delta_is_gone_on_from_as_from_a_whole_one(tmp_path: Path) -> None:
+    save_model(tmp_path, 1)
+    save_model(tmp_path, 2, choose_base(tmp_path, 5))
+    found = start(tmp_path)
+    assert found.step == 2 and found.continues
+    assert load_file(found.weights["actor"] / "model.safetensors")["w"].tolist() == [2.0] * 100
+
+
+def test_fault_11_a_damaged_base_takes_its_deltas_along(tmp_path: Path) -> None:
+    save_model(tmp_path, 1)
+    base = save_model(tmp_path, 2)
+    save_model(tmp_path, 3, choose_base(tmp_path, 5))
+    (base / "actor" / "model.safetensors").write_bytes(b"damaged")
+    found = start(tmp_path)
+    assert found.step == 1
+    assert found.weights["actor"] == tmp_path / "checkpoint-1" / "actor"
+    assert "../checkpoint-2/actor/model.safetensors: truncated" in "".join(found.notes)
+    assert [item.step for item in scan(tmp_path)] == [1]  # the others are in quarantine
+    with pytest.raises(ConfigError, match="checkpoint-3 is damaged"):
+        save_model(tmp_path, 3, Base("checkpoint-1", "another digest"))
+        start(tmp_path, on_damaged="error")
