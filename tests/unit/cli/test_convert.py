@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -208,6 +212,35 @@ def test_dry_run_prints_the_map_and_writes_nothing(model: Path, tmp_path: Path, 
     ) in lines
     assert lines[-1] == "46 tensors, 162688 parameters, 650752 bytes"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["hf", "megatron"])
+def test_the_bar_counts_every_byte_once_to_its_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    counted: dict[str, list[int]] = {}
+
+    @contextmanager
+    def bar(console: object, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        counted[what] = [total, 0]
+
+        def advance(num_bytes: int) -> None:
+            counted[what][1] += num_bytes
+
+        yield advance
+
+    monkeypatch.setattr(conversion, "_progress", bar)
+    assert main(["--from", "hf", "--to", target, str(model), str(tmp_path / "out"), "--verify"]) == 0
+    assert counted == {"converting": [650752, 650752], "verifying": [650752, 650752]}
+
+
+def test_a_terminal_sees_bytes_and_the_time_that_is_left() -> None:
+    console = Console(force_terminal=True, width=120, file=io.StringIO())
+    with conversion._progress(console, "converting", 2_000_000) as advance:
+        advance(1_000_000)
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "converting" in shown and "1.0/2.0 MB" in shown and ":" in shown
 
 
 def test_overwrite_replaces_the_whole_directory(model: Path, tmp_path: Path) -> None:
