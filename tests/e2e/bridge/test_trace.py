@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.bridge.models import CASES, HIDDEN, VOCABULARY, Case
+from rlhf_mcore.config.geometry import geometry_of
+from rlhf_mcore.planning.engine import engine_tensors
+from tests.e2e.bridge.models import CASES, HIDDEN, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
 
 Seen = list[dict[str, Any]]  # what each rank wrote
@@ -61,6 +63,23 @@ def test_pieces_are_disjoint_and_only_padding_is_left(both: tuple[Case, int, See
             for begin, end in parameter["padding"]:
                 filled[begin:end] = [count + 1 for count in filled[begin:end]]
             assert set(filled) == {1}, name
+
+
+def test_the_planner_describes_the_same_tensors_without_an_engine(both: tuple[Case, int, Seen]) -> None:
+    case, tp, seen = both
+    geometry = geometry_of(hf_config(case).to_dict(), case.family, "lm")
+    for rank, found in enumerate(seen):
+        planned = [
+            _held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])
+            for t in engine_tensors(geometry, tp, rank % tp)
+        ]
+        traced = [_held(p["shape"], [piece[:3] for piece in p["pieces"]]) for p in found["map"]["parameters"].values()]
+        assert sorted(planned) == sorted(traced)
+
+
+def _held(shape: Any, pieces: Any) -> tuple[int, list[Any]]:
+    """Elements of a tensor, and the rectangles in it."""
+    return prod(shape), sorted([name, list(start), list(size)] for name, start, size in pieces)
 
 
 def elements(shape: list[int], offset: int, strides: list[int]) -> list[int]:
