@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.formats.checks import agree, checked_types, num_parameter
 from rlhf_mcore.bridge.formats.convert import Reading, whole_directory, write_hf, write_megatron
 from rlhf_mcore.bridge.formats.megatron_rows import runs
 from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
-from rlhf_mcore.bridge.formats.torch_dist_writer import targets
+from rlhf_mcore.bridge.formats.torch_dist_writer import rope_type, targets
 from rlhf_mcore.bridge.tensor_files import TensorTypes
 from rlhf_mcore.checkpoint import delta, manifest
 from rlhf_mcore.checkpoint.layout import MANIFEST
@@ -86,12 +86,22 @@ def _convert(request: Request, companions: Path, geometry: ModelGeometry, consol
         written = _check_written(request, directory, geometry, types)
         if request.verify:
             _verify(console, reading, written)
+    if request.target_format == "megatron":
+        _note_rope(console, companions)
     console.print(
         f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {total / 1e9:.2f} GB"
         f"{', verified' if request.verify else ''}",
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _note_rope(console: Console, companions: Path) -> None:
+    kind = rope_type(read_json(companions / "config.json", str(companions)))
+    if kind not in ("default", "llama3"):
+        console.print(
+            f"note: Megatron-LM's arguments cannot say rope type {kind!r}; set it where you load the checkpoint"
+        )
 
 
 def _companions(request: Request) -> Path:

@@ -169,10 +169,18 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Mapping[st
     save_values(values, directory / "common.pt")
 
 
+def rope_type(hf_config: Mapping[str, Any]) -> str:
+    """The kind of rotary scaling. The arguments of Megatron-LM have words for "default" and "llama3" only."""
+    return str(_rope(hf_config).get("rope_type") or _rope(hf_config).get("type") or "default")
+
+
+def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+
+
 def _sizes(geometry: ModelGeometry, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     g = geometry
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type")
+    rope = _rope(hf_config)
     return dict(
         num_layers=g.num_layers,
         hidden_size=g.hidden_size,
@@ -188,7 +196,7 @@ def _sizes(geometry: ModelGeometry, hf_config: Mapping[str, Any]) -> dict[str, A
         seq_length=hf_config["max_position_embeddings"],
         norm_epsilon=hf_config["rms_norm_eps"],
         rotary_base=int(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000),
-        use_rope_scaling=kind == "llama3",
+        use_rope_scaling=rope_type(hf_config) == "llama3",
         rope_scaling_factor=float(rope.get("factor") or 8.0),
         untie_embeddings_and_output_weights=not g.tied_embeddings,
         add_qkv_bias=g.family == "qwen2",

@@ -321,6 +321,13 @@ def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path, capsys: Ca
     assert "cannot be written" in capsys.readouterr().err
 
 
+def test_a_rope_that_megatrons_arguments_cannot_say_is_said(tmp_path: Path, capsys: Capture) -> None:
+    for name, noted in (("qwen2_yarn", True), ("llama_rope3", False)):
+        make(name, tmp_path / name)
+        assert main(["--from", "hf", "--to", "megatron", str(tmp_path / name), str(tmp_path / f"{name}_m")]) == 0
+        assert ("note: Megatron-LM's arguments cannot say rope type 'yarn'" in capsys.readouterr().err) is noted
+
+
 def test_common_state_names_the_model_for_megatron(model: Path, tmp_path: Path) -> None:
     assert main(["--from", "hf", "--to", "megatron", str(model), str(tmp_path / "out")]) == 0
     common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
