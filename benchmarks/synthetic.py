@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, make_index, st
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard, StateShard
 
-LARGE = ModelGeometry("llama", 8, 1024, 16, 8, 64, 2816, 32000, False)  # 153M parameters
+LARGE = ModelGeometry("llama", 8, 640, 10, 5, 64, 1760, 16000, False)  # 56M parameters
 SMALL = ModelGeometry("llama", 2, 512, 8, 4, 64, 1408, 8000, False)  # 14M
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

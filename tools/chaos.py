@@ -77,11 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--earliest", type=float, default=0.0, help="seconds after a start before which nothing is killed"
     )
+    parser.add_argument(
+        "--latest", type=float, help="seconds after a start until which it is killed; as long as the calm run took"
+    )
     args = parser.parse_intermixed_args(argv)
     calm, chaos = (make_run(args.config, args.overrides, kind) for kind in ("calm", "chaos"))
     seconds = calm.finish()
     print(f"chaos: left alone, the run took {seconds:.1f} s", flush=True)
-    kills = torment(chaos, args.kills, seconds, random.Random(args.seed), args.earliest)
+    latest = seconds if args.latest is None else args.latest
+    kills = torment(chaos, args.kills, latest, random.Random(args.seed), args.earliest)
     found = differences(calm.directory, chaos.directory)
     for line in found[:50]:
         print(f"chaos: {line}")
@@ -100,10 +104,10 @@ def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
     return Run(command, directory)
 
 
-def torment(run: Run, kills: int, seconds: float, rng: random.Random, earliest: float) -> int:
-    """Kill a run up to ``kills`` times, each at an instant of its first ``seconds``, then let it end. Returns how often it was."""
+def torment(run: Run, kills: int, latest: float, rng: random.Random, earliest: float) -> int:
+    """Kill a run up to ``kills`` times, each between so many seconds after a start, then let it end. Returns how often it was."""
     for number in range(kills):
-        after = rng.uniform(earliest, max(seconds, earliest))
+        after = rng.uniform(earliest, max(latest, earliest))
         if not run.is_killed_after(after):
             return number
         steps = [checkpoint.step for checkpoint in scan(run.directory)]

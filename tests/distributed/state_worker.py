@@ -21,10 +21,22 @@ from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.mcore.optimizer_state import optimizer_scalars, optimizer_shards
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.roles import trained
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
 from tests.distributed import models
-from tests.distributed.setting import Settings, batch_for, build, finish, groups_of, load_hf, moe_groups_of, rows, start
+from tests.distributed.setting import (
+    Settings,
+    batch_for,
+    build,
+    finish,
+    groups_of,
+    hf_logprobs,
+    load_hf,
+    moe_groups_of,
+    rows,
+    start,
+)
 from tests.distributed.update_worker import fill
 
 CIRCLES = {
@@ -44,6 +56,7 @@ def main(directory: Path) -> None:
         findings["precision"][dtype] = there_and_back(world, dtype)
     findings["untrained"] = untrained(world)
     findings["mixed"] = mixed_up(world)
+    findings["not_finite"] = not_finite(world)
     finish(findings, directory)
 
 
@@ -87,7 +100,8 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     files = world.files(model, actor, world.directory / name)
     saved = [world.directory / f"{name}_{number}" for number in range(len(layouts) + 1)]
     save(files, saved[0])
-    found = {"uninterrupted": train(actor, reference), "resumed": {}, "steps": []}
+    differs = logprob_difference(actor, load_hf(saved[0] / "actor"))
+    found = {"uninterrupted": train(actor, reference), "resumed": {}, "steps": [], "logprob_difference": differs}
     after = weights(files, world.directory / f"{name}_after")
     for number, layout in enumerate(layouts):
         model, actor = world.build(name, saved[number] / "actor", layout)
@@ -105,6 +119,45 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
     found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
     return found
+
+
+def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
+    """Between the trainer's logprobs and those of what transformers made of the checkpoint."""
+    batch = batch_for(rows())
+    found, worst = actor.compute_logprobs(batch), 0.0
+    for row, source in enumerate(rows()):
+        with torch.no_grad():
+            expected, _ = hf_logprobs(hf, source)
+        worst = max(worst, float((found[row][batch.loss_mask[row]] - expected).abs().max()))
+    return worst
+
+
+def not_finite(world: World) -> dict[str, Any]:
+    """A NaN in the gradient of one rank: no rank makes the update, all make the next one."""
+    reference = load_hf(world.directory / "qwen2_reference")
+    model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
+    before = {p.name: p.tensor.clone() for p in local_parameters(model)}
+    sound = trained.forward_backward
+
+    def poisoned(*arguments: Any) -> Any:
+        metrics = sound(*arguments)
+        if dist.get_rank() == 1:
+            model.chunks[0].buffers[0].grad_data[3] = torch.nan
+        return metrics
+
+    trained.forward_backward = poisoned
+    try:
+        skipped = train(actor, reference)
+    finally:
+        trained.forward_backward = sound
+    unchanged = all(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
+    made = train(actor, reference)
+    return {
+        "skipped": all_gather_json([skipped["actor/skipped_updates"], skipped["actor/bad_updates_in_a_row"]]),
+        "unchanged": all_gather_json(unchanged),
+        "made": all_gather_json([made["actor/skipped_updates"], made["actor/bad_updates_in_a_row"]]),
+        "loss": made["loss/total"],
+    }
 
 
 def save(files: RoleFiles | Callable[[Path], Any], path: Path) -> None:

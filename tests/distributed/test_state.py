@@ -69,3 +69,15 @@ def test_before_the_first_update_zeros_are_saved_and_change_nothing(findings: An
 def test_weights_and_state_that_do_not_belong_together_are_refused(findings: Any) -> None:
     assert all("are not its fp32 master weights in training/, rounded" in message for message in findings["mixed"][:4])
     assert all("no master of tensor" in message for message in findings["mixed"][4:])
+
+
+@pytest.mark.parametrize("model", CIRCLES)
+def test_transformers_makes_the_trainers_model_of_a_checkpoint(findings: Any, model: str) -> None:
+    assert findings["circles"][model]["logprob_difference"] < 2e-5
+
+
+def test_fault_23_all_ranks_skip_an_update_that_is_not_finite_on_one(findings: Any) -> None:
+    found = findings["not_finite"]
+    assert found["skipped"] == [[1.0, 1.0]] * 4 and found["unchanged"] == [True] * 4
+    assert found["made"] == [[0.0, 0.0]] * 4
+    assert found["loss"] == findings["untrained"]["metrics"][1]["loss/total"], "the next one begins where that one did"

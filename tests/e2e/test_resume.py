@@ -32,7 +32,6 @@ SMALL = [
     "rollout.sampling.n=2",
     "rollout.sampling.max_new_tokens=12",
     "algorithm.kl.coef=0.01",
-    "critic.warmup_steps=0",
     "reward.function=reward.py:score",
     "checkpoint.save_steps=1",
     "logging.console=plain",

@@ -1,0 +1,74 @@
+"""What the driver compares. That it kills and that runs survive it is tested in tests/e2e/test_resume.py."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.saving import save
+from tools.chaos import Run, differences, make_run, torment
+
+
+def write_metrics(run: Path, *records: dict[str, Any]) -> None:
+    run.mkdir(exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    calm, chaos = tmp_path / "calm", tmp_path / "chaos"
+    for run, seconds in ((calm, 1.0), (chaos, 2.0)):
+        write_metrics(run, {"step": 0, "loss": 1.5}, {"step": 1, "loss": 0.1 + 0.2, "timing/step_s": seconds})
+        save(run, 1)
+    return calm, chaos
+
+
+def test_times_may_differ_and_nothing_else(runs: tuple[Path, Path]) -> None:
+    calm, chaos = runs
+    assert differences(calm, chaos) == []
+    write_metrics(chaos, {"step": 0, "loss": 1.5}, {"step": 1, "loss": 0.3, "reward": 1})
+    assert differences(calm, chaos) == [
+        "step 1: loss is 0.30000000000000004 against 0.3",
+        "step 1: reward is None against 1",
+    ]
+    write_metrics(chaos, {"step": 1, "loss": 1.5})
+    assert differences(calm, chaos) == ["metrics of steps [0, 1] against [1]"]
+
+
+def test_a_file_that_differs_and_a_damaged_one_are_named(runs: tuple[Path, Path]) -> None:
+    calm, chaos = runs
+    save(chaos, 1, "second")
+    assert differences(calm, chaos) == [
+        "checkpoint-1 against checkpoint-1: actor/model.safetensors differs",
+        "checkpoint-1 against checkpoint-1: actor/training/moments.safetensors differs",
+    ]
+    (calm / "checkpoint-1" / "actor" / "config.json").write_text("")
+    assert any("actor/config.json: truncated" in line for line in differences(calm, chaos))
+
+
+def test_both_runs_begin_in_directories_of_their_own(workspace: Any) -> None:
+    run = make_run("run.yaml", ["experiment=x"], "chaos")
+    assert run.directory == Path("outputs/rlhf_mcore/x-chaos")
+    assert run.command[-2:] == ["experiment=x", "experiment=x-chaos"]
+    run.directory.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="exists; remove it"):
+        make_run("run.yaml", ["experiment=x"], "chaos")
+
+
+def test_instants_are_those_of_the_seed_and_a_run_that_ends_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    def killed(run: Run, seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) < 3
+
+    monkeypatch.setattr(Run, "is_killed_after", killed)
+    assert torment(Run([], tmp_path), 5, 10.0, random.Random(4), earliest=2.0) == 2
+    generator = random.Random(4)
+    assert waited == [generator.uniform(2.0, 10.0) for _ in range(3)]
