@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rlhf_mcore.cli.convert import main
@@ -121,3 +122,13 @@ def test_the_mean_of_models_is_accumulated_in_fp32(hf_model: Get, tmp_path: Path
     average = ("--average", tmp_path / "1", tmp_path / "2")
     convert("--from", "hf", "--to", "hf", source, tmp_path / "hf", *average, "--verify")
     assert_same(tmp_path / "hf", {name: (first[name] + others[0][name] + others[1][name]) / 3 for name in first})
+
+
+def test_a_tied_head_under_its_own_name_and_rotary_buffers_are_left_behind(hf_model: Get, tmp_path: Path) -> None:
+    source, tensors, _ = hf_model("qwen3_tied")
+    shutil.copytree(source, tmp_path / "source")
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
+    extra["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, **extra}, tmp_path / "source" / "model.safetensors")
+    convert("--from", "hf", "--to", "hf", tmp_path / "source", tmp_path / "hf")
+    assert_same(tmp_path / "hf", tensors)
