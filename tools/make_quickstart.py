@@ -63,6 +63,11 @@ class Problem:
     def carries(self) -> bool:
         return self.a % 10 + self.b % 10 > 9
 
+    @property
+    def mistaken(self) -> int:
+        """What one gets with a carry where none is due, and without one where it is."""
+        return self.a + self.b + (-10 if self.carries else 10)
+
     def answer(self, *, forget_carry: bool = False) -> int:
         """The sum, or what one gets without the carry from the units to the tens."""
         return self.a + self.b - (10 if forget_carry and self.carries else 0)
@@ -172,7 +177,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]) -> E
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
 
     def answers(forget_carry: bool) -> torch.Tensor:
-        return ids([f"{MARK} {problem.answer(forget_carry=forget_carry)}{END}" for problem in problems])
+        return ids([response(problem.answer(forget_carry=forget_carry)) + END for problem in problems])
 
     correct, careless = answers(False), answers(True)
     assert correct.shape == careless.shape
@@ -222,8 +227,13 @@ def greedy_accuracy(model: Qwen3ForCausalLM, data: Examples) -> float:
     return (response[:, :length] == data.correct).all(dim=1).double().mean().item()
 
 
+def response(answer: int) -> str:
+    """An answer as the model is to write it."""
+    return f"{MARK} {answer}"
+
+
 def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
-    """Write problems with the field names that rule-graded data sets use."""
+    """Write problems with the field names of rule-graded data sets, and those of supervised training (response, chosen, rejected)."""
     import pyarrow
     import pyarrow.parquet
 
@@ -234,6 +244,9 @@ def write_parquet(path: Path, problems: Sequence[Problem], split: str) -> None:
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(problem.answer())},
             "extra_info": {"index": index, "split": split},
+            "response": response(problem.answer()),
+            "chosen": response(problem.answer()),
+            "rejected": response(problem.mistaken),
         }
         for index, problem in enumerate(problems)
     ]
