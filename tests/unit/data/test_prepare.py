@@ -12,7 +12,8 @@ from pyarrow import parquet
 from rlhf_mcore.cli.prepare_data import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
-from rlhf_mcore.data.prepare import Options, Report, prepare, read_source
+from rlhf_mcore.data.examples import load_examples
+from rlhf_mcore.data.prepare import Options, Report, prepare, read_source, write_splits
 from rlhf_mcore.data.source import load_prompts
 
 Splits = dict[str, list[dict[str, Any]]]
@@ -177,3 +178,24 @@ def test_a_data_set_comes_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_token_limits_need_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--out", str(tmp_path / "out"), "--max-prompt-tokens", "5"]) == 2
     assert "name a --tokenizer directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "answers", "columns"),
+    [
+        ("sft", {"response": "b"}, {"data.prompt_key": "prompt", "data.response_key": "response"}),
+        (
+            "preference",
+            {"chosen": "b", "rejected": "c"},
+            {"data.prompt_key": "prompt", "data.chosen_key": "chosen", "data.rejected_key": "rejected"},
+        ),
+    ],
+)
+def test_what_is_written_is_what_supervised_training_reads(
+    tmp_path: Path, tokenizer: Any, task: str, answers: dict[str, str], columns: dict[str, str]
+) -> None:
+    splits, _ = made([{"prompt": f"question {i}", **answers} for i in range(3)], task=task)
+    (file,) = write_splits(splits, tmp_path)
+    examples = load_examples([str(file)], tokenizer, columns, max_tokens=100, drop_longer=False)
+    expected = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in answers.values()]
+    assert [example.response_ids for example in examples] == [expected] * 3
