@@ -7,6 +7,7 @@ write; a tensor is written when its last rectangle has come, and forgotten. No r
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -138,6 +139,8 @@ class _FileLanding(Destinations):
         self.error: OSError | None = None
         self._types = types
         self._flats: dict[str, Tensor] = {}
+        # Layers are alike: memory of tensors that are written serves the next ones of their size, and need not be cleared again.
+        self._room: dict[int, list[Tensor]] = defaultdict(list)
         self._first, self._last = _spans(plan)
         self._files: ShardFiles | None = None
         try:
@@ -149,7 +152,9 @@ class _FileLanding(Destinations):
     def open(self, bucket: int) -> Mapping[str, Tensor]:
         for name in self._first.get(bucket, ()):
             dtype, shape = self._types[name]
-            self._flats[name] = torch.empty(prod(shape), dtype=dtype)
+            size = prod(shape) * dtype.itemsize
+            room = self._room[size].pop() if self._room[size] else torch.empty(size, dtype=torch.uint8)
+            self._flats[name] = room.view(dtype)
         return self._flats
 
     def close(self, bucket: int) -> None:
@@ -160,6 +165,8 @@ class _FileLanding(Destinations):
                     self._files.write(name, flat)
                 except OSError as error:
                     self.error = error
+            room = flat.view(torch.uint8)
+            self._room[room.numel()].append(room)
 
     def close_files(self) -> None:
         """Make the files durable."""
