@@ -64,7 +64,8 @@ def with_junk(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {f"module.{name}": tensor for name, tensor in tensors.items()}
     table = found["module.embedding.word_embeddings.weight"]
     found["module.embedding.word_embeddings.weight"] = torch.cat([table, torch.full((31, table.shape[1]), torch.nan)])
-    found["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(64)
+    for prefix in ("", "chained_0."):  # of several optimizers, as models with experts have them
+        found[f"{prefix}optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(64)
     return found
 
 
