@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.trainer.evaluation import Place, batches
+from rlhf_mcore.trainer.evaluation import Place, batches, is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 Record = dict[str, Any]  # a line of samples.jsonl
@@ -60,7 +60,8 @@ def score_records(
 
 
 def _finished(record: Record, score: Score) -> Record:
-    whole = record | {"score": score.value, "parts": score.parts}
+    correct = is_correct(score.value, score.parts)
+    whole = record | {"score": score.value, "parts": score.parts, "correct": correct}
     return {name: value for name, value in whole.items() if name != TOKENS}
 
 

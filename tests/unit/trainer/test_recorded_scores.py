@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.trainer.evaluation import graded, sample_record
+from rlhf_mcore.trainer.evaluation import Evaluator, grade, graded, graded_of, metrics, sample_record
+from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.recorded_scores import TOKENS, Record, score_records, with_tokens
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.types import Sampling, Score, Trajectory
 from tests.unit.trainer.records import prompt, trajectory
 from tests.unit.trainer.test_evaluation import Engine
 
@@ -18,7 +19,7 @@ PROMPTS = [prompt(i) for i in range(5)]
 
 @dataclass
 class LastToken:
-    """Adds a thousandth of the last token to what the others said, and remembers its batches."""
+    """A reward model: adds a thousandth of the last token to what the others said, and remembers its batches."""
 
     graders: RewardFunction
     asked: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -27,7 +28,7 @@ class LastToken:
         self.asked.append([(t.prompt.index, t.sample) for t in trajectories])
         others = self.graders.score(trajectories)
         said = [t.response_ids[-1] / 1000 for t in trajectories]
-        return [Score(o.value + s, {**o.parts, "model": s}) for o, s in zip(others, said, strict=True)]
+        return [Score(o.value + s, {**o.parts, PART: s}) for o, s in zip(others, said, strict=True)]
 
 
 def records() -> list[Record]:
@@ -67,9 +68,27 @@ def test_each_engine_scores_its_own_in_the_batches_of_training(
         old = before[record["index"], record["sample"]]
         said = (1000 * (record["index"] + 1) + 100 * record["sample"] + 2) / 1000
         assert record["score"] == pytest.approx(10.0 * record["sample"] + said)
-        assert record["parts"] == {"format": 1.0, "model": said}
+        assert record["parts"] == {"format": 1.0, PART: said}
         assert TOKENS not in record
-        changed = {"score", "parts", TOKENS}
+        changed = {"score", "parts", "correct", TOKENS}
         assert {k: v for k, v in old.items() if k not in changed} == {
             k: v for k, v in record.items() if k not in changed
         }
+
+
+class Function:
+    """A user's function without parts: full marks for some responses by itself, for others with the model's help."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        return [Score(0.3 * t.prompt.index - 4.0 + t.sample) for t in trajectories]
+
+
+@pytest.mark.usefixtures("world")
+def test_the_command_ends_with_the_numbers_of_training() -> None:
+    sampling = Sampling(n=2, temperature=1.0)
+    in_training = Evaluator(PROMPTS, Engine(), LastToken(Function()), sampling, 1, 2).run(1)  # type: ignore[arg-type]
+    drawn = grade(Engine(), Function(), sampling, PROMPTS)  # type: ignore[arg-type]
+    kept = [with_tokens(sample_record(*row), row[0]) for row in drawn]
+    by_command = metrics([graded_of(r) for r in score_records(PROMPTS, kept, Engine(), 2, LastToken)])
+    assert by_command == in_training
+    assert 0 < in_training["evaluate/accuracy"] < 1
