@@ -2,9 +2,37 @@
 # Installs what is missing, then lints and runs every tier of tests.
 #
 #   ./launch/test.sh                     everything
+#   ./launch/test.sh --with slurm        install SLURM first, where apt can, so that tests/slurm does not skip
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+# with_slurm: SLURM and munge from the distribution. Where that cannot be, the tests skip, and say so.
+with_slurm() {
+    local log status=0
+    if command -v slurmctld >/dev/null || [[ -x /usr/sbin/slurmctld ]]; then return; fi
+    if ! command -v apt-get >/dev/null || [[ "$(id -u)" != 0 ]]; then
+        say "--with slurm: only root can install it, and only with apt; tests/slurm will be skipped"
+        return
+    fi
+    heading "slurm"
+    log="$(mktemp)"
+    export DEBIAN_FRONTEND=noninteractive
+    timeout 300 apt-get install -y --no-install-recommends slurm-wlm munge >"$log" 2>&1 \
+        || { timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends slurm-wlm munge; } >"$log" 2>&1 \
+        || status=$?
+    if ((status)); then
+        tail -n 5 "$log"
+        say "--with slurm: apt could not install it (above); tests/slurm will be skipped"
+    fi
+    rm -f "$log"
+}
+
+if [[ "${1:-}" == --with ]]; then
+    [[ "${2:-}" == slurm ]] || fail "--with ${2:-}: slurm is all that can be installed"
+    with_slurm
+    shift 2
+fi
 
 "$root/launch/setup.sh"
 source "$root/launch/env.sh"
@@ -39,6 +67,7 @@ section "import-linter" lint-imports
 section "tests/unit (no processes)" tier tests/unit
 section "tests/distributed (gloo, torchrun)" tier tests/distributed
 section "tests/e2e (real vLLM)" tier tests/e2e
+section "tests/slurm (real SLURM; skipped without it)" tier tests/slurm
 section "tests/gpu (skipped without a GPU)" tier tests/gpu
 
 heading "result"

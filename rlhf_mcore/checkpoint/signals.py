@@ -26,9 +26,12 @@ class SignalRequests:
         """Take the signals while the block runs. Main thread only; earlier handlers come back afterwards."""
         handlers = dict.fromkeys(STOP_SIGNALS, self._stop) | dict.fromkeys(SAVE_SIGNALS, self._save)
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        # The launcher may have held some back until now.
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
         try:
             yield self
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

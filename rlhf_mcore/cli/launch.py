@@ -1,8 +1,8 @@
 """Start torchrun on this machine as a child, without torch in this process: signals go in, the exit code comes out.
 
-Everything listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous unpickles
-what it finds there; so the rendezvous is a file in a private directory, and ``rendezvous.connect`` makes the store of
-the workers.
+A run on one machine listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous
+unpickles what it finds there; so the rendezvous is a file in a private directory, and ``rendezvous.connect`` makes the
+store of the workers. For several machines see ``agent``.
 """
 
 from __future__ import annotations
@@ -12,50 +12,85 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from rlhf_mcore.cli.exit_codes import of_process
+from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.rendezvous import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
+SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's own name for it
+# Exit codes after which nothing is started again: the run has said so itself, or somebody has ended it.
+FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
-def launch(arguments: Sequence[str], world_size: int, threads_per_rank: int, module: str = TRAIN) -> int:
-    """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code."""
-    with TemporaryDirectory(prefix="rlhf_mcore-") as folder:  # readable by this user only
-        command = torchrun_command(arguments, world_size, Path(folder) / "rendezvous", module)
-        return run_child(command, child_environment(os.environ, threads_per_rank))
+def launch(
+    arguments: Sequence[str], world_size: int, threads_per_rank: int, module: str = TRAIN, max_restarts: int = 0
+) -> int:
+    """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt."""
+
+    def attempt(_number: int) -> int:
+        with TemporaryDirectory(prefix="rlhf_mcore-") as folder:  # readable by this user only
+            options = local_rendezvous(Path(folder) / "rendezvous")
+            command = torchrun_command(options, world_size, arguments, module)
+            return run_child(command, child_environment(os.environ, threads_per_rank) | {SHARE_NO_STORE: "1"})
+
+    return with_restarts(attempt, max_restarts)
 
 
-def torchrun_command(arguments: Sequence[str], world_size: int, rendezvous: Path, module: str = TRAIN) -> list[str]:
+def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
+    """Call ``attempt`` (with 0, 1, ...) until it ends in a way that another attempt would not change. Returns its exit code."""
+    for number in range(max_restarts):
+        code = attempt(number)
+        if code in FINAL:
+            return code
+        print(f"ended with exit code {code}; restart {number + 1} of {max_restarts}", file=sys.stderr, flush=True)
+    return attempt(max_restarts)
+
+
+def torchrun_command(
+    options: Sequence[str], ranks_per_node: int, arguments: Sequence[str], module: str = TRAIN
+) -> list[str]:
     """The command line of torchrun, through the module that keeps the workers' exit code."""
-    options = [
+    torchrun = [sys.executable, "-m", "rlhf_mcore.cli.torchrun", f"--nproc-per-node={ranks_per_node}"]
+    return [*torchrun, *options, "-m", module, *arguments]
+
+
+def local_rendezvous(path: Path) -> list[str]:
+    """Options of torchrun for a run on this machine alone that meets in a file."""
+    return [
         "--nnodes=1:1",
-        f"--nproc-per-node={world_size}",
         "--rdzv-backend=c10d",
         "--rdzv-conf=store_type=file",
-        f"--rdzv-endpoint={rendezvous}",
-        f"--rdzv-id={rendezvous.parent.name}",
+        f"--rdzv-endpoint={path}",
+        f"--rdzv-id={path.parent.name}",
         f"--local-addr={LOOPBACK}",
     ]
-    return [sys.executable, "-m", "rlhf_mcore.cli.torchrun", *options, "-m", module, *arguments]
 
 
-def child_environment(environment: Mapping[str, str], threads_per_rank: int) -> dict[str, str]:
-    """The environment of torchrun and its workers. What the user has set wins, except for the number of threads."""
+def child_environment(
+    environment: Mapping[str, str], threads_per_rank: int, address: str = LOOPBACK, interface: str | None = None
+) -> dict[str, str]:
+    """The environment of torchrun and its workers, which talk over one interface (None: the loopback).
+
+    What the user has set wins, except for the number of threads, and for an interface that only reaches this machine.
+    """
     child = dict(environment)
     child["OMP_NUM_THREADS"] = str(threads_per_rank)
-    child["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    child.setdefault("VLLM_HOST_IP", LOOPBACK)
     names = [name for _, name in socket.if_nameindex()]
-    for interface in ("lo", "lo0"):
-        if interface in names:
-            child.setdefault("GLOO_SOCKET_IFNAME", interface)
-            child.setdefault("NCCL_SOCKET_IFNAME", interface)
+    loopbacks = [name for name in ("lo", "lo0") if name in names]
+    for variable, value in (
+        ("VLLM_HOST_IP", address),
+        ("GLOO_SOCKET_IFNAME", interface or next(iter(loopbacks), None)),
+        ("NCCL_SOCKET_IFNAME", interface or next(iter(loopbacks), None)),
+    ):
+        if interface is not None and child.get(variable) in (*loopbacks, LOOPBACK):
+            del child[variable]
+        if value is not None:
+            child.setdefault(variable, value)
     return child
 
 

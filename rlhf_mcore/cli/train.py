@@ -68,7 +68,13 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
     else:
         from rlhf_mcore.cli.launch import launch
 
-        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank)
+        trainer = cfg.trainer
+        return launch(
+            [path, *overrides],
+            default_world_size(cfg),
+            trainer.threads_per_rank,
+            max_restarts=trainer.max_restarts,
+        )
     return exit_codes.DONE
 
 

@@ -322,6 +322,7 @@ class TrainerConfig:
     watchdog_s: int = (
         3600  # a rank that has not begun a new phase for so long prints its stacks and ends the job; 0: off
     )
+    max_restarts: int = 0  # times that the launcher starts a failed run again; it goes on from its last checkpoint
 
 
 @dataclass

@@ -178,6 +178,7 @@ RANGES: dict[str, Range] = {
     "trainer.max_tokens_per_microbatch": AT_LEAST_1,
     "trainer.world_size": AT_LEAST_1,
     "trainer.threads_per_rank": AT_LEAST_1,
+    "trainer.max_restarts": AT_LEAST_0,
     "trainer.max_bad_updates": AT_LEAST_1,
     "trainer.collective_timeout_s": AT_LEAST_1,
     "trainer.watchdog_s": AT_LEAST_0,

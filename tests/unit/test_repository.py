@@ -20,7 +20,11 @@ from rlhf_mcore.config.validate import CHOICES
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_mcore"
 COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
-SCRIPTS = ["launch/setup.sh", "launch/quickstart.sh", "launch/test.sh", "launch/lock.sh", ".ci/run"]
+SCRIPTS = [
+    *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "multinode", "node")),
+    ".ci/run",
+]
+SCRIPTS += ["launch/slurm/submit.sh", "launch/slurm/chain.sh", "launch/slurm/train.sbatch"]
 SOURCED = ["launch/common.sh", "launch/env.sh"]
 FOREIGN = "rlhf_mcore/bridge/formats/foreign_pickle.py"
 PICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

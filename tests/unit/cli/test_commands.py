@@ -107,6 +107,7 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "max_bad_updates": 5,
         "collective_timeout_s": 1800,
         "watchdog_s": 3600,
+        "max_restarts": 0,
     }
     assert printed["actor"]["optimizer"]["schedule"]["total_updates"] == 7
     assert printed["algorithm"]["loss_aggregation"] == "constant"
@@ -120,16 +121,16 @@ def test_print_config_shows_a_wrong_tree_too(workspace: Any, capsys: pytest.Capt
 
 
 def test_a_good_config_is_launched_with_its_own_arguments(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[list[str], int, int]] = []
+    calls: list[tuple[list[str], int, int, int]] = []
 
-    def launch(arguments: list[str], world_size: int, threads_per_rank: int) -> int:
-        calls.append((arguments, world_size, threads_per_rank))
+    def launch(arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int) -> int:
+        calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
-    overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3"]
+    overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3", "trainer.max_restarts=2"]
     assert train.main(["run.yaml", *overrides]) == 9
-    assert calls == [(["run.yaml", *overrides], 4, 3)]
+    assert calls == [(["run.yaml", *overrides], 4, 3, 2)]
 
 
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"]])

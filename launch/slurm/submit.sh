@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Submits a training job to SLURM and prints its number:
+#
+#   ./launch/slurm/submit.sh CONFIG [a.b=c ...] --nodes N --gpus-per-node M --time T [option ...]
+#
+#   --nodes N               nodes of the job (default: 1)
+#   --gpus-per-node M       GPUs, and ranks, of a node; --ranks-per-node M instead where there are none
+#   --time T                limit of one start, as SLURM writes it (1-00:00:00); the job goes on in the next
+#   --signal-before S       seconds before the limit at which the run is told to save (default: 300)
+#   --max-requeues K        how often the job may go back into the queue (default: 20)
+#   --container IMAGE       a .sif file (apptainer) or an image (pyxis); without it, .venv of this repository
+#   --array LIST            one job per number; %a in an override is the number: seed=%a experiment=seed-%a
+#   --sweep FILE            one job per line of FILE, which holds further overrides, separated by blanks
+#   --dependency LIST       as sbatch has it, afterok:123
+#   --gpu KIND              what `rlhf-mcore plan` should reckon with (default: H100)
+#   --no-plan               do not refuse what `rlhf-mcore plan` thinks cannot fit
+#   --dry-run               print the sbatch command and submit nothing
+#   --NAME=VALUE            anything else goes to sbatch: --partition=gpu --account=me --mem=0 --exclude=bad1
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; }
+
+wrong() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# need OPTION [VALUE]: the option has one.
+need() {
+    if (($# < 2)); then wrong "$1 needs a value"; fi
+}
+
+nodes=1 ranks="" gpus="" time="" before=300 max_requeues=20 container="" array="" sweep="" dependency="" dry_run=0 named=0
+config="" overrides=() others=()
+while (($#)); do
+    case "$1" in
+        --help | -h) usage && exit 0 ;;
+        --nodes) need "$@" && nodes="$2" && shift 2 ;;
+        --gpus-per-node) need "$@" && gpus="$2" && shift 2 ;;
+        --ranks-per-node) need "$@" && ranks="$2" && shift 2 ;;
+        --time) need "$@" && time="$2" && shift 2 ;;
+        --signal-before) need "$@" && before="$2" && shift 2 ;;
+        --max-requeues) need "$@" && max_requeues="$2" && shift 2 ;;
+        --container) need "$@" && container="$2" && shift 2 ;;
+        --array) need "$@" && array="$2" && shift 2 ;;
+        --sweep) need "$@" && sweep="$2" && shift 2 ;;
+        --dependency) need "$@" && dependency="$2" && shift 2 ;;
+        --gpu) need "$@" && RLHF_MCORE_GPU="$2" && export RLHF_MCORE_GPU && shift 2 ;;
+        --no-plan) export RLHF_MCORE_PLAN=0 && shift ;;
+        --dry-run) dry_run=1 && shift ;;
+        --*=*) others+=("$1") && shift ;;
+        -*) wrong "$1 is not an option; options of sbatch are written --name=value (see --help)" ;;
+        *)
+            if [[ -z "$config" ]]; then config="$1"; else overrides+=("$1"); fi
+            shift
+            ;;
+    esac
+done
+
+[[ -n "$config" ]] || wrong "a configuration is needed: submit.sh CONFIG [a.b=c ...] --nodes N --gpus-per-node M --time T"
+[[ -f "$config" ]] || wrong "no file $config"
+[[ -n "$time" ]] || wrong "--time is needed: without it the run does not know when to save"
+ranks="${ranks:-$gpus}"
+for setting in "--nodes=$nodes" "--gpus-per-node (or --ranks-per-node)=$ranks" "--signal-before=$before" "--max-requeues=$max_requeues"; do
+    [[ "${setting#*=}" =~ ^[0-9]+$ ]] || wrong "${setting%%=*} '${setting#*=}' is not a number"
+done
+if ((nodes < 1 || ranks < 1)); then wrong "--nodes $nodes with $ranks ranks each: both must be at least 1"; fi
+
+if [[ -n "$sweep" ]]; then
+    [[ -z "$array" ]] || wrong "--array and --sweep exclude each other: a sweep is an array with one job per line"
+    [[ -f "$sweep" ]] || wrong "no file $sweep"
+    lines="$(grep -c '[^[:space:]]' "$sweep" || true)"
+    if ((lines == 0)); then wrong "$sweep is empty"; fi
+    array="1-$lines"
+    if ! grep '[^[:space:]]' "$sweep" | grep -qv '\bexperiment='; then named=1; fi
+    overrides+=("@sweep:$(realpath "$sweep")")
+fi
+if [[ -n "$array" && "${overrides[*]}" != *%a* && "$named" == 0 ]]; then
+    wrong "the jobs of --array $array would share a run directory; tell them apart, as with experiment=seed-%a seed=%a"
+fi
+
+# What cannot fit is refused now rather than after a night in the queue. Where it can be known: not what other jobs will make.
+if [[ -z "$container$array$dependency" && "${RLHF_MCORE_PLAN:-1}" == 1 && "$dry_run" == 0 ]]; then
+    "$root/launch/node.sh" rlhf_mcore.cli.plan --world-size="$((nodes * ranks))" --gpu="${RLHF_MCORE_GPU:-H100}" \
+        "$config" "${overrides[@]}" >/dev/null || exit
+fi
+
+mkdir -p outputs/slurm # sbatch does not make the folder of its log
+number="%j"
+if [[ -n "$array" ]]; then number="%A_%a"; fi
+command=(sbatch --parsable --nodes="$nodes" --ntasks-per-node=1 --time="$time" --signal="B:USR1@$before"
+    --output="outputs/slurm/%x-$number.out")
+if [[ "${others[*]}" != *--job-name=* ]]; then command+=(--job-name="$(basename "${config%.*}")"); fi
+if [[ "${others[*]}" != *--cpus-per-task=* && -z "$gpus" ]]; then command+=(--cpus-per-task="$ranks"); fi
+if [[ -n "$gpus" ]]; then command+=(--gpus-per-node="$gpus"); fi
+if [[ -n "$array" ]]; then command+=(--array="$array"); fi
+if [[ -n "$dependency" ]]; then command+=(--dependency="$dependency" --kill-on-invalid-dep=yes); fi
+command+=("${others[@]}" "$root/launch/slurm/train.sbatch" "$root" "$ranks" "$max_requeues" "$container" "$config" "${overrides[@]}")
+
+if ((dry_run)); then
+    printf '%q ' "${command[@]}"
+    printf '\n'
+    exit 0
+fi
+"${command[@]}"

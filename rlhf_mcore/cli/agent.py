@@ -1,0 +1,155 @@
+"""One node's share of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
+
+It starts torchrun for this node's ranks. Scripts start it: ``launch/slurm/train.sbatch`` through srun, ``launch/multinode.sh``
+through ssh. With ``--meet`` it says where the nodes should meet instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_command
+from rlhf_mcore.cli.rendezvous import LOOPBACK, free_port, interface_addresses, interface_of, source_address
+from rlhf_mcore.config import Config, ConfigError
+
+OUTCOME = "outcome"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start this node's ranks and wait for them. Returns the exit code of the rank that failed first, or 0."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        from rlhf_mcore.config.load import load_config
+
+        cfg = load_config(args.config, args.overrides)
+        if args.meet is not None:
+            return _say_where(cfg, args)
+        return _run(cfg, args)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlhf_mcore.cli.agent",
+        description="Start the ranks of one node of a run on several nodes.",
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("--run-id", required=True, metavar="NAME", help="of this attempt; logs go to logs/NAME")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--node-rank", type=int, default=0, metavar="K", help="0 to N-1; ranks are numbered in this order"
+    )
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="M")
+    parser.add_argument("--address", default=LOOPBACK, help="of the first node")
+    parser.add_argument("--port", type=int, default=0, help="of the first node, where its store listens")
+    parser.add_argument("--module", default=TRAIN, help=f"what every rank runs (default: {TRAIN})")
+    parser.add_argument(
+        "--control", action="store_true", help="take names of signals from stdin, and end when it closes"
+    )
+    parser.add_argument(
+        "--meet",
+        metavar="PEER",
+        help="print 'ADDRESS PORT MAX_RESTARTS LOGS' for a run whose other nodes reach this one as they reach PEER, and stop",
+    )
+    parser.add_argument("--interface", help="with --meet: the interface to meet on (default: the one towards PEER)")
+    return parser
+
+
+def logs_directory(cfg: Config, run_id: str) -> Path:
+    """Where the logs of an attempt go: in the run directory."""
+    return Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs" / run_id
+
+
+def meeting_address(peer: str, interface: str | None) -> str:
+    """The address at which other nodes find this one: of ``interface``, or of the one on the way to ``peer``.
+
+    Raises:
+        ConfigError: there is no such interface, or no such host.
+    """
+    if interface is not None:
+        addresses = interface_addresses()
+        if interface not in addresses:
+            raise ConfigError(f"--interface {interface}: {socket.gethostname()} has {', '.join(addresses)}")
+        return addresses[interface]
+    try:
+        return source_address(peer)
+    except OSError as error:
+        raise ConfigError(
+            f"{peer!r} is not a host that {socket.gethostname()} finds ({error}); check the name"
+        ) from error
+
+
+def _say_where(cfg: Config, args: argparse.Namespace) -> int:
+    address = meeting_address(args.meet, args.interface)
+    print(address, free_port(address), cfg.trainer.max_restarts, logs_directory(cfg, args.run_id), flush=True)
+    return exit_codes.DONE
+
+
+def _run(cfg: Config, args: argparse.Namespace) -> int:
+    if args.control:
+        threading.Thread(target=obey_stdin, daemon=True).start()
+    local = source_address(args.address)
+    interface = None if local == LOOPBACK else interface_of(local)
+    logs = logs_directory(cfg, args.run_id)
+    mine = logs / f"node-{args.node_rank}"
+    mine.mkdir(parents=True, exist_ok=True)
+    options = torchrun_options(args, local, mine)
+    command = torchrun_command(options, args.ranks_per_node, [args.config, *args.overrides], args.module)
+    environment = child_environment(os.environ, cfg.trainer.threads_per_rank, local, interface)
+    environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
+    started = time.monotonic()
+    code = run_child(command, environment)
+    if code != exit_codes.DONE:
+        _record(logs / OUTCOME, code, args.node_rank, time.monotonic() - started)
+    return code
+
+
+def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[str]:
+    """What makes torchrun this node's part of the run. ``local`` is this node's own address."""
+    return [
+        f"--nnodes={args.nodes}",
+        "--rdzv-backend=bound",
+        f"--rdzv-conf=rank={args.node_rank}",
+        f"--rdzv-endpoint={args.address}:{args.port}",
+        f"--rdzv-id={args.run_id}",
+        f"--local-addr={local}",
+        f"--log-dir={logs}",
+        "--redirects=3",
+        *(["--tee=0:3"] if args.node_rank == 0 else []),  # the first rank is also heard here
+    ]
+
+
+def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:
+    """Leave the exit code for whoever has started the nodes. The first node to fail is the cause, so only it writes."""
+    line = f"{code} node {node_rank} ({socket.gethostname()}) ended with exit code {code} after {seconds:.0f} s\n"
+    print(line.partition(" ")[2], end="", file=sys.stderr, flush=True)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(line)
+    except FileExistsError:
+        pass
+
+
+def obey_stdin() -> None:
+    """Send ourselves the signals whose names are read, and SIGHUP at the end: the connection is then gone."""
+    for line in sys.stdin:
+        os.kill(os.getpid(), signal.Signals[line.strip()])
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

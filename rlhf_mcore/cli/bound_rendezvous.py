@@ -1,0 +1,54 @@
+"""A rendezvous of torchrun for a fixed set of nodes, whose store listens on one address of the first node only.
+
+torchrun's own listen on every interface; its default one unpickles what it finds there.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from rlhf_mcore.cli.rendezvous import listener
+
+NAME = "bound"
+TIMEOUT_S = 300  # for all nodes to arrive
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """Torch's static rendezvous over a store that we have opened."""
+
+    def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
+        super().__init__(address, port, rank, num_nodes, run_id, TIMEOUT_S)
+        listening = listener(address, port).detach() if rank == 0 else None  # the store closes it
+        self._store = TCPStore(
+            address,
+            port,
+            num_nodes,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            master_listen_fd=listening,
+        )
+
+    def get_backend(self) -> str:
+        """The name that torchrun knows it by."""
+        return NAME
+
+
+def register() -> None:
+    """Make ``--rdzv-backend=bound --rdzv-conf=rank=N`` known to torchrun in this process."""
+    rendezvous_handler_registry.register(NAME, _create)
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    rank = parameters.get_as_int("rank")
+    assert rank is not None and port > 0, "the agent has said both"
+    return BoundRendezvous(address, port, rank, parameters.max_nodes, parameters.run_id)

@@ -1,0 +1,171 @@
+"""A run on several nodes without SLURM: starts an agent on every host over ssh. ``launch/multinode.sh`` calls it.
+
+The hosts see this directory under the same path. Each agent's stdin is its control line: signals go in by name, and when
+it closes, because this process or the connection is gone, the agent ends its ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from uuid import uuid4
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.launch import FORWARDED, TRAIN, with_restarts
+from rlhf_mcore.config import ConfigError
+
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "node.sh"
+GRACE_S = 30.0  # for the other nodes to end by themselves after one has
+POLL_S = 0.1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run to the end, starting again as ``trainer.max_restarts`` allows. Returns the exit code of the node that failed first."""
+    args = _parser().parse_intermixed_args(argv)
+    hosts = [host.strip() for host in args.hosts.split(",")]
+    nodes = Nodes(
+        hosts=hosts,
+        shell=shlex.split(args.ssh),
+        fixed=[f"--nodes={len(hosts)}", f"--ranks-per-node={args.ranks_per_node}", f"--module={args.module}"],
+        arguments=[args.config, *args.overrides],
+        grace_s=args.grace,
+    )
+    try:
+        if not all(hosts):
+            raise ConfigError(f"--hosts {args.hosts!r} has an empty name; separate names by single commas")
+        return nodes.run(args.interface)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch/multinode.sh",
+        description="Train on several machines over ssh. They see this directory under the same path.",
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("--hosts", required=True, metavar="A,B", help="names, the first holds rank 0")
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="M", help="processes per host (default: 8)")
+    parser.add_argument("--interface", help="of the first host, to meet on (default: the one towards the second host)")
+    parser.add_argument("--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="default: %(default)s")
+    parser.add_argument("--grace", type=float, default=GRACE_S, metavar="S", help=argparse.SUPPRESS)
+    parser.add_argument("--module", default=TRAIN, help=argparse.SUPPRESS)
+    return parser
+
+
+@dataclass(slots=True)
+class Nodes:
+    """The agents of a run. ``fixed`` are options of all of them, ``arguments`` what the ranks get."""
+
+    hosts: list[str]
+    shell: list[str]
+    fixed: list[str]
+    arguments: list[str]
+    grace_s: float
+    _agents: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def run(self, interface: str | None) -> int:
+        """Meet, start, wait; again after a failure, as often as the configuration allows."""
+        _, _, max_restarts, _ = self._meet(interface, "meeting")
+        return with_restarts(lambda number: self._attempt(interface, number), max_restarts)
+
+    def _attempt(self, interface: str | None, number: int) -> int:
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}.{number}"
+        address, port, _, logs = self._meet(interface, run_id)
+        print(f"logs of all ranks: {logs}", flush=True)
+        options = [*self.fixed, f"--run-id={run_id}", f"--address={address}", f"--port={port}", "--control"]
+        with self._forwarding():
+            self._agents = [
+                self._start(host, [*options, f"--node-rank={rank}"]) for rank, host in enumerate(self.hosts)
+            ]
+            try:
+                return self._wait()
+            finally:
+                self._end()
+
+    def _meet(self, interface: str | None, run_id: str) -> tuple[str, int, int, str]:
+        """(address, port, trainer.max_restarts, directory of logs), found out on the first host."""
+        peer = self.hosts[min(1, len(self.hosts) - 1)]
+        options = [f"--meet={peer.rpartition('@')[2]}", f"--run-id={run_id}"]
+        options += [f"--interface={interface}"] if interface else []
+        done = subprocess.run(
+            self._command(self.hosts[0], options), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        words = done.stdout.strip().rpartition("\n")[2].split(maxsplit=3)
+        if done.returncode != exit_codes.DONE or len(words) != 4:
+            raise ConfigError(
+                f"host {self.hosts[0]!r} gave no address to meet at (exit code {done.returncode}); see the message above"
+            )
+        return words[0], int(words[1]), int(words[2]), words[3]
+
+    def _start(self, host: str, options: list[str]) -> subprocess.Popen[str]:
+        # A session of its own: Ctrl-C reaches it through us.
+        return subprocess.Popen(self._command(host, options), stdin=subprocess.PIPE, text=True, start_new_session=True)
+
+    def _command(self, host: str, options: list[str]) -> list[str]:
+        agent = [str(SCRIPT), "rlhf_mcore.cli.agent", *options, *self.arguments]
+        return [*self.shell, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"]
+
+    def _wait(self) -> int:
+        """Wait for all, or for the first failure, which is told, and then a while for the others."""
+        while True:
+            codes = [agent.poll() for agent in self._agents]
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+            if failed or None not in codes:
+                break
+            time.sleep(POLL_S)
+        if not failed:
+            return exit_codes.DONE
+        rank, code = failed[0], exit_codes.of_process(self._agents[failed[0]].returncode)
+        if code != exit_codes.REQUEUE:
+            print(f"node {rank} ({self.hosts[rank]}) ended with exit code {code}", file=sys.stderr, flush=True)
+        end = time.monotonic() + self.grace_s
+        while time.monotonic() < end and None in [agent.poll() for agent in self._agents]:
+            time.sleep(POLL_S)
+        return code
+
+    def _end(self) -> None:
+        """Close the control lines, which ends what still runs."""
+        for agent in self._agents:
+            if agent.stdin is not None:
+                with suppress(OSError):
+                    agent.stdin.close()
+        for agent in self._agents:
+            try:
+                agent.wait(timeout=self.grace_s + 30)  # torchrun gives its workers 30 s
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        def forward(number: int, _frame: FrameType | None) -> None:
+            for agent in self._agents:
+                if agent.stdin is not None:
+                    with suppress(OSError, ValueError):
+                        agent.stdin.write(f"{signal.Signals(number).name}\n")
+                        agent.stdin.flush()
+
+        previous = {number: signal.signal(number, forward) for number in FORWARDED}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

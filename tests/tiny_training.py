@@ -1,0 +1,74 @@
+"""A training that takes seconds, started as a user starts it, for the tests of launching."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+STEPS = 6
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
+"""
+SMALL = [
+    f"trainer.num_steps={STEPS}",
+    "trainer.prompts_per_step=4",
+    "trainer.minibatch_size=2",
+    "rollout.engine=hf",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=12",
+    "reward.function=reward.py:score",
+    "checkpoint.save_steps=1",
+    "logging.console=plain",
+    "logging.tensorboard=false",
+    "deterministic=true",
+]
+
+
+def make(directory: Path) -> None:
+    """The model, the prompts and the reward."""
+    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
+    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
+    subprocess.run([*tool, *options], cwd=directory, check=True, capture_output=True, timeout=200)
+    (directory / "reward.py").write_text(REWARD)
+
+
+def run_locally(directory: Path, name: str, environment: Mapping[str, str], *arguments: str) -> Path:
+    """Train on this machine with launch/local.sh, undisturbed. Returns the run directory."""
+    done = subprocess.run(
+        [str(ROOT / "launch" / "local.sh"), CONFIG, *SMALL, f"experiment={name}", *arguments],
+        cwd=directory,
+        env={**environment, "RLHF_MCORE_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return run_directory(directory, name)
+
+
+def run_directory(directory: Path, name: str) -> Path:
+    """Where a run of that name writes."""
+    return directory / "outputs" / "quickstart" / name
+
+
+def assert_same_end(found: Path, expected: Path) -> None:
+    """Two runs have the same weights, bit for bit, and the same metrics of every step but for times."""
+    files = sorted(path.name for path in (expected / "latest" / "actor").glob("*.safetensors"))
+    assert files
+    for name in files:
+        assert (found / "latest" / "actor" / name).read_bytes() == (expected / "latest" / "actor" / name).read_bytes()
+    assert _metrics(found) == _metrics(expected)
+    assert [row["step"] for row in _metrics(found)] == list(range(STEPS + 1))
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("timing/")} for row in rows]

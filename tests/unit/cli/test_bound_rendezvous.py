@@ -1,0 +1,33 @@
+"""The rendezvous of several nodes: both find the same store, which only one address of the first node serves."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+
+from rlhf_mcore.cli import bound_rendezvous
+from rlhf_mcore.cli.rendezvous import free_port
+
+
+def arrive(port: int, rank: int) -> RendezvousInfo:
+    parameters = RendezvousParameters(
+        backend="bound", endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=2, max_nodes=2, rank=str(rank)
+    )
+    return rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
+
+
+def test_two_nodes_meet_in_a_store_on_one_address() -> None:
+    bound_rendezvous.register()
+    port = free_port("127.0.0.1")
+    with ThreadPoolExecutor(2) as nodes:
+        first, second = nodes.map(lambda rank: arrive(port, rank), (0, 1))
+    assert [(info.rank, info.world_size) for info in (first, second)] == [(0, 2), (1, 2)]
+    assert second.bootstrap_store_info.master_addr == "127.0.0.1"
+    assert second.bootstrap_store_info.master_port == port
+    first.store.set("key", "value")
+    assert second.store.get("key") == b"value"
+    tables = Path("/proc/net/tcp").read_text().splitlines() + Path("/proc/net/tcp6").read_text().splitlines()
+    listening = [row.split()[1] for row in tables[1:] if len(row.split()) > 3 and row.split()[3] == "0A"]
+    assert [entry for entry in listening if entry.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
