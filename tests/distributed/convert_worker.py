@@ -40,7 +40,7 @@ CASES = {
     "qwen3_tied": "tp2_pp2",  # one key-value head
     "qwen3_moe": "tp2_sp_pp2",
     "qwen3_moe_mixed": "tp2_sp_pp2",
-    "mixtral": "tp2_sp_pp2",
+    "mixtral": "tp2_sp_pp2_ep2_etp1",
 }
 # The layer spec that runs without Transformer Engine has the norms as modules of their own; files have them in linear layers.
 FUSED_NORMS = {
