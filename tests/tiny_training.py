@@ -13,7 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 STEPS = 6
 REWARD = """
+import time
+from pathlib import Path
+
 def score(data_source, solution_str, ground_truth, extra_info):
+    end = time.monotonic() + 120
+    while Path("hold").exists() and time.monotonic() < end:  # a test wants this step to last
+        time.sleep(0.1)
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
 """
 SMALL = [

@@ -31,7 +31,9 @@ def test_a_run_that_lost_a_node_ends_with_the_weights_of_one_that_did_not(tmp_pa
         )
     try:
         wait_for(lambda: scan(cut), 240, (tmp_path / "log").read_text)
+        (tmp_path / "hold").touch()  # the run must not end before the agent does
         os.kill(agent_of(process.pid, 1), signal.SIGKILL)
+        (tmp_path / "hold").unlink()
         assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
     finally:
         for pid in [*descendants(process.pid), process.pid]:

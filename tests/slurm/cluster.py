@@ -44,6 +44,7 @@ ReturnToService=2
 SlurmdTimeout=300
 InactiveLimit=0
 KillWait=10
+OverTimeLimit=5
 MinJobAge=3600
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP

@@ -9,7 +9,7 @@ import pytest
 from rlhf_mcore.checkpoint.layout import scan
 from tests.processes import wait_for
 from tests.slurm.cluster import Cluster
-from tests.tiny_training import CONFIG, SMALL, assert_same_end, make, run_directory, run_locally
+from tests.tiny_training import CONFIG, SMALL, STEPS, assert_same_end, make, run_directory, run_locally
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +20,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(cluster: Cluster, made: Path) -> None:
-    cluster.environment.pop("RLHF_MCORE_MODULE", None)
-    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10"]
+    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--signal-before", "30"]
     job_id = cluster.run("submit.sh", CONFIG, *SMALL, "experiment=cut", *options, cwd=made).stdout.strip()
-    log = made / "outputs" / "slurm" / f"grpo-{job_id}.out"
-    cut = run_directory(made, "cut")
-    wait_for(lambda: scan(cut), 240, lambda: log.read_text() if log.exists() else "no log")
-    cluster.run("scancel", "--batch", "--signal=USR1", job_id)
-    job = cluster.wait(job_id, 300)
+    log, cut, hold = made / "outputs" / "slurm" / f"grpo-{job_id}.out", run_directory(made, "cut"), made / "hold"
+    wait_for(lambda: scan(cut), 200, lambda: log.read_text() if log.exists() else "no log")
+    hold.touch()
+    # So SIGUSR1 is due; SLURM looks twice a minute. It comes in the middle of a step.
+    cluster.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=1")
+    wait_for(lambda: "SIGUSR1" in log.read_text(), 80, log.read_text)
+    hold.unlink()
+    job = cluster.wait(job_id, state=("COMPLETING", "PENDING"))
+    assert job["Restarts"] == "1" and len(scan(cut)) < STEPS, log.read_text()
+    cluster.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=10")  # or it would come back several times
+    job = cluster.wait(job_id, 200)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert_same_end(cut, run_locally(made, "whole", cluster.environment))
