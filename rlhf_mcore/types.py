@@ -92,6 +92,7 @@ class Prompt:
     ground_truth: Any = None
     style: str = "rule"
     extra_info: dict[str, Any] = field(default_factory=dict)
+    file: int = 0  # which of the files it is from
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,7 +30,7 @@ from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
-from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.sampler import PromptSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES
@@ -144,7 +146,7 @@ def _build(
             seed=cfg.seed,
             **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
-    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    sampler = _sampler(cfg, data.train)
     run_directory, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
     estimation = Estimation(cfg.algorithm)
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
@@ -163,6 +165,15 @@ def _build(
         max_bad_updates=cfg.trainer.max_bad_updates,
         **_parts(cfg, data, built, engine),
     )
+
+
+def _sampler(cfg: Config, prompts: Sequence[Prompt]) -> PromptSampler | WeightedSampler:
+    size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
+    if cfg.data.weights is None:
+        return PromptSampler(len(prompts), size, seed, shuffle)
+    held = Counter(prompt.file for prompt in prompts)
+    sizes = [held[number] for number in range(len(cfg.data.train))]
+    return WeightedSampler(sizes, cfg.data.weights, size, seed, shuffle)
 
 
 @dataclass(slots=True)

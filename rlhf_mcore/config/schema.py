@@ -301,6 +301,7 @@ class DataConfig:
     max_tokens: Optional[int] = None
     overlong_prompts: str = "error"  # error | drop
     shuffle: bool = True
+    weights: Optional[list[float]] = None  # share of each file of train in a step; null: one data set of all rows
 
 
 @dataclass

@@ -318,10 +318,24 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
 def _data_problems(cfg: Config) -> Iterator[str]:
     if not cfg.data.train:
         yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
+    yield from _weight_problems(cfg)
     if cfg.evaluate.every > 0 and not cfg.data.eval:
         yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
     for key in ("data.train", "data.eval"):
         yield from map(FileProblem, data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer(cfg)))
+
+
+def _weight_problems(cfg: Config) -> Iterator[str]:
+    weights = cfg.data.weights
+    if weights is None:
+        return
+    if len(weights) != len(cfg.data.train):
+        yield (
+            f"data.weights={weights} has {len(weights)} numbers for the {len(cfg.data.train)} files of data.train; "
+            "give one for each, or null"
+        )
+    if any(not math.isfinite(weight) or weight <= 0 for weight in weights):
+        yield f"data.weights={weights}: a share has to be a positive number; leave a file out of data.train instead"
 
 
 def needs_answer(cfg: Config) -> bool:

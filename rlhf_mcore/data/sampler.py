@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,11 @@ class PromptSampler:
     def epoch(self) -> int:
         """The epoch that the next prompt belongs to, from 0."""
         return self._num_drawn // self.num_prompts
+
+    @property
+    def num_drawn(self) -> int:
+        """How many prompts it has handed out."""
+        return self._num_drawn
 
     def next_batch(self) -> list[int]:
         """The positions of the next ``batch_size`` prompts."""
@@ -84,6 +89,62 @@ class PromptSampler:
             self._order = epoch_order(self.num_prompts, self.seed, epoch) if self.shuffle else in_file_order
             self._epoch = epoch
         return self._order
+
+
+class WeightedSampler:
+    """Batches from several data sets, each in epochs and orders of its own, in fixed proportions.
+
+    The next prompt comes from the data set that is furthest behind its share, with nothing left to chance: after any number of draws
+    each has had what it is due, to a prompt or two.
+
+    Args:
+        sizes: prompts of each data set; positions count through all of them in order.
+        weights: their shares, in any unit.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], batch_size: int, seed: int, shuffle: bool
+    ) -> None:
+        for number, size in enumerate(sizes):
+            if size < 1:
+                raise ConfigError(
+                    f"data.train[{number}] has no prompts left to draw; remove the file and its data.weights"
+                )
+        total = sum(weights)
+        self.batch_size = batch_size
+        self._shares = [weight / total for weight in weights]
+        self._first = [sum(sizes[:number]) for number in range(len(sizes))]
+        # Orders of data sets of one size are different ones.
+        self._parts = [PromptSampler(size, 1, seed + (number << 32), shuffle) for number, size in enumerate(sizes)]
+
+    def next_batch(self) -> list[int]:
+        """The positions of the next ``batch_size`` prompts."""
+        return [self._next() for _ in range(self.batch_size)]
+
+    def _next(self) -> int:
+        due = 1 + sum(part.num_drawn for part in self._parts)
+        behind = [share * due - part.num_drawn for share, part in zip(self._shares, self._parts, strict=True)]
+        which = behind.index(max(behind))
+        return self._first[which] + self._parts[which].next_batch()[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far each data set is; plain JSON values."""
+        return {"shares": self._shares, "parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken. Other shares hold from here on.
+
+        Raises:
+            ConfigError: there were other data sets, or something of them has changed.
+        """
+        parts = state["parts"]
+        _ = state["shares"]
+        if len(parts) != len(self._parts):
+            raise ConfigError(
+                f"cannot resume: data.train had {len(parts)} files and has {len(self._parts)}; restore them, or start a new experiment"
+            )
+        for part, mine in zip(parts, self._parts, strict=True):
+            mine.load_state_dict(part)
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:

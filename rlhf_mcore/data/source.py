@@ -52,10 +52,13 @@ def load_prompts(
 
 def _read_drafts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> Iterator[_Draft]:
     index = 0
-    for file in map(Path, files):
+    for which, file in enumerate(map(Path, files)):
         for number, (place, row) in enumerate(read_rows(file)):
-            name = f"{file.stem}#{number}"
-            yield _Draft(place, _draft_prompt(row, tokenizer, cfg, place=place, name=name, index=index))
+            draft = _Draft(
+                place, _draft_prompt(row, tokenizer, cfg, place=place, name=f"{file.stem}#{number}", index=index)
+            )
+            draft.prompt.file = which
+            yield draft
             index += 1
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.sampler import PromptSampler, epoch_order
+from rlhf_mcore.data.sampler import PromptSampler, WeightedSampler, epoch_order
 
 
 def draw(sampler: PromptSampler, num_batches: int) -> list[int]:
@@ -92,3 +92,41 @@ def test_a_state_with_a_missing_key_is_refused() -> None:
 def test_sizes_that_make_no_sense_are_refused(num_prompts: int, batch_size: int, seed: int) -> None:
     with pytest.raises(ConfigError):
         PromptSampler(num_prompts, batch_size, seed, shuffle=True)
+
+
+def test_files_keep_their_shares_at_every_draw() -> None:
+    sampler = WeightedSampler([5, 50, 7], [3, 1, 2], batch_size=1, seed=0, shuffle=True)
+    held: Counter[int] = Counter()
+    for drawn in range(1, 601):
+        position = sampler.next_batch()[0]
+        held[0 if position < 5 else 1 if position < 55 else 2] += 1
+        for which, share in enumerate((1 / 2, 1 / 6, 1 / 3)):
+            assert abs(held[which] - share * drawn) <= 1
+    assert held == {0: 300, 1: 100, 2: 200}
+
+
+def test_every_file_has_epochs_of_its_own() -> None:
+    drawn = draw(WeightedSampler([4, 4], [1, 1], batch_size=4, seed=3, shuffle=True), 8)
+    for first in (0, 4):
+        mine = [position - first for position in drawn if first <= position < first + 4]
+        assert all(sorted(mine[start : start + 4]) == [0, 1, 2, 3] for start in range(0, 16, 4))
+    assert [p for p in drawn if p < 4] != [p - 4 for p in drawn if p >= 4], (
+        "files of one size are walked in different orders"
+    )
+
+
+def test_a_weighted_sampler_goes_on_where_it_was() -> None:
+    made = [WeightedSampler([5, 9], [2, 1], size, seed=1, shuffle=True) for size in (4, 4, 6)]
+    draw(made[0], 3)
+    for other in made[1:]:
+        other.load_state_dict(json.loads(json.dumps(made[0].state_dict())))
+    assert draw(made[0], 6) == draw(made[1], 6) == draw(made[2], 4)
+    with pytest.raises(ConfigError, match="had 2 files and has 1"):
+        WeightedSampler([5], [1], 4, seed=1, shuffle=True).load_state_dict(made[0].state_dict())
+    with pytest.raises(ConfigError, match="number of prompts"):
+        WeightedSampler([5, 8], [2, 1], 4, seed=1, shuffle=True).load_state_dict(made[0].state_dict())
+
+
+def test_a_file_without_prompts_has_no_share() -> None:
+    with pytest.raises(ConfigError, match=r"data\.train\[1\] has no prompts"):
+        WeightedSampler([5, 0], [1, 1], 4, seed=1, shuffle=True)
