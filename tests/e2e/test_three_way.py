@@ -58,7 +58,7 @@ def test_every_layout_and_every_width_of_the_engines(model: str, tmp_path: Path)
                 check_agreement(found, 3 * number + 2)
 
 
-def test_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:
+def test_fault_20_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:
     assert "the wire is cut" in findings["faults"]["torn"]
     assert "cannot generate" in findings["faults"]["torn"]
 
