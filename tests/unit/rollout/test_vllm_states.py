@@ -1,4 +1,4 @@
-"""The order in which a vLLM engine may be used: what it says when it was put to sleep, and of its cache. The engine itself is in tests/e2e."""
+"""The order in which a vLLM engine may be used, seen on one with a fake inside. The real one is in tests/e2e."""
 
 from __future__ import annotations
 
