@@ -12,7 +12,6 @@ if [[ "${RLHF_MCORE_ONE_MACHINE:-1}" == 1 ]]; then                # launch/node.
 fi
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"    # as above
 export PYTHONNOUSERSITE="${PYTHONNOUSERSITE:-1}"                  # packages of the user's home must not shadow the locked ones
-export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"                  # a rank that is killed must not take the last lines of its log along
 export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-4}"                  # glibc gives threads arenas of their own, which never shrink: host memory of many ranks
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # Megatron overlaps tensor-parallel traffic by the order of launches
 export CUDA_MODULE_LOADING="${CUDA_MODULE_LOADING:-LAZY}"         # kernels are loaded when used: seconds and hundreds of MB per rank
