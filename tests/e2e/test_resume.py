@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,11 @@ from rlhf_mcore.checkpoint.manifest import verify
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 REWARD = """
+from pathlib import Path
+
 def score(data_source, solution_str, ground_truth, extra_info):
+    if Path("short_of_memory").exists() and list(Path("outputs/quickstart/memory").glob("checkpoint-2")):
+        raise MemoryError("cannot allocate")
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
 """
 SMALL = [
@@ -169,6 +174,25 @@ def test_fault_13_a_dead_rank_ends_the_job_and_is_named(workspace: Path) -> None
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank      : 1" in output and "SIGKILL" in output
     assert verify(scan(directory)[-1].path) == []
+
+
+def test_fault_26_out_of_memory_leaves_a_valid_state_and_a_port_in_use_is_left_alone(
+    workspace: Path, tormented: Path
+) -> None:
+    directory, flag = workspace / "outputs" / "quickstart" / "memory", workspace / "short_of_memory"
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=memory", "evaluate.every=2"]
+    flag.touch()
+    with socket.socket() as taken:  # torch's default
+        taken.bind(("127.0.0.1", 29500))
+        taken.listen()
+        died = run(workspace, *arguments)
+        flag.unlink()
+        assert died.returncode == 1 and "cannot allocate" in died.stderr
+        assert [c.step for c in scan(directory)] == [1, 2] and verify(scan(directory)[-1].path) == []
+        done = run(workspace, *arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    weights = Path(f"checkpoint-{STEPS}") / "actor" / "model.safetensors"
+    assert (directory / weights).read_bytes() == (tormented / "x-calm" / weights).read_bytes()
 
 
 def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(workspace: Path) -> None:
