@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rlhf_mcore.bridge.execute import Destinations, Turn
 from rlhf_mcore.bridge.rank_plan import RankPlan
 from rlhf_mcore.bridge.regions import view
-from rlhf_mcore.bridge.reload import reloading
 from rlhf_mcore.bridge.trace import EngineMap, EngineParameter
+from rlhf_mcore.bridge.trace.reload import reloading
 
 Written = Callable[[EngineParameter, Tensor], None]
 

@@ -19,10 +19,10 @@ from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import Plan, build_plan
 from rlhf_mcore.bridge.rank_plan import RankPlan
 from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.reload import watching
 from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.sources import spread_order
 from rlhf_mcore.bridge.trace import EngineMap, EngineParameter, trace
+from rlhf_mcore.bridge.trace.reload import watching
 from rlhf_mcore.bridge.transfer import Gatherer
 from rlhf_mcore.bridge.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.bridge.reload import keep_loading_layout
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.trace.reload import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.registry import Stateful

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, StateReader, g
 from rlhf_mcore.bridge.tensor_files import FileImage
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.optimizer import MegatronOptimizer
 from rlhf_mcore.mcore.optimizer_state import (
     load_optimizer_scalars,
     optimizer_scalars,
@@ -22,9 +23,6 @@ from rlhf_mcore.mcore.optimizer_state import (
 )
 from rlhf_mcore.roles.role import Role
 from rlhf_mcore.roles.trained import TrainedRole
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 TRAINING = "training"
 _COUNTS = ("num_updates", "num_bad_updates")

@@ -6,21 +6,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import token_weights
 from rlhf_mcore.config.schema import OptimizerConfig
-from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate, optimizer_step
+from rlhf_mcore.mcore.optimizer import MegatronOptimizer, StepOutcome, learning_rate, optimizer_step
 from rlhf_mcore.mcore.step import Metrics, forward_backward, load_balance
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.roles.role import Role, minibatches
 from rlhf_mcore.types import Microbatch, TrainBatch
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ def test_the_names_that_validation_knows_are_those_of_the_tables():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_name_functions_that_are_there(preset: str):
-    find_advantage_estimator(PRESETS[preset].get("advantage", AlgorithmConfig().advantage))
-    find_policy_loss(PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss))
+    advantage = PRESETS[preset].get("advantage", AlgorithmConfig().advantage)
+    policy_loss = PRESETS[preset].get("policy_loss", AlgorithmConfig().policy_loss)
+    assert find_advantage_estimator(advantage) is ADVANTAGE_ESTIMATORS[advantage]
+    assert find_policy_loss(policy_loss) is POLICY_LOSSES[policy_loss]
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "configuration.md"])

@@ -306,7 +306,11 @@ def test_a_refreshed_reference_has_the_actors_weights(monkeypatch: pytest.Monkey
 def test_a_reference_takes_over_nothing_where_there_is_no_model() -> None:
     trainer: Any = TrainerConfig()
     nothing: Any = None
-    Reference(nothing, nothing, trainer, 1.0).refresh(policy(None))
+    which = Reference(nothing, nothing, trainer, 1.0)
+    which.refresh(policy(None))
+    assert which.model is None
+    # The reference's ranks are the actor's: one that holds a part of neither gets the same zeros for rows that nobody has.
+    assert not which.compute_logprobs(batch()).any()
 
 
 def test_correction_factors_weigh_the_policy_loss(bigram: Lookup) -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
 
@@ -111,7 +112,12 @@ def test_rows_are_right_and_follow_the_schema(made: Path, split: str) -> None:
 def test_every_quickstart_runs_on_what_is_made(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made.parent)
     # One layer instead of four: it cannot be cut by the pipeline of the critic.
-    validate(load_config(TOOL.parents[1] / "configs" / "quickstart" / f"{name}.yaml", ["critic.layout.pp=1"]))
+    cfg = load_config(TOOL.parents[1] / "configs" / "quickstart" / f"{name}.yaml", ["critic.layout.pp=1"])
+    assert [Path(file).resolve().is_file() for file in (*cfg.data.train, *cfg.data.eval)] == [True, True]
+    validate(cfg)  # it raises what is wrong
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match=r"model\.path=quickstart/model does not exist"):
+        validate(cfg)
 
 
 def test_held_out_problems_are_not_trained_on_in_either_order(made: Path) -> None:

@@ -75,8 +75,9 @@ def test_one_that_does_not_is_never_used(wrong: float) -> None:
 
 def test_differences_within_the_tolerance_are_rounding() -> None:
     bridge, engine = canary([[0.0, -1.01], [0.0]], tolerance=6e-3)
-    bridge.sync(1)
+    assert bridge.sync(1) is STATS
     engine.require_weights()
+    assert engine.policy_version == 1
 
 
 def test_coarser_dtypes_are_given_more_room() -> None:
