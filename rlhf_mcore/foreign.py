@@ -1,0 +1,338 @@
+"""The one reader of files that others wrote: configs, indexes, manifests, anything that may be damaged or hostile.
+
+``read_bytes`` opens regular files only and checks the size before it allocates. ``read_json`` bounds size, number of values and depth,
+and refuses what no writer of such a file means: NaN, infinities, integers of hundreds of digits, keys that appear twice, NUL and
+lone surrogates in texts (they break paths, terminals and UTF-8 further on). ``Fields`` gives typed access: each error names file, key,
+value and remedy. The only exception that leaves this module is ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from rlhf_mcore.config.errors import ConfigError
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_BLOCK_BYTES = 2**20
+_MAX_INTEGER = 2**64  # beyond it no size, count, seed or offset is meant, and arithmetic gets slow
+_SHOWN = reprlib.Repr()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 80, 80
+
+T = TypeVar("T")
+
+
+_REQUIRED: Any = object()  # the default of a field that must be there
+
+
+class MissingFile(ConfigError):
+    """There is no such file. Its own type, because some files may be absent, but none may be broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a JSON document may be. The defaults are for a model's small files: ten times the largest that is published."""
+
+    num_bytes: int = 16 * 2**20
+    num_values: int = 500_000
+    depth: int = 32
+
+
+SMALL = Limits()
+# Indexes of weights and states, headers, manifests: an entry for every tensor or file of a model and every rank.
+INDEX = Limits(num_bytes=128 * 2**20, num_values=4_000_000)
+
+
+def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the path") -> BinaryIO:
+    """A regular file, open for reading. Never waits for a writer and never opens a device.
+
+    ``where`` names the file in messages (its path if empty), ``remedy`` closes them.
+
+    Raises:
+        MissingFile: there is no such file.
+        ConfigError: it is not a regular file, or cannot be opened.
+    """
+    where = where or str(path)
+    try:
+        _check_kind(os.stat(path).st_mode, where, remedy)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            _check_kind(os.fstat(handle).st_mode, where, remedy)  # it may have been replaced since
+            return os.fdopen(handle, "rb", buffering=0)
+        except BaseException:
+            os.close(handle)
+            raise
+    except FileNotFoundError as error:
+        raise MissingFile(f"{where}: no such file (looked from {_here()}); {remedy}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
+        raise _wrapped(error, where, remedy) from error
+
+
+def read_bytes(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> bytes:
+    """A whole regular file of at most ``limit`` bytes. The size is compared before memory is taken.
+
+    Raises:
+        MissingFile, ConfigError: as ``open_file``, or it is larger.
+    """
+    where = where or str(path)
+    with open_file(path, where=where, remedy=remedy) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise ConfigError(f"{where}: {size:,} bytes, but at most {limit:,} are read of such a file; {remedy}")
+            parts, total = [], 0
+            while part := file.read(min(_BLOCK_BYTES, limit + 1 - total)):
+                parts.append(part)
+                total += len(part)
+        except OSError as error:
+            raise _wrapped(error, where, remedy) from error
+    if total > limit:  # files below /proc have no size
+        raise ConfigError(f"{where}: more than {limit:,} bytes, the most that is read of such a file; {remedy}")
+    return b"".join(parts)
+
+
+def read_text(path: str | Path, *, limit: int, where: str = "", remedy: str = "correct the path") -> str:
+    """As ``read_bytes``, decoded from UTF-8. NUL is refused.
+
+    Raises:
+        MissingFile, ConfigError: as ``read_bytes``, or it is not such a text.
+    """
+    data = read_bytes(path, limit=limit, where=where, remedy=remedy)
+    return _decoded(data, where or str(path), remedy)
+
+
+def read_json(
+    path: str | Path,
+    *,
+    limits: Limits = SMALL,
+    where: str = "",
+    remedy: str = "download or export it again",
+) -> Fields:
+    """The object that a JSON file holds.
+
+    Raises:
+        MissingFile: there is no such file.
+        ConfigError: it cannot be read, is beyond ``limits``, or is not an object of plain JSON values.
+    """
+    data = read_bytes(path, limit=limits.num_bytes, where=where, remedy=remedy)
+    return parse_json(data, limits=limits, where=where or str(path), remedy=remedy)
+
+
+def parse_json(data: bytes, *, limits: Limits = SMALL, where: str, remedy: str) -> Fields:
+    """As ``read_json``, of the bytes of a file.
+
+    Raises:
+        ConfigError: as ``read_json``.
+    """
+    if len(data) > limits.num_bytes:
+        raise ConfigError(f"{where}: {len(data):,} bytes, but at most {limits.num_bytes:,} are read; {remedy}")
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")  # never fewer than there are
+    if values > limits.num_values:
+        raise ConfigError(f"{where}: more than {limits.num_values:,} values, the most that are read; {remedy}")
+    text = _decoded(data, where, remedy)
+    try:
+        content = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested deeper than {limits.depth}; {remedy}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: cannot be read, not valid JSON ({_first_line(error).partition(';')[0]}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: is not a JSON object; {remedy}")
+    try:
+        _check_values(content, [], limits.depth)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; {remedy}") from None
+    return Fields(content, where, remedy)
+
+
+class Fields:
+    """A JSON object with typed access. A null counts as absent.
+
+    Every method raises ``ConfigError`` where the value is not what is asked for, or is absent and has no default.
+    """
+
+    __slots__ = ("_inside", "content", "remedy", "where")
+
+    def __init__(self, content: Mapping[str, Any], where: str, remedy: str, inside: str = "") -> None:
+        self.content, self.where, self.remedy, self._inside = content, where, remedy, inside
+
+    def __contains__(self, key: str) -> bool:
+        return self.content.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def integer(self, key: str, minimum: int = 0, maximum: int = 2**63 - 1, default: T = _REQUIRED) -> int | T:
+        """An integer from ``minimum`` to ``maximum``."""
+        expected = f"an integer from {minimum} to {maximum}"
+        return self._take(key, expected, lambda value: _is_integer(value, minimum, maximum), default)
+
+    def number(
+        self, key: str, minimum: float = -math.inf, maximum: float = math.inf, default: T = _REQUIRED
+    ) -> float | T:
+        """A number from ``minimum`` to ``maximum``."""
+        bounds = "" if math.isinf(minimum) and math.isinf(maximum) else f" from {minimum:g} to {maximum:g}"
+        return self._take(key, f"a number{bounds}", lambda value: _is_number(value, minimum, maximum), default)
+
+    def text(self, key: str, choices: Collection[str] = (), default: T = _REQUIRED) -> str | T:
+        """A text, one of ``choices`` if they are given."""
+        expected = f"one of {', '.join(choices)}" if choices else "a text"
+        return self._take(
+            key, expected, lambda value: isinstance(value, str) and (not choices or value in choices), default
+        )
+
+    def flag(self, key: str, default: T = _REQUIRED) -> bool | T:
+        """True or false."""
+        return self._take(key, "true or false", lambda value: isinstance(value, bool), default)
+
+    def texts(self, key: str, default: T = _REQUIRED) -> list[str] | T:
+        """A list of texts."""
+        return self._take(
+            key, "a list of texts", lambda value: _is_list(value, lambda item: isinstance(item, str)), default
+        )
+
+    def integers(self, key: str, minimum: int = 0, maximum: int = 2**63 - 1, default: T = _REQUIRED) -> list[int] | T:
+        """A list of integers from ``minimum`` to ``maximum``."""
+        expected = f"a list of integers from {minimum} to {maximum}"
+        return self._take(
+            key, expected, lambda value: _is_list(value, lambda item: _is_integer(item, minimum, maximum)), default
+        )
+
+    def items(self, key: str, default: T = _REQUIRED) -> list[Any] | T:
+        """A list of any values."""
+        return self._take(key, "a list", lambda value: isinstance(value, list), default)
+
+    def object(self, key: str, default: T = _REQUIRED) -> Fields | T:
+        """An object, with typed access to its own fields."""
+        found = self._take(key, "an object", lambda value: isinstance(value, dict), default)
+        return Fields(found, self.where, self.remedy, f"{self._inside}{key}.") if isinstance(found, dict) else found
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        """The error of a field that is not ``expected``."""
+        value = self.content.get(key)
+        name = shorten(f"{self._inside}{key}", 200)
+        if value is None:
+            return ConfigError(f"{self.where} has no {name}, which is {expected}; {self.remedy}")
+        return ConfigError(f"{self.where} has {name}={_SHOWN.repr(value)}, not {expected}; {self.remedy}")
+
+    def _take(self, key: str, expected: str, fits: Callable[[Any], bool], default: Any) -> Any:
+        value = self.content.get(key)
+        if value is None and default is not _REQUIRED:
+            return default
+        if value is None or not fits(value):
+            raise self.wrong(key, expected)
+        return value
+
+
+def shorten(value: object, length: int = 80) -> str:
+    """A foreign value for a message: on one line, without control characters, at most ``length`` characters."""
+    text = value if isinstance(value, str) else _SHOWN.repr(value)
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: length + 1])
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def _is_integer(value: object, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def _is_number(value: object, minimum: float, maximum: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _check_kind(mode: int, where: str, remedy: str) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise ConfigError(f"{where}: {kind}, not a regular file; {remedy}")
+
+
+def _decoded(data: bytes, where: str, remedy: str) -> str:
+    if b"\0" in data:
+        raise ConfigError(f"{where}: cannot be read, it has a NUL at byte {data.index(0)}; {remedy}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: cannot be read, not UTF-8 at byte {error.start}; {remedy}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    known = dict(pairs)
+    if len(known) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {shorten(key)!r} appears twice")
+            seen.add(key)
+    return known
+
+
+def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], depth: int) -> None:
+    """Raises ValueError, naming the place, for what is not a plain value. The recursion ends at ``depth``."""
+    if len(path) >= depth:
+        raise ValueError(f"nested deeper than {depth}")
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        path.append(key)
+        if isinstance(child, dict | list):
+            _check_values(child, path, depth)
+        elif isinstance(child, float) and not math.isfinite(child):
+            raise ValueError(f"{_place(path)} is {child}, not a finite number")
+        elif isinstance(child, int) and not -_MAX_INTEGER < child < _MAX_INTEGER:
+            raise ValueError(f"{_place(path)} is an integer of {child.bit_length()} bits, beyond 64")
+        if not all(_is_plain(text) for text in (key, child) if isinstance(text, str)):
+            raise ValueError(f"{_place(path)} holds a NUL or a lone surrogate")
+        path.pop()
+
+
+def _is_plain(text: str) -> bool:
+    if "\0" in text:
+        return False
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _place(path: Sequence[str | int]) -> str:
+    """``a.b[3]``"""
+    parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in path]
+    return shorten("".join(parts).removeprefix("."), 200)
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a directory that is gone"
+
+
+def _wrapped(error: OSError | ValueError, where: str, remedy: str) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else _first_line(error)
+    return ConfigError(f"{shorten(where, 4096)}: cannot be read ({reason}); {remedy}")
+
+
+def _first_line(error: Exception) -> str:
+    return shorten((str(error) or type(error).__name__).splitlines()[0], 200)
