@@ -30,7 +30,8 @@ STEPS, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
 )
 
 MARGIN = 1.25  # times what a step and a save are expected to take
-DECAY = 0.9  # of an expected time, per measurement that was below it
+WINDOW = 100  # measurements that are remembered
+OUTLIER = 10.0  # times the second longest: a machine that stood still, not a time to expect again
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,28 @@ class Decision:
 
 @dataclass(slots=True)
 class Expected:
-    """How long something takes: the longest so far, which fades while it takes less."""
+    """How long something takes: the longest of the last ``WINDOW`` times, unless that one stands alone."""
 
-    seconds: float | None = None
+    recent: list[float] = field(default_factory=list)  # seconds, oldest first
+
+    @property
+    def seconds(self) -> float | None:
+        """The time to reckon with, None before the first measurement."""
+        longest = sorted(self.recent)[-2:]
+        if len(longest) == 2 and longest[1] > OUTLIER * longest[0]:
+            return longest[0]
+        return longest[-1] if longest else None
 
     def measured(self, seconds: float) -> None:
         """Learn from one more time."""
-        if self.seconds is None or seconds > self.seconds:
-            self.seconds = seconds
-        else:
-            self.seconds = DECAY * self.seconds + (1 - DECAY) * seconds
+        self.recent = [*self.recent, seconds][-WINDOW:]
+
+    @classmethod
+    def from_json(cls, value: list[float] | float | None) -> Expected:
+        """What a checkpoint holds: the recent times, or the single expected time that earlier versions wrote."""
+        if value is None:
+            return cls()
+        return cls(list(value) if isinstance(value, list) else [value])
 
 
 @dataclass(slots=True)
@@ -78,15 +91,15 @@ class Triggers:
         config: of ``checkpoint``.
         num_steps: the run's last step, which is always saved.
         run: the run directory, where a file ``SAVE`` asks for a save.
-        deadline: when the job will be ended, in seconds since the epoch (``config.checkpoint_rules.deadline``).
-        clock: seconds since the epoch.
+        deadline: when the job will be ended, by ``clock``.
+        clock: seconds of a clock that nobody sets.
     """
 
     config: CheckpointConfig
     num_steps: int
     run: Path
     deadline: float | None = None
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.monotonic
     best_value: float | None = None
     best_step: int | None = None
     step_s: Expected = field(default_factory=Expected)
@@ -160,15 +173,15 @@ class Triggers:
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
-            "step_s": self.step_s.seconds,
-            "save_s": self.save_s.seconds,
+            "step_s": self.step_s.recent,
+            "save_s": self.save_s.recent,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what ``state_dict`` returned."""
         assert state.keys() == self.state_dict().keys(), f"unknown or missing keys in {sorted(state)}"
         self.best_value, self.best_step = state["best_value"], state["best_step"]
-        self.step_s, self.save_s = Expected(state["step_s"]), Expected(state["save_s"])
+        self.step_s, self.save_s = Expected.from_json(state["step_s"]), Expected.from_json(state["save_s"])
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         rule = self.rule()

@@ -21,7 +21,7 @@ from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.roles import BuiltRoles
-from rlhf_mcore.config.checkpoint_rules import deadline
+from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.mcore.model import local_parameters
@@ -123,7 +123,9 @@ def exporter(cfg: Config, role: Role, path: str) -> Exporter:
 
 
 def _triggers(cfg: Config, run: Path) -> Triggers:
-    ends = deadline(cfg.checkpoint.save_by, time.time(), os.environ)
+    left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
+    # From here on only the monotonic clock counts: the wall clock may be set while the run goes on.
+    ends = None if left is None else time.monotonic() + left
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends)
 
 

@@ -26,18 +26,18 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
     yield from _resume_problems(checkpoint)
     if checkpoint.save_by is not None:
         try:
-            deadline(checkpoint.save_by, 0.0, {})
+            time_left(checkpoint.save_by, 0.0, {})
         except ConfigError as error:
             yield str(error)
 
 
-def deadline(save_by: str | None, start: float, environment: Mapping[str, str]) -> float | None:
-    """When the job will be ended, in seconds since the epoch; None: nobody knows.
+def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
+    """Seconds from ``now`` until the job will be ended; None: nobody knows.
 
     Args:
-        save_by: the key's value: minutes after ``start``, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
-        start: when the job was started, in seconds since the epoch.
-        environment: where ``auto`` finds what SLURM says.
+        save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
+        now: the wall clock when the job was started, in seconds since the epoch.
+        environment: where ``auto`` finds SLURM's end of the job.
 
     Raises:
         ConfigError: ``save_by`` is none of these.
@@ -46,11 +46,11 @@ def deadline(save_by: str | None, start: float, environment: Mapping[str, str]) 
         return None
     if save_by == AUTO:
         end = environment.get(SLURM_END, "")
-        return float(end) if end.isdecimal() else None
+        return float(end) - now if end.isdecimal() else None
     if _MINUTES.fullmatch(save_by):
-        return start + 60 * float(save_by)
+        return 60 * float(save_by)
     try:
-        return datetime.fromisoformat(save_by).timestamp()
+        return datetime.fromisoformat(save_by).timestamp() - now
     except ValueError:
         raise ConfigError(
             f"checkpoint.save_by={save_by!r} is no time; give minutes from the start, a time like 2026-01-01T00:00, "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,14 +156,48 @@ def test_fault_17_the_run_saves_while_a_step_and_a_save_still_fit(make: Make, cl
     assert clock.now - start == 940
 
 
-def test_fault_17_a_long_step_is_remembered_but_fades(make: Make, clock: Clock) -> None:
-    triggers = make()
+def test_fault_17_a_long_step_is_remembered_for_a_hundred_steps(make: Make, clock: Clock) -> None:
+    triggers = make(num_steps=1000)
     taken = []
-    for step, seconds in enumerate([10, 50, 10, 10], 1):
+    for step, seconds in enumerate([10, 50, *[10] * 99, 10], 1):
         clock.now += seconds
         triggers.decide(step, {})
         taken.append(triggers.step_s.seconds)
-    assert taken == [10, 50, pytest.approx(46), pytest.approx(42.4)]
+    assert taken[:3] == [10, 50, 50] and taken[-2:] == [50, 10]
+
+
+def test_a_machine_that_stood_still_for_a_day_teaches_the_budget_nothing(make: Make, clock: Clock) -> None:
+    triggers = make(deadline=clock.now + 100_000)
+    for step, seconds in enumerate([10, 10, 86_400, 10], 1):
+        clock.now += seconds
+        assert not triggers.decide(step, {}).stop
+    assert triggers.step_s.seconds == 10
+    clock.now += 90  # slow twice: that is how long a step takes
+    triggers.decide(5, {})
+    clock.now += 95
+    triggers.decide(6, {})
+    assert triggers.step_s.seconds == 95
+
+
+def test_a_time_that_an_earlier_version_learned_from_a_jump_is_forgotten(make: Make, clock: Clock) -> None:
+    triggers = make(deadline=clock.now + 3600)
+    triggers.load_state_dict({"best_value": None, "best_step": None, "step_s": 30135.0, "save_s": 2.0})
+    clock.now += 10
+    assert not triggers.decide(1, {}).stop
+    assert (triggers.step_s.seconds, triggers.save_s.seconds) == (10, 2)
+
+
+def test_the_clock_of_the_wall_may_be_set_to_any_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A day forward is not a long step, a day back does not hold back what is due by minutes."""
+    wall = Clock(time.time())
+    monkeypatch.setattr(time, "time", wall)
+    triggers = Triggers(CheckpointConfig(save_minutes=1e-9), 100, tmp_path, time.monotonic() + 3600)
+    triggers.begin()
+    wall.now += 86_400
+    assert triggers.decide(1, {}).reasons == ("minutes",)
+    wall.now -= 2 * 86_400
+    assert triggers.decide(2, {}) == Decision(("minutes",))
+    assert triggers.step_s.seconds is not None and triggers.step_s.seconds < 3600
 
 
 def test_fault_17_a_save_is_measured_while_there_is_time(make: Make, clock: Clock) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.checkpoint_rules import deadline
+from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
@@ -81,13 +81,13 @@ def test_a_checkpoint_may_be_named(workspace: Any, tmp_path: Path) -> None:
     [
         (None, {"SLURM_JOB_END_TIME": "1700000000"}, None),
         ("auto", {}, None),
-        ("auto", {"SLURM_JOB_END_TIME": "1700000000"}, 1_700_000_000.0),
+        ("auto", {"SLURM_JOB_END_TIME": "1700000000"}, 1_700_000_000.0 - 1000),
         ("auto", {"SLURM_JOB_END_TIME": "unknown"}, None),
-        ("90", {"SLURM_JOB_END_TIME": "1700000000"}, 1000.0 + 90 * 60),
-        ("0.5", {}, 1030.0),
-        ("2026-01-01T00:00+00:00", {}, datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp()),
-        ("2026-01-01T00:00", {}, datetime(2026, 1, 1).timestamp()),  # the machine's time zone
+        ("90", {"SLURM_JOB_END_TIME": "1700000000"}, 90 * 60.0),
+        ("0.5", {}, 30.0),
+        ("2026-01-01T00:00+00:00", {}, datetime(2026, 1, 1, tzinfo=timezone.utc).timestamp() - 1000),
+        ("2026-01-01T00:00", {}, datetime(2026, 1, 1).timestamp() - 1000),  # the machine's time zone
     ],
 )
 def test_the_time_limit(save_by: str | None, environment: dict[str, str], expected: float | None) -> None:
-    assert deadline(save_by, 1000.0, environment) == expected
+    assert time_left(save_by, 1000.0, environment) == expected
