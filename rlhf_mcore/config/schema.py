@@ -155,6 +155,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_model_len: Optional[int] = None  # null: data.max_prompt_tokens + sampling.max_new_tokens
     max_num_seqs: int = 256
+    max_num_batched_tokens: Optional[int] = None  # vllm: most tokens of one forward pass; null: vLLM's choice
     gpu_memory_utilization: float = 0.5  # CUDA: share of the device's memory an engine may use
     kv_cache_gib: float = 0.5  # CPU: size of an engine's KV cache
     prefix_caching: bool = True

@@ -146,6 +146,7 @@ RANGES: dict[str, Range] = {
     "rollout.sampling.max_new_tokens": AT_LEAST_1,
     "rollout.max_model_len": AT_LEAST_1,
     "rollout.max_num_seqs": AT_LEAST_1,
+    "rollout.max_num_batched_tokens": AT_LEAST_1,
     "rollout.gpu_memory_utilization": SHARE,
     "rollout.kv_cache_gib": ABOVE_0,
     "bridge.bucket_bytes": AT_LEAST_1,

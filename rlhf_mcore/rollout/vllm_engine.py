@@ -65,7 +65,8 @@ class VLLMEngine(VersionedWeights):
                 knows experts by other names than checkpoints do.
 
         Raises:
-            ConfigError: tp does not divide the world size, or a directory that cannot be used.
+            ConfigError: tp does not divide the world size, a directory that cannot be used, or a cache that does not hold one
+                response of ``max_model_len``.
             RuntimeError: torch.distributed is not initialised.
         """
         super().__init__()
@@ -90,7 +91,9 @@ class VLLMEngine(VersionedWeights):
         self._asleep = False
         options = self._options(cfg, model_dir=model_dir, dtype=dtype, seed=seed)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
-            self._llm = _start(options)
+            self._llm = _start(options, cfg, on_cuda=self._on_cuda)
+        if not self._on_cuda:
+            _spare_generators_of_cut_prompts(self._worker().model_runner)
 
     def _options(self, cfg: RolloutConfig, *, model_dir: str, dtype: str, seed: int) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
@@ -111,6 +114,9 @@ class VLLMEngine(VersionedWeights):
             "disable_log_stats": True,
             "seed": seed,
         }
+        if cfg.max_num_batched_tokens is not None:
+            options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
+            options["max_num_seqs"] = min(cfg.max_num_seqs, cfg.max_num_batched_tokens)  # each decodes a token in a pass
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep
@@ -255,17 +261,52 @@ def _rank_and_world_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _start(options: dict[str, Any]) -> Any:
+def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any:
     """A vllm.LLM that leaves the trainer's process group alone.
 
     vLLM's engine core destroys the default process group when it is collected or the interpreter ends; here that group
     is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
+
+    Raises:
+        ConfigError: the cache of keys and values is smaller than one response of the greatest length.
     """
     from vllm import LLM
+    from vllm.distributed.parallel_state import destroy_model_parallel
 
-    llm = LLM(**options)
+    try:
+        llm = LLM(**options)
+    except ValueError as error:
+        if "larger than the available KV cache memory" not in str(error) and "for the cache blocks" not in str(error):
+            raise
+        destroy_model_parallel()  # or its groups would be in the way of the next engine
+        key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
+        raise ConfigError(
+            f"rollout.{key}={getattr(cfg, key)}: the cache of an engine does not hold one prompt and response of "
+            f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens"
+        ) from error
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
+
+
+def _spare_generators_of_cut_prompts(runner: Any) -> None:
+    """Keep a prompt that is computed in parts from drawing before it is complete.
+
+    vLLM samples a token for every request of a pass and discards those of prompts that the token budget has cut. It then winds
+    the request's generator back by an offset, which generators on a CPU do not have (vLLM 0.32: "CPU Generator does not use
+    offset"). Here such a request has no generator while the discarded token is drawn, so its own is where it was.
+    """
+    sample = runner.sample_tokens
+
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        generators, cut = runner.input_batch.generators, runner.discard_request_mask.np
+        spared = {index: generators.pop(index) for index in list(generators) if cut[index]}
+        try:
+            return sample(*args, **kwargs)
+        finally:
+            generators.update(spared)
+
+    runner.sample_tokens = sample_tokens
 
 
 def _completion(output: Any) -> Completion:

@@ -270,6 +270,7 @@ ROWS = (
     Row(ROLLOUT + "top_k", "rollout.sampling.top_k", int),
     Row(ROLLOUT + "max_model_len", "rollout.max_model_len"),
     Row(ROLLOUT + "max_num_seqs", "rollout.max_num_seqs", int),
+    Row(ROLLOUT + "max_num_batched_tokens", "rollout.max_num_batched_tokens", int),
     Row(ROLLOUT + "gpu_memory_utilization", "rollout.gpu_memory_utilization", float),
     Row(ROLLOUT + "enable_prefix_caching", "rollout.prefix_caching", bool),
     Row(ROLLOUT + "enforce_eager", "rollout.enforce_eager", bool),

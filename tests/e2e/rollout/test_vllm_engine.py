@@ -112,6 +112,22 @@ def test_another_step_draws_other_responses(seen: Seen) -> None:
     assert all(now[key] != later[key] for key in now)
 
 
+def test_a_response_depends_neither_on_the_token_budget_nor_on_the_room_in_the_cache(seen: Seen) -> None:
+    """vLLM 0.32 ended with "CPU Generator does not use offset" where the budget cut a prompt whose requests have seeds."""
+    long = seen[0]["long"]
+    expected = by_key(long["whole"]["drawn"])
+    assert len(expected) == 64 and long["whole"]["preempted"] == 0
+    for name, preempted in (("budget", False), ("budget and cache", True)):
+        assert by_key(long[name]["drawn"]) == expected, name
+        assert (long[name]["preempted"] > 0) == preempted, name
+
+
+def test_a_cache_that_holds_no_whole_response_is_refused_by_its_key(seen: Seen) -> None:
+    for rank in seen:
+        message = rank["long"]["no cache"]
+        assert message.startswith("rollout.kv_cache_gib=5e-05: ") and "rollout.max_model_len=160" in message
+
+
 def test_loading_other_weights_and_back_restores_the_outputs(seen: Seen) -> None:
     reload = seen[0]["reload"]
     a, b, again = ([t["ids"] for t in reload[name]] for name in ("a", "b", "a again"))
@@ -155,7 +171,7 @@ def test_sleep_and_wake_keep_the_weights_on_a_cpu(seen: Seen) -> None:
 
 
 def test_a_prompt_without_room_for_a_response_is_refused(seen: Seen) -> None:
-    assert "'long'" in seen[0]["too long"] and "rollout.max_model_len=64" in seen[0]["too long"]
+    assert "'long'" in seen[0]["too long"] and "rollout.max_model_len=160" in seen[0]["too long"]
 
 
 def test_the_process_is_left_as_it_was(seen: Seen) -> None:

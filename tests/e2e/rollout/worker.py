@@ -19,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 
 NEW_TOKENS = 24
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 160
+LONG_PROMPT = 95
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -168,6 +170,41 @@ def check_broken_loads(engine: Any, models: Models) -> dict[str, Any]:
     return seen
 
 
+def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
+    """64 responses to prompts of 95 tokens, and how often the scheduler took a running response's cache away."""
+    engine.load_weights(models.weights(models.a), version=20)
+    scheduler, preempted = engine._llm.llm_engine.engine_core.engine_core.scheduler, 0
+    preempt = scheduler._preempt_request
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        nonlocal preempted
+        preempted += 1
+        preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counting
+    rows = [[3 + (7 * row + 5 * i) % 90 for i in range(LONG_PROMPT)] for row in range(8)]
+    long = [Prompt(f"l{row}", row, ids, "") for row, ids in enumerate(rows)]
+    drawn = engine.generate(long, Sampling(n=8, temperature=0.8, max_new_tokens=60), step=2)
+    del scheduler._preempt_request
+    return {"drawn": summary(drawn), "preempted": preempted}
+
+
+def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, Any]:
+    """The same with a token budget that cuts every prompt, then also with a cache for a few responses, and one for none."""
+    seen = {}
+    for name, kv_cache_gib in (("budget", 0.125), ("budget and cache", 0.0004), ("no cache", 0.00005)):
+        cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=kv_cache_gib, max_num_batched_tokens=64)
+        options = {"model_dir": directory, "tokenizer_dir": directory, "dtype": "fp32"}
+        try:
+            engine: Any = build_engine(cfg, **options, max_model_len=MAX_MODEL_LEN, seed=0)
+        except ConfigError as error:
+            seen[name] = str(error)
+            continue
+        seen[name] = check_long_prompts(engine, models)
+        engine.close()
+    return seen
+
+
 def measure(engine: Any, models: Models) -> dict[str, float]:
     start = time.perf_counter()
     engine.load_weights(models.weights(models.a), version=11)
@@ -201,12 +238,14 @@ def try_engine(tp: int, directory: Path) -> None:
     engine.wake()
     seen["after sleep"] = engine.policy_version
     seen["too long"] = error_of(engine.generate, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
+    seen["long"] = {"whole": check_long_prompts(engine, models)}
     seen["measured"] = measure(engine, models)
     engine.close()
     seen["closed"] = error_of(engine.generate, prompts(1), Sampling(), step=0)
     ranks = torch.ones(1)
     dist.all_reduce(ranks)  # the trainer's group outlives the engine
     seen["ranks after close"] = ranks.item()
+    seen["long"] |= check_small_budgets(tp, directory_a, models)
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
