@@ -92,6 +92,20 @@ def base_of(checkpoint: Path) -> Path | None:
     return path
 
 
+def has_base(checkpoint: Path) -> bool:
+    """Whether all that a checkpoint needs is beside it: True for a full one, and for one whose manifest cannot be read."""
+    try:
+        if read_manifest(checkpoint).about.base is None:
+            return True
+    except ConfigError:
+        return True  # damaged, which is found and said when it is loaded
+    try:
+        base_of(checkpoint)
+    except ConfigError:
+        return False
+    return True
+
+
 def verify_chain(checkpoint: Path, *, hashes: bool = True) -> list[Problem]:
     """``manifest.verify`` of a checkpoint, and of the full one that it leans on."""
     problems = verify(checkpoint, hashes=hashes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhf_mcore.checkpoint.delta import has_base
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, Checkpoint, linked_step, scan
 from rlhf_mcore.checkpoint.manifest import read_manifest
@@ -50,14 +51,17 @@ def point(link: Path, target: str, disk: Disk) -> None:
 def refresh_links(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
     """Let ``latest`` name the newest checkpoint and ``best`` the best one, where they do not. Returns what was changed.
 
-    Without a rule a ``best`` that names a checkpoint stays as it is. A link to nothing is removed.
+    Without a rule a ``best`` that names a checkpoint stays as it is. A link to nothing is removed. Differences whose full checkpoint
+    is gone are not usable, and no link names them.
     """
-    checkpoints = scan(run)
+    checkpoints = [checkpoint for checkpoint in scan(run) if has_base(checkpoint.path)]
     latest = checkpoints[-1].step if checkpoints else None
     best = linked_step(run, BEST)
     if rule is not None:
         found = find_best(checkpoints, rule)
         best = found.step if found else None
+    elif best not in [checkpoint.step for checkpoint in checkpoints]:
+        best = None
     changed = [_refresh(run / LATEST, latest, disk), _refresh(run / BEST, best, disk)]
     return [note for note in changed if note]
 

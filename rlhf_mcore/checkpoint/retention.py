@@ -1,6 +1,7 @@
 """Which checkpoints stay. Decided from what is on the disk, and only after a commit.
 
-What is dropped first loses its name, then its files: a kill in between leaves no half checkpoint.
+What is dropped first loses its name, then its files: a kill in between leaves no half checkpoint. Differences go before the full
+checkpoint that they need: a kill in between leaves none without it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Retention:
 
 
 def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
-    """The checkpoints that the policy does not keep, oldest first."""
+    """The checkpoints that the policy does not keep, in the order in which they may go: deltas before full ones, oldest first."""
     checkpoints = scan(run)
     if policy.limit is None:
         return []
@@ -47,7 +48,8 @@ def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
     if policy.keep_every:
         kept |= {checkpoint.step for checkpoint in checkpoints if checkpoint.step % policy.keep_every == 0}
     kept |= _bases([checkpoint for checkpoint in checkpoints if checkpoint.step in kept])
-    return [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
+    gone = [checkpoint for checkpoint in checkpoints if checkpoint.step not in kept]
+    return sorted(gone, key=lambda checkpoint: not _bases([checkpoint]))
 
 
 def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.links import BestRule
-from rlhf_mcore.checkpoint.manifest import About, verify
+from rlhf_mcore.checkpoint.manifest import DELTA, About, Base, read_manifest, verify
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
 from tests.unit.checkpoint.saving import FailingDisk, RecordingDisk, contents, read, save
 
@@ -88,6 +89,29 @@ def test_a_killed_removal_leaves_no_half_checkpoint(walked: dict[str, list[dict[
     for found in kills(walked, "prune", at_least=8):
         assert found["before"] in (OLD, {"20": "first"}), found
         assert found["after"] == found["before"] and found["left"] == []
+
+
+def test_fault_29_a_kill_inside_pruning_leaves_no_differences_without_their_full_checkpoint(
+    walked: dict[str, list[dict[str, Any]]],
+) -> None:
+    seen = set()
+    for found in kills(walked, "prune deltas", at_least=40):
+        assert set(found["before"].values()) == {"first"}, found  # every one that is listed can be loaded
+        assert found["after"] == found["before"] and (found["left"], found["link_after"]) == ([], 25)
+        seen.add(tuple(found["before"]))
+    assert seen >= {("20", "25"), ("10", "20", "22", "25"), ("25",)}
+
+
+def test_fault_29_no_link_names_differences_whose_full_checkpoint_is_gone(tmp_path: Path) -> None:
+    for step, accuracy in ((10, 0.1), (20, 0.2)):
+        save(tmp_path, step, metrics={"evaluate/accuracy": accuracy})
+    base = Base("checkpoint-20", read_manifest(tmp_path / "checkpoint-20").digest)
+    save(tmp_path, 30, about=About(30, DELTA, base, {"evaluate/accuracy": 0.3}))
+    recover(tmp_path, BestRule("evaluate/accuracy"), Disk())
+    assert (linked_step(tmp_path, "latest"), linked_step(tmp_path, "best")) == (30, 30)
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    recover(tmp_path, None, Disk())
+    assert (linked_step(tmp_path, "latest"), linked_step(tmp_path, "best")) == (10, None)
 
 
 def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved() -> None:

@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import verify
+from rlhf_mcore.checkpoint.manifest import DELTA, About, Base, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from tests.unit.checkpoint.saving import KillingDisk, contents, save
@@ -28,6 +29,15 @@ Action = Callable[[Path, Disk], object]
 def two_checkpoints(run: Path) -> None:
     save(run, 10)
     save(run, 20)
+
+
+def deltas(run: Path) -> None:
+    """Two full checkpoints with two deltas each, and one that stays."""
+    for full in (10, 20):
+        base = Base(f"checkpoint-{full}", read_manifest(save(run, full)).digest)
+        for step in (full + 1, full + 2):
+            save(run, step, about=About(step, DELTA, base))
+    save(run, 25)
 
 
 def interrupted(run: Path) -> None:
@@ -47,6 +57,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], object], Action]] = {
     "again": (two_checkpoints, lambda run, disk: save(run, 20, "second", disk=disk)),
     "recover": (interrupted, lambda run, disk: recover(run, None, disk)),
     "prune": (two_checkpoints, lambda run, disk: prune(run, Retention(limit=1), disk)),
+    "prune deltas": (deltas, lambda run, disk: prune(run, Retention(limit=1), disk)),
 }
 
 
@@ -108,7 +119,7 @@ def _intact(run: Path) -> dict[str, str]:
 
 
 def _version(path: Path, step: int) -> str:
-    problems = verify(path)
+    problems = verify_chain(path)
     if problems:
         return str(problems[0])
     data = (path / "actor" / "model.safetensors").read_bytes()
