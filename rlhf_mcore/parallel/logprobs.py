@@ -38,7 +38,9 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallel(torch.autograd.Function):
-    """With z = logits / T: logprob = z_y - lse(z), entropy = lse(z) - sum_j p_j z_j.
+    """With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
+
+    The largest logit is taken off before anything is added, so an offset that all logits share costs no digits.
 
     d logprob / d z_j = 1[j = y] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy).
     """
@@ -52,20 +54,20 @@ class _VocabParallel(torch.autograd.Function):
             _forward_chunk(_scaled(logits[a:b], temperature, vocab_size - first), labels[a:b] - first, group)
             for a, b in _chunks(logits.size(0))
         ]
-        target, lse, expected = (torch.cat(column) for column in zip(*parts, strict=True))
-        entropy = lse - expected
-        ctx.save_for_backward(logits, labels, lse, entropy)
+        target, log_sum, expected, peak = (torch.cat(column) for column in zip(*parts, strict=True))
+        entropy = log_sum - expected
+        ctx.save_for_backward(logits, labels, peak, log_sum, entropy)
         ctx.first, ctx.width, ctx.temperature = first, vocab_size - first, temperature
-        return target - lse, entropy
+        return target - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, lse, entropy = ctx.saved_tensors
+        logits, labels, peak, log_sum, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         out = torch.empty_like(logits)
         for a, b in _chunks(logits.size(0)):
             z = _scaled(logits[a:b], ctx.temperature, ctx.width)
-            log_p = z - lse[a:b, None]
+            log_p = z - peak[a:b, None] - log_sum[a:b, None]
             p = log_p.exp()
             # Padding has p = 0 and log p = -inf, whose product must be 0.
             surprise = torch.where(p > 0, log_p, 0.0) + entropy[a:b, None]
@@ -94,15 +96,19 @@ def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return torch.where(here, labels, 0), here
 
 
-def _forward_chunk(z: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Target logit, log-sum-exp and expected logit of each token: [n] each, reduced over the group."""
+def _forward_chunk(z: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Target logit, log-sum-exp and expected logit of each token, relative to its largest one, and that: [n] each.
+
+    Reduced over the group. ``z`` is overwritten.
+    """
     peak = z.max(dim=1).values
     if group.size() > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-    weights = (z - peak[:, None]).exp()
+    z -= peak[:, None]
+    weights = z.exp()
     columns, here = _local_columns(labels, z.size(1))
     target = torch.where(here, z.gather(1, columns[:, None]).squeeze(1), 0.0)
     sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
-    return sums[0], sums[1].log() + peak, sums[2] / sums[1]
+    return sums[0], sums[1].log(), sums[2] / sums[1], peak

@@ -115,6 +115,18 @@ def test_certain_and_impossible_tokens_stay_finite() -> None:
     assert leaf.grad is not None and leaf.grad.tolist() == [[0.0, 0.0, 0.0], [-1.0, 1.0, 0.0]]
 
 
+@pytest.mark.parametrize("offset", [0.0, 2.0**12, -(2.0**16)])
+def test_an_offset_of_all_logits_costs_no_digits(offset: float) -> None:
+    logits, labels = sample(2, 9, width=VOCAB)
+    logits = (logits * 64).round() / 64  # so that the sum with the offset is exact
+    near, far = (ours(x, labels, temperature=1.0) for x in (logits, logits + offset))
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+    found = gradient(lambda x: ours(x, labels, temperature=1.0), logits + offset, (0.8, -0.3))
+    assert torch.equal(found, gradient(lambda x: ours(x, labels, temperature=1.0), logits, (0.8, -0.3)))
+    for value, reference in zip(far, plain(logits, labels, VOCAB, 1.0), strict=True):
+        torch.testing.assert_close(value.double(), reference, rtol=1e-6, atol=5e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 6, 7])
 def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = sample(tokens)
