@@ -158,7 +158,9 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None  # [B, T] float32, as all that follow zero outside loss_mask
     old_logprobs: Tensor | None = None  # [B, T] float32
     old_values: Tensor | None = None  # [B, T] float32: value of the state before each token
-    bootstrap_values: Tensor | None = None  # [B] float32: value of the state after the last token
+    bootstrap_values: Tensor | None = (
+        None  # [B] float32: value of the state after the last token; with bootstrap_truncated
+    )
     correction: Tensor | None = None  # [B, T] float32: factors of the token weights of the policy loss
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
     rewards: Tensor | None = None  # [B, T] float32: after shaping and KL

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import AlgorithmConfig
 
+# A standard deviation that is this small a part of the largest value is what rounding float32 sums leaves of equal values
+# (a few units in the last place, 2^-24 each), and no difference to learn from.
+ROUNDING = 2.0**-20
+
 
 @advantage_estimator("gae")
 def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
@@ -21,15 +25,16 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     A_t = sum_k (gamma lam)^k delta_{t+k},   delta_t = r_t + gamma V_{t+1} - V_t,   returns_t = A_t + V_t
 
     over the trainable tokens of a response; others between them (a tool's output) are stepped over. After the last one
-    V is 0 where the policy ended the response (terminated), and ``bootstrap_values`` where the token limit did
-    (truncated). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
+    V is 0. With ``bootstrap_truncated`` it is ``bootstrap_values`` where the token limit ended the response (Pardo et al.
+    2018, arXiv 1712.00378). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
-    if inputs.bootstrap_values is not None:
+    if cfg.bootstrap_truncated:
+        assert inputs.bootstrap_values is not None, (
+            "a truncated response needs the value of the state it was cut off in"
+        )
         ends = torch.where(inputs.truncated, inputs.bootstrap_values.float(), ends)
-    else:
-        assert not inputs.truncated.any(), "a truncated response needs the value of the state that it was cut off in"
     values = torch.where(inputs.loss_mask, inputs.old_values.float(), 0)
     advantages = _lambda_advantages(inputs, values, ends, cfg.gamma, cfg.lam)
     returns = advantages + values
@@ -97,7 +102,8 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
       which standard deviation; as in the usual implementations it is the sample one, with G - 1 in the denominator;
     - otherwise: r_i - mean   (Dr. GRPO, arXiv 2503.20783, section 3.2), which is 0 for a group of one.
 
-    Outcomes that are all equal give exactly zero. A NaN outcome makes its own group NaN and no other.
+    Outcomes that are equal, but for the rounding of float32, give exactly zero. A NaN outcome makes its own group NaN and
+    no other.
 
     Args:
         outcomes: [B] total reward of each response. Every group must be here whole.
@@ -118,12 +124,13 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
         )
     zeros = torch.zeros(len(counts), dtype=torch.float64, device=outcomes.device)
     wide = outcomes.double()
+    largest = zeros.scatter_reduce(0, index, wide.abs(), "amax")
     # Relative to the group's smallest outcome, equal outcomes are exact zeros whatever their value.
     wide = wide - zeros.scatter_reduce(0, index, wide, "amin", include_self=False)[index]
     deviations = wide - (zeros.index_add(0, index, wide) / counts)[index]
     if normalize_std:
-        variances = zeros.index_add(0, index, deviations.square()) / (counts - 1)
-        deviations = deviations / (variances.sqrt()[index] + eps)
+        stds = (zeros.index_add(0, index, deviations.square()) / (counts - 1)).sqrt()
+        deviations = torch.where((stds <= ROUNDING * largest)[index], 0.0, deviations / (stds[index] + eps))
     return deviations.to(torch.promote_types(outcomes.dtype, torch.float32))
 
 
@@ -133,17 +140,20 @@ def broadcast_to_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / (std + eps) over all tokens in the bool mask, with N in the variance; zero outside.
+    """(x - mean) / sqrt(variance + eps) over all tokens in the bool mask, with N in the variance; zero outside.
 
-    Values that are all equal give exactly zero.
+    ``eps`` and its place are those of verl, OpenRLHF and TRL: a deviation below 1e-4 is noise, and is not scaled up to 1.
+    Values that are equal, but for the rounding of float32, give exactly zero.
     """
     inside = values[mask].double()
     if inside.numel() == 0:
         return torch.zeros_like(values)
     deviations = inside - inside.min()  # equal values are exact zeros whatever their value
     deviations = deviations - deviations.mean()
+    variance = deviations.square().mean()
     result = torch.zeros_like(values)
-    result[mask] = (deviations / (deviations.square().mean().sqrt() + eps)).to(values.dtype)
+    if not variance.sqrt() <= ROUNDING * inside.abs().max():
+        result[mask] = (deviations * (variance + eps).rsqrt()).to(values.dtype)
     return result
 
 

@@ -34,7 +34,7 @@ def rollout_ratio_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mas
 def rollout_correction(
     old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cfg: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Factors for the token weights that make up for the engine sampling from another distribution than the trainer's.
+    """Factors of the policy loss's token weights that make up for the engine sampling from another distribution than the trainer's.
 
     With the rollout ratio rho_t = exp(old_logprobs_t - rollout_logprobs_t) of a token, for ``mode``
 
@@ -43,7 +43,8 @@ def rollout_correction(
     - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
     - ``off``: 1.
 
-    Where the ratio, before the cap, lies outside of [mask_low, mask_high] the factor is 0. The counts by which a loss is divided stay.
+    Where the ratio, before the cap, is outside of [mask_low, mask_high] the factor is 0. The counts by which a loss is divided stay.
+    As in verl, NeMo-RL and TRL the factors are of the policy term alone: KL and entropy hold the policy back on every token.
     Log ratios are clamped to +-``MAX_LOG_RATIO``.
 
     Args:

@@ -24,7 +24,9 @@ class AdvantageInputs:
     group_ids: Tensor  # [B] int64: equal for the responses to one prompt
     truncated: Tensor  # [B] bool: ended by the token limit, so not by the policy
     old_values: Tensor | None = None  # [B, T] float32: value of the state before token t; with a critic
-    bootstrap_values: Tensor | None = None  # [B] float32: value of the state after the last token; with a critic
+    bootstrap_values: Tensor | None = (
+        None  # [B] float32: value of the state after the last token; with bootstrap_truncated
+    )
 
 
 @dataclass(slots=True)
@@ -39,13 +41,14 @@ class Advantages:
 class LossInputs:
     """The tokens of a microbatch: tensors of one shape, packed [1, N] or padded [b, T].
 
-    ``weights`` carry the division by the counts of the whole minibatch; they are above 0 on trainable tokens and 0 elsewhere,
-    where the other tensors may hold anything. The sequences of a microbatch are whole.
+    Outside of ``mask`` the weights are 0 and the other tensors may hold anything. Inside, ``weights`` carry the division by the counts
+    of the whole minibatch and the rollout correction, which may be 0. The sequences of a microbatch are whole.
     """
 
     logprobs: Tensor  # current, differentiable
     old_logprobs: Tensor
     advantages: Tensor
+    mask: Tensor  # bool: trainable tokens
     weights: Tensor
     sequence_ids: Tensor  # int64: which sequence of the microbatch a token belongs to, 0 <= id < num_sequences
     num_sequences: int

@@ -15,7 +15,9 @@ ESTIMATORS = ("k1", "k2", "k3")
 MAX_LOG_RATIO = 20.0
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: Tensor | None = None) -> Tensor:
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: Tensor | None = None, clip: float | None = None
+) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token (J. Schulman, "Approximating KL divergence", 2020).
 
     With d = ref_logprobs - logprobs, of tokens drawn from the policy:
@@ -27,15 +29,16 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: 
     Unbiased is said of the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
     (E[grad logprobs] = 0) and k2 has that of the KL itself.
 
-    k3 grows as exp(d), so d is clamped from above at ``MAX_LOG_RATIO`` for it: such a token has the constant value
-    exp(20) - 21 and no gradient, instead of an overflow to inf and a NaN gradient. From below k3 grows only linearly
-    and is not clamped.
+    k3 grows as exp(d): at d = 12 one token outweighs 10^5 ordinary ones. ``clip`` bounds the value of ``k2`` and ``k3``, as
+    verl, OpenRLHF and slime do at 10; a token beyond it has that value and no gradient. ``k1`` grows only linearly and is never
+    bounded. Without ``clip`` d is still clamped from above at ``MAX_LOG_RATIO`` for k3, so that it does not overflow.
 
     Args:
         logprobs, ref_logprobs: same shape, padded [B, T] or packed [1, N].
         estimator: one of ``ESTIMATORS``.
         mask: bool of that shape. Outside it the result is 0 and garbage in the inputs reaches neither value nor
             gradient.
+        clip: largest value of a token in nats, above 0; None: no limit.
 
     Returns:
         The shape of the inputs, at least float32.
@@ -49,11 +52,13 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, mask: 
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    if estimator == "k3":
+        values = 0.5 * log_ratio.square()
+    elif estimator == "k3":
         log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(ESTIMATORS)}")
+        values = torch.expm1(log_ratio) - log_ratio
+    else:
+        raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(ESTIMATORS)}")
+    return values if clip is None else values.clamp(max=clip)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 All of them take a microbatch's tokens and give the weighted *sum* of the token losses, and detached scalar *sums* over the
 trainable tokens, which the caller divides by the global number of trainable tokens: ``clip_fraction_low`` and
 ``clip_fraction_high`` (tokens at which the lower or upper bound acts), ``approx_kl`` (k3 of KL(old || new)) and
-``importance_ratio``. Tokens of weight 0 are replaced before any arithmetic: NaN or inf in padding reaches neither loss nor gradient.
+``importance_ratio``. Tokens outside of the mask are replaced before any arithmetic: NaN or inf in padding reaches neither loss nor
+gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     metrics = _clip_metrics(ratio, inputs, cfg)
     if cfg.dual_clip is not None:
         floor = torch.where(advantages < 0, cfg.dual_clip * advantages, surrogate)
-        metrics["clip_fraction_dual"] = _count((surrogate < floor) & (inputs.weights > 0))
+        metrics["clip_fraction_dual"] = _count((surrogate < floor) & inputs.mask)
         surrogate = torch.maximum(surrogate, floor)
     return weighted_sum(-surrogate, inputs.weights), metrics
 
@@ -52,7 +53,8 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
 
     The value of s_t is that of s for every token, its gradient is that of the token's own logprob. With one advantage per response
     and ``loss_aggregation: sequence`` loss and gradient are those of eq. 5; other weights and per-token advantages have a meaning too.
-    The mean is over trainable tokens. Metrics count tokens, of which a clipped response gives all.
+    The mean is over trainable tokens, also those that the rollout correction leaves out of the loss. Metrics count tokens, of which a
+    clipped response gives all.
     """
     log_ratio = _log_ratio(inputs)
     means = _sequence_means(log_ratio.detach(), inputs)
@@ -71,13 +73,12 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
     a bound, whatever the sign of its advantage.
     """
-    trainable = inputs.weights > 0
     ratio = _log_ratio(inputs).exp().detach()
-    logprobs = torch.where(trainable, at_least_float32(inputs.logprobs), 0)
+    logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
     loss = weighted_sum(-_clipped(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
     metrics = _clip_metrics(ratio, inputs, cfg)
-    metrics["clip_fraction_low"] = _count((ratio < 1.0 - cfg.clip_low) & trainable)
-    metrics["clip_fraction_high"] = _count((ratio > 1.0 + cfg.clip_high) & trainable)
+    metrics["clip_fraction_low"] = _count((ratio < 1.0 - cfg.clip_low) & inputs.mask)
+    metrics["clip_fraction_high"] = _count((ratio > 1.0 + cfg.clip_high) & inputs.mask)
     return loss, metrics
 
 
@@ -87,7 +88,7 @@ def _log_ratio(inputs: LossInputs) -> Tensor:
     This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
     """
     log_ratio = at_least_float32(inputs.logprobs) - at_least_float32(inputs.old_logprobs)
-    return torch.where(inputs.weights > 0, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(inputs.mask, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _clipped(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
@@ -96,7 +97,7 @@ def _clipped(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:
 
 def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
     """Mean of ``values`` over the trainable tokens of each sequence, at each of its positions."""
-    ids, trainable = inputs.sequence_ids.flatten(), (inputs.weights > 0).flatten()
+    ids, trainable = inputs.sequence_ids.flatten(), inputs.mask.flatten()
     zeros = values.new_zeros(inputs.num_sequences)
     sums = zeros.index_add(0, ids, torch.where(trainable, values.flatten(), 0))
     counts = zeros.index_add(0, ids, trainable.to(values.dtype))
@@ -106,7 +107,7 @@ def _sequence_means(values: Tensor, inputs: LossInputs) -> Tensor:
 @torch.no_grad()
 def _clip_metrics(ratio: Tensor, inputs: LossInputs, cfg: AlgorithmConfig) -> dict[str, Tensor]:
     """The four sums of every loss; the clip fractions are of tokens whose gradient a bound removes."""
-    trainable = inputs.weights > 0
+    trainable = inputs.mask
     return {
         "clip_fraction_low": _count((ratio < 1.0 - cfg.clip_low) & (inputs.advantages < 0) & trainable),
         "clip_fraction_high": _count((ratio > 1.0 + cfg.clip_high) & (inputs.advantages > 0) & trainable),

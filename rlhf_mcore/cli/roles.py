@@ -192,6 +192,7 @@ class _Builder:
             "critic",
             cfg.value_clip,
             ReturnNormalizer() if cfg.normalize_returns else None,
+            self.cfg.algorithm.bootstrap_truncated,
         )
 
     def reference(self, groups: ModelGroups | None) -> Reference:

@@ -68,6 +68,11 @@ def _loss_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.whiten_advantages=True has no effect with algorithm.advantage={algorithm.advantage}; "
             "set it to false, or use normalize_std"
         )
+    if algorithm.bootstrap_truncated and algorithm.advantage in set(ADVANTAGES) - {"gae"}:
+        yield (
+            f"algorithm.bootstrap_truncated=True has no effect with algorithm.advantage={algorithm.advantage}, which has no "
+            "critic; set it to false"
+        )
     ignores_dual_clip = algorithm.policy_loss in set(POLICY_LOSSES) - {"ppo_clip"}
     if algorithm.dual_clip is not None and ignores_dual_clip:
         yield (

@@ -194,12 +194,16 @@ class KLConfig:
     coef: float = 0.0
     estimator: str = "k3"  # k1 | k2 | k3
     placement: str = "loss"  # loss | reward
+    clip: Optional[float] = 10.0  # k2, k3: largest KL of a token, in nats; null: no limit
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """What is done about the trainer's probability of a token (or response) not being that of the engine that drew it."""
+    """What is done about the trainer's probability of a token (or response) not being that of the engine that drew it.
+
+    Weights and masks apply to the policy term of the loss only.
+    """
 
     mode: str = "off"  # off | token | sequence: weigh by the ratio of the two probabilities
     cap: float = 2.0  # largest weight
@@ -244,6 +248,9 @@ class AlgorithmConfig:
     gamma: float = 1.0  # gae, reinforce: discount of later rewards
     lam: float = 0.95  # gae: 0 trusts the critic, 1 the rewards
     whiten_advantages: bool = False  # gae, reinforce: mean 0 and deviation 1 over the tokens of a step
+    bootstrap_truncated: bool = (
+        False  # gae: a response that the token limit cut off ends with the critic's value, not with 0
+    )
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: Optional[float] = None  # ppo_clip: bound of the ratio where the advantage is negative; null: none

@@ -156,6 +156,7 @@ RANGES: dict[str, Range] = {
     "algorithm.clip_high": AT_LEAST_0,
     "algorithm.dual_clip": Range(1, open_low=True),
     "algorithm.kl.coef": AT_LEAST_0,
+    "algorithm.kl.clip": ABOVE_0,
     "algorithm.kl.controller.target": ABOVE_0,
     "algorithm.kl.controller.gain": ABOVE_0,
     "algorithm.kl.controller.final": AT_LEAST_0,

@@ -17,18 +17,22 @@ class Critic(TrainedRole):
     """A model with a value head, trained on returns."""
 
     value_clip: float | None
-    normalizer: ReturnNormalizer | None = None  # the model speaks in its units; values and returns outside are plain
+    normalizer: ReturnNormalizer | None = None  # the model predicts in its units; values and returns outside are plain
+    bootstrap: bool = False  # whether the states after the last tokens need values
 
-    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Values [B, T] fp32 of the states before each response token, and [B] of the states after the last one.
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]:
+        """Values [B, T] fp32 of the states before each response token, and [B] of those after the last one (``bootstrap``, else None).
 
         Collective over the world.
         """
-        values, last = self.per_token_and_row(batch, scalar_head)
+        if self.bootstrap:
+            values, last = self.per_token_and_row(batch, scalar_head)
+        else:
+            values, last = self.per_token(batch, scalar_head), None
         if self.normalizer is None:
             return values, last
         inside = self.normalizer.denormalize(values).masked_fill(~batch.loss_mask, 0.0)
-        return inside, self.normalizer.denormalize(last)
+        return inside, self.normalizer.denormalize(last) if last is not None else None
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """All updates of a step. With a normalizer, which takes in the step's returns first, in its units."""

@@ -75,24 +75,29 @@ class Actor(TrainedRole):
         self.kl_coef = batch.kl_coef
         return TrainedRole.update(self, batch)
 
-    def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
-        return weights if batch.correction is None else weights * batch.correction
-
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         assert batch.old_logprobs is not None and batch.advantages is not None
+        optional = {"ref_logprobs": batch.ref_logprobs, "correction": batch.correction}
         fields = {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages}
-        return fields if batch.ref_logprobs is None else fields | {"ref_logprobs": batch.ref_logprobs}
+        return fields | {name: value for name, value in optional.items() if value is not None}
 
     def loss(self, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Policy loss, minus the entropy bonus, plus the KL term. Weighted sums throughout."""
+        """Policy loss with the rollout correction, minus the entropy bonus, plus the KL term. Weighted sums throughout."""
         assert self.model is not None
         logprobs, entropy = policy_head(self.model, self.temperature, outputs, microbatch)
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
         ids, count = sequence_ids(microbatch)
+        corrected = weights * fields["correction"] if "correction" in fields else weights
         inputs = LossInputs(
-            logprobs, fields["old_logprobs"], fields["advantages"], weights, ids.to(logprobs.device), count
+            logprobs,
+            fields["old_logprobs"],
+            fields["advantages"],
+            mask=trainable,
+            weights=corrected,
+            sequence_ids=ids.to(logprobs.device),
+            num_sequences=count,
         )
         policy, metrics = self.policy_loss(inputs, cfg)
         loss = policy
@@ -101,7 +106,7 @@ class Actor(TrainedRole):
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
         if self.kl_coef:
-            kl = kl_penalty(logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable)
+            kl = kl_penalty(logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
             loss = loss + self.kl_coef * weighted_sum(kl, weights)
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics

@@ -40,7 +40,13 @@ class Estimation:
             metrics["reward/overlong_mean"] = float(penalty.mean())
         if batch.ref_logprobs is not None:
             assert batch.old_logprobs is not None
-            kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.cfg.kl.estimator, mask=batch.loss_mask)
+            kl = kl_penalty(
+                batch.old_logprobs,
+                batch.ref_logprobs,
+                self.cfg.kl.estimator,
+                mask=batch.loss_mask,
+                clip=self.cfg.kl.clip,
+            )
             metrics |= {"kl/mean": float(masked_mean(kl, batch.loss_mask)), "kl/coef": coef}
             self.kl_controller.update(metrics["kl/mean"])
         in_reward = self.cfg.kl.placement == "reward" and kl is not None

@@ -44,9 +44,9 @@ class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
 
 
 class ValueModel(TrainableModel, Protocol):
-    """Values [B, T] of the states before each response token, and [B] of those after the last. Collective over the world."""
+    """Values [B, T] of the states before each response token, and, where wanted, [B] of those after the last. Collective."""
 
-    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor]: ...
+    def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]: ...
 
 
 class ScoreModel(Protocol):

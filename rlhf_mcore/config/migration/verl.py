@@ -94,6 +94,7 @@ def _kl_settings(coef: Any, estimator: str, placement: str) -> dict[str, Any]:
         "algorithm.kl.coef": float(coef),
         "algorithm.kl.estimator": estimator,
         "algorithm.kl.placement": placement,
+        "algorithm.kl.clip": 10.0 if estimator == "k3" else None,  # a constant in its code, of k3 only
     }
 
 

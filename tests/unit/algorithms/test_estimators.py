@@ -12,7 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.algorithms.advantages import gae, grpo, reinforce, reinforce_plus_plus, rloo, whiten
+from rlhf_mcore.algorithms.advantages import (
+    gae,
+    group_relative,
+    grpo,
+    reinforce,
+    reinforce_plus_plus,
+    rloo,
+    whiten,
+)
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from rlhf_mcore.config.schema import AlgorithmConfig
 
@@ -56,23 +64,35 @@ def per_token(tensor: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
 
 def test_gae_by_hand():
     # lam 1/2, gamma 1. delta_2 = 1 - 1/2, delta_1 = 1/2 - 1/4, delta_0 = 1/4 - 1/2; A = delta + A_next / 2: 0, 1/2, 1/2.
-    # Cut off in a state worth 2: delta_2 = 1 + 2 - 1/2 = 5/2, so 1/2, 3/2, 5/2. The end of the other one is worth nothing.
+    # Cut off in a state worth 2: delta_2 = 1 + 2 - 1/2 = 5/2, so 1/2, 3/2, 5/2. The end of the other one is worth nothing, and
+    # without bootstrapping neither is that of the first.
     responses = [
         Response(0, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=9.0),
         Response(1, [0.0, 0.0, 1.0], [0.5, 0.25, 0.5], end=2.0, truncated=True),
     ]
     made = inputs(responses)
-    result = gae(made, AlgorithmConfig(gamma=1.0, lam=0.5))
+    result = gae(made, AlgorithmConfig(gamma=1.0, lam=0.5, bootstrap_truncated=True))
     assert per_token(result.advantages, made) == [[0.0, 0.5, 0.5], [0.5, 1.5, 2.5]]
     assert result.returns is not None
     assert per_token(result.returns, made) == [[0.5, 0.75, 1.0], [1.0, 1.75, 3.0]]
+    made.bootstrap_values = None
+    assert per_token(gae(made, AlgorithmConfig(gamma=1.0, lam=0.5)).advantages, made) == [[0.0, 0.5, 0.5]] * 2
+
+
+def test_running_into_the_token_limit_is_discouraged():
+    # Five tokens, cut off, score 0, where the critic expects 3/5 everywhere: each token's advantage is 0 - 3/5 with lam 1.
+    made = inputs([Response(0, [0.0] * 5, [0.6] * 5, end=0.6, truncated=True)])
+    found = per_token(gae(made, AlgorithmConfig(gamma=1.0, lam=1.0)).advantages, made)
+    assert found == [pytest.approx([-0.6] * 5)]
+    bootstrapped = gae(made, AlgorithmConfig(gamma=1.0, lam=1.0, bootstrap_truncated=True))
+    assert per_token(bootstrapped.advantages, made) == [pytest.approx([0.0] * 5)]
 
 
 def test_gae_discounts():
     # gamma 1/2, lam 1: returns are discounted rewards: 4, 0 + 4/2, 2 + 2/2; truncated, at a state worth 8: 4 + 8/2, 8/2, 2 + 4/2.
     rewards, values = [2.0, 0.0, 4.0], [1.0, -1.0, 0.5]
     made = inputs([Response(0, rewards, values), Response(0, rewards, values, end=8.0, truncated=True)])
-    result = gae(made, AlgorithmConfig(gamma=0.5, lam=1.0))
+    result = gae(made, AlgorithmConfig(gamma=0.5, lam=1.0, bootstrap_truncated=True))
     assert result.returns is not None
     assert per_token(result.returns, made) == [[3.0, 2.0, 4.0], [4.0, 4.0, 8.0]]
     assert per_token(result.advantages, made) == [[2.0, 3.0, 3.5], [3.0, 5.0, 7.5]]
@@ -82,7 +102,7 @@ def test_gae_without_an_end_of_a_truncated_response_is_refused():
     made = inputs([Response(0, [1.0], [0.0], truncated=True)])
     made.bootstrap_values = None
     with pytest.raises(AssertionError, match="truncated"):
-        gae(made, AlgorithmConfig())
+        gae(made, AlgorithmConfig(bootstrap_truncated=True))
 
 
 def test_whitened_gae_keeps_its_returns():
@@ -146,6 +166,31 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     assert [x for row in advantages for x in row] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e6])
+def test_rounding_of_equal_values_is_no_signal(size: float):
+    exact = torch.full((4, 6), size)
+    # One or two units in the last place of float32, up and down.
+    noisy = exact * (1 + torch.tensor([0, 1, -1, 2, 0, -2]) * 2.0**-23)
+    assert noisy.unique().numel() > 2
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    assert whiten(noisy, mask).eq(0).all()
+    relative = group_relative(noisy[0], torch.zeros(6, dtype=torch.int64), normalize_std=True)
+    assert relative.eq(0).all()
+
+
+def test_whitening_does_not_scale_up_what_a_good_critic_leaves():
+    # Deviations of 1e-6: (1e-6)^2 is lost beside eps = 1e-8, whose root is 1e-4, so they become 1e-2.
+    values = torch.tensor([[1e-6, -1e-6], [-1e-6, 1e-6]])
+    found = whiten(values, torch.ones(2, 2, dtype=torch.bool))
+    torch.testing.assert_close(found, values * 1e4, rtol=1e-3, atol=0)
+
+
+def test_small_differences_of_large_values_are_still_differences():
+    # Mean 1e4, deviation 1.
+    found = whiten(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
+    torch.testing.assert_close(found, torch.tensor([[1.0, -1.0]]))
+
+
 def test_whitening_an_empty_mask_gives_zeros():
     assert whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
@@ -153,10 +198,10 @@ def test_whitening_an_empty_mask_gives_zeros():
 # Slow versions: each a direct reading of the paper's formula, over lists of one response or group.
 
 
-def slow_gae(response: Response, gamma: float, lam: float) -> list[float]:
+def slow_gae(response: Response, cfg: AlgorithmConfig) -> list[float]:
     """The double sum of eq. 16."""
-    length = len(response.rewards)
-    values = [*response.values, response.end if response.truncated else 0.0]
+    length, gamma, lam = len(response.rewards), cfg.gamma, cfg.lam
+    values = [*response.values, response.end if response.truncated and cfg.bootstrap_truncated else 0.0]
     deltas = [response.rewards[t] + gamma * values[t + 1] - values[t] for t in range(length)]
     return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
 
@@ -185,7 +230,7 @@ def slow(name: str, responses: list[Response], cfg: AlgorithmConfig) -> list[lis
     ]
     over_mean = spread(responses, lambda mine, others: mine - statistics.fmean([mine, *others]))
     if name == "gae":
-        return [slow_gae(r, cfg.gamma, cfg.lam) for r in responses]
+        return [slow_gae(r, cfg) for r in responses]
     if name == "grpo":
         if not cfg.normalize_std:
             return over_mean
@@ -224,6 +269,7 @@ configs = st.builds(
     gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     normalize_std=st.booleans(),
+    bootstrap_truncated=st.booleans(),
 )
 
 

@@ -75,6 +75,25 @@ def test_k3_is_clamped_where_exp_would_overflow():
     assert logprobs.grad.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_no_token_counts_for_more_than_the_clip(estimator: str):
+    # d = 12 has exp(12) - 13 = 162741.8 (k3) or 72 (k2), d = -12 has 11 (k3) or 72 (k2); d = 1 is far below the clip.
+    logprobs = torch.tensor([-12.0, 0.0, -1.0], requires_grad=True)
+    ref_logprobs = torch.tensor([0.0, -12.0, 0.0])
+    values = kl_penalty(logprobs, ref_logprobs, estimator, clip=10.0)
+    values.sum().backward()
+    small = {"k2": 0.5, "k3": math.e - 2}[estimator]
+    assert values.tolist() == pytest.approx([10.0, 10.0, small])
+    # dk2 = -d, dk3 = 1 - exp(d)
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, {"k2": -1.0, "k3": 1 - math.e}[estimator]])
+    unbounded = kl_penalty(logprobs, ref_logprobs, estimator).tolist()
+    assert unbounded[0] == pytest.approx({"k2": 72.0, "k3": math.exp(12) - 13}[estimator])
+
+
+def test_k1_is_linear_and_stays_as_it_is():
+    assert kl_penalty(torch.tensor([-30.0]), torch.tensor([0.0]), "k1", clip=10.0).tolist() == [-30.0]
+
+
 def test_k3_keeps_its_digits_for_nearby_policies():
     # d = 1e-3: d^2/2 + d^3/6 + ... = 5.0016671e-7, where exp(d) - 1 - d in float32 would be off by 10 %.
     assert kl_penalty(torch.tensor(0.0), torch.tensor(1e-3), "k3").item() == pytest.approx(5.0016671e-7, rel=1e-3)

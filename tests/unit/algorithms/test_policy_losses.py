@@ -130,7 +130,9 @@ def padded(rows: list[list[tuple[float, float, float]]], garbage: float) -> tupl
 
 def packed(made: LossInputs) -> LossInputs:
     """All rows of a padded microbatch one behind the other."""
-    flat = [getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "weights")]
+    flat = [
+        getattr(made, name).reshape(1, -1) for name in ("logprobs", "old_logprobs", "advantages", "mask", "weights")
+    ]
     return LossInputs(*flat, made.sequence_ids.reshape(1, -1), made.num_sequences)
 
 
@@ -200,3 +202,16 @@ def test_every_loss_reports_the_same_four_sums(name: str):
     one: Callable[..., torch.Tensor] = torch.ones
     _, metrics = POLICY_LOSSES[name](loss_inputs(one(1, 2), one(1, 2), one(1, 2), one(1, 2)), AlgorithmConfig())
     assert set(metrics) == {"clip_fraction_low", "clip_fraction_high", "approx_kl", "importance_ratio"}
+
+
+def test_a_token_without_weight_stays_in_its_sequences_ratio():
+    """Log ratios log 2 and log 8: s = sqrt(16) = 4, clipped at 5/4. The second token is left out of the loss only."""
+    new = torch.tensor([[math.log(2.0), math.log(8.0)]], requires_grad=True)
+    weights = torch.tensor([[0.5, 0.5]])
+    made = loss_inputs(new, torch.zeros(1, 2), torch.full((1, 2), -1.0), weights)
+    made.weights = torch.tensor([[0.5, 0.0]])
+    loss, metrics = POLICY_LOSSES["gspo"](made, AlgorithmConfig(clip_low=0.25, clip_high=0.25))
+    loss.backward()
+    # A = -1 and s above the range: not clipped, loss 1/2 s = 2, and its gradient 1/2 s at the token that counts.
+    assert loss.item() == pytest.approx(2.0) and new.grad.tolist() == [pytest.approx([2.0, 0.0])]
+    assert metrics["importance_ratio"].item() == pytest.approx(8.0)

@@ -97,6 +97,12 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["algorithm.use_critic=true"], None, ["use_critic=true", "advantage=grpo", "no use for a critic", "auto"]),
         (["algorithm.whiten_advantages=true"], None, ["whiten_advantages=True", "advantage=grpo", "normalize_std"]),
         (["algorithm=gspo", "algorithm.dual_clip=3"], None, ["dual_clip=3", "policy_loss=gspo", "null"]),
+        (
+            ["algorithm.bootstrap_truncated=true"],
+            None,
+            ["bootstrap_truncated=True", "advantage=grpo", "false"],
+        ),
+        (["algorithm.kl.clip=0"], None, ["algorithm.kl.clip=0", "greater than 0"]),
         (["algorithm.dual_clip=1"], None, ["dual_clip=1", "greater than 1"]),
         (
             ["algorithm.kl.coef=0.1", "algorithm.kl.estimator=k1"],

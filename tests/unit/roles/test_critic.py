@@ -102,7 +102,10 @@ def test_minibatches_epochs_and_rate_are_its_own(model: Lookup) -> None:
 
 def test_values_of_the_states_before_each_token_and_after_the_last(model: Lookup) -> None:
     made = batch()
-    values, bootstrap = critic(model, None, max_tokens_per_microbatch=10).compute_values(made)
+    which = critic(model, None, max_tokens_per_microbatch=10)
+    which.bootstrap = True
+    values, bootstrap = which.compute_values(made)
+    assert bootstrap is not None
     says = model.table.detach().squeeze(1)
     assert values.shape == made.token_ids.shape and values.dtype == bootstrap.dtype == torch.float32
     for row, length in enumerate(made.lengths.tolist()):
@@ -110,6 +113,9 @@ def test_values_of_the_states_before_each_token_and_after_the_last(model: Lookup
             before = says[made.token_ids[row, t - 1]] if made.loss_mask[row, t] else torch.tensor(0.0)
             assert values[row, t] == before
         assert bootstrap[row] == says[made.token_ids[row, length - 1]]
+    which.bootstrap = False
+    again, nothing = which.compute_values(made)
+    assert torch.equal(again, values) and nothing is None
 
 
 def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(model: Lookup) -> None:
@@ -129,7 +135,9 @@ def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(model: Lookup) -> Non
 def test_a_rank_without_the_model_knows_nothing_of_the_update(model: Lookup) -> None:
     which = critic(None, 0.2)
     assert which.update(batch()) == {} and which.num_updates == 0
+    which.bootstrap = True
     values, bootstrap = which.compute_values(batch())  # the world of one has nobody who knows
+    assert bootstrap is not None
     assert values.shape == batch().token_ids.shape and bootstrap.shape == (6,)
     assert model.calls == []
 
@@ -140,7 +148,7 @@ def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_u
     returns = made.returns[made.loss_mask].double()
     mean, deviation = float(returns.mean()), float(returns.std(unbiased=False))
     whole = critic(model, 0.2)
-    whole.normalizer = ReturnNormalizer()
+    whole.normalizer, whole.bootstrap = ReturnNormalizer(), True
     found = whole.update(made)
     # Before the first step the units are the plain ones, so the old values stay.
     plain = replace(made, returns=(made.returns - mean) / deviation)
@@ -151,4 +159,5 @@ def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_u
     whole.normalizer = None
     raw, raw_last = whole.compute_values(made)
     torch.testing.assert_close(values, torch.where(made.loss_mask, raw * deviation + mean, 0.0), rtol=1e-5, atol=1e-5)
+    assert last is not None and raw_last is not None
     torch.testing.assert_close(last, raw_last * deviation + mean, rtol=1e-5, atol=1e-5)

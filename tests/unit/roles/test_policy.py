@@ -327,3 +327,23 @@ def test_correction_factors_weigh_the_policy_loss(bigram: Lookup) -> None:
     assert part["loss/policy"] == pytest.approx(share * rest["policy"], abs=1e-5), (
         "the count of the whole minibatch stays"
     )
+
+
+def test_correction_leaves_kl_and_entropy_alone(bigram: Lookup) -> None:
+    """Every token is left out of the policy term: what stays are the other two terms, whole."""
+    cfg = AlgorithmConfig(loss_aggregation="token", entropy_coef=0.2, kl=KLConfig(coef=0.3))
+    made = batch()
+    made.kl_coef, made.correction = 0.3, torch.zeros(made.loss_mask.shape)
+    found = actor(bigram, cfg).update(made)
+    gradient = bigram.table.grad
+    assert made.advantages is not None
+    made.advantages = torch.zeros_like(made.advantages)
+    table = bigram.table.detach().double().requires_grad_()
+    expected = slow_loss(table, made, cfg, range(6))
+    expected["loss"].backward()
+    assert found["loss/policy"] == 0.0
+    assert found["loss/total"] == pytest.approx(expected["loss"].item(), abs=1e-5)
+    assert found["loss/kl"] == pytest.approx(expected["kl"], abs=1e-5)
+    assert found["actor/entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
+    assert gradient is not None and table.grad is not None
+    torch.testing.assert_close(gradient.double(), table.grad, rtol=1e-4, atol=1e-6)

@@ -74,6 +74,19 @@ def test_kl_in_the_reward_is_charged_on_every_response_token() -> None:
     assert made.kl_coef == 0.0, "it is in the reward, not in the loss"
 
 
+def test_one_far_token_does_not_outweigh_the_score() -> None:
+    made = batch([1.0, 1.0], [2, 1], [0, 0])
+    made.old_logprobs = torch.tensor([[0.0, -12.0, -1.0], [0.0, -1.0, 0.0]])
+    made.ref_logprobs = torch.tensor([[0.0, 0.0, -1.0], [0.0, -1.0, 0.0]])
+    kl = KLConfig(coef=0.02, estimator="k3", placement="reward")
+    metrics = estimate(made, normalize_std=False, kl=kl)
+    # k3 of d = 12 is 162741.8; at most 10 of it are charged, 0.02 each.
+    torch.testing.assert_close(made.rewards, torch.tensor([[0, -0.2, 1.0], [0, 1.0, 0]]))
+    assert metrics["kl/mean"] == pytest.approx(10 / 3)
+    estimate(made, normalize_std=False, kl=KLConfig(coef=0.02, estimator="k3", placement="reward", clip=None))
+    assert made.rewards is not None and made.rewards[0, 1] == pytest.approx(-3254.84, rel=1e-4)
+
+
 @pytest.mark.parametrize(("placement", "coef"), [("loss", 0.1), ("reward", 0.0)])
 def test_kl_elsewhere_leaves_rewards_alone(placement: str, coef: float) -> None:
     made, metrics = with_kl(placement, coef)

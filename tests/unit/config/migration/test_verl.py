@@ -47,8 +47,14 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         ([ACTOR + "clip_ratio_high=0.28"], {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
         (
             [ACTOR + "use_kl_loss=True", ACTOR + "kl_loss_coef=0.01", ACTOR + "kl_loss_type=mse"],
-            {"algorithm.kl.coef": 0.01, "algorithm.kl.estimator": "k2", "algorithm.kl.placement": "loss"},
+            {
+                "algorithm.kl.coef": 0.01,
+                "algorithm.kl.estimator": "k2",
+                "algorithm.kl.placement": "loss",
+                "algorithm.kl.clip": None,
+            },
         ),
+        ([ACTOR + "use_kl_loss=True", ACTOR + "kl_loss_type=low_var_kl"], {"algorithm.kl.clip": 10.0}),
         (
             ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.05"],
             {
