@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.describe import describe_sources, wire_dtypes
 from rlhf_mcore.bridge.execute import Destinations, Executor
-from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SHARD_BYTES, copy_companions
+from rlhf_mcore.bridge.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
 from rlhf_mcore.bridge.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.places import Place
 from rlhf_mcore.bridge.plan import build_plan
@@ -74,6 +74,13 @@ class Exporter:
         self._rank_plan = plan.rank_view(dist.get_rank())
         flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
         self._executor = Executor(self._rank_plan, flats, dtypes, nearby=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files that this rank writes, the config and the tokenizer among them."""
+        layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in self._mine]
+        copied = companion_files(self._companions) if dist.get_rank() == 0 else []
+        return sum(layout.num_bytes for layout in layouts) + sum(path.stat().st_size for path in copied)
 
     def save(self, directory: Path) -> None:
         """Write the directory, whole or not at all. Collective over the world."""

@@ -171,6 +171,12 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def companion_files(sources: Sequence[str | Path]) -> list[Path]:
+    """What travels with the weights; of several sources the first that has a file gives it."""
+    places = [[Path(source) / name for source in sources] for name in COMPANIONS]
+    return [found for paths in places if (found := next(filter(Path.is_file, paths), None)) is not None]
+
+
 def copy_companions(
     sources: Sequence[str | Path], directory: Path, dtype: torch.dtype, updates: Mapping[str, Any] | None = None
 ) -> None:
@@ -178,10 +184,8 @@ def copy_companions(
 
     The copied config names ``dtype``, and says what ``updates`` say.
     """
-    for name in COMPANIONS:
-        found = next((Path(source) / name for source in sources if (Path(source) / name).is_file()), None)
-        if found is not None:
-            shutil.copyfile(found, directory / name)
+    for found in companion_files(sources):
+        shutil.copyfile(found, directory / found.name)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

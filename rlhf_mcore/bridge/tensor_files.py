@@ -35,6 +35,11 @@ class FileLayout:
         self.header = len(encoded).to_bytes(8, "little") + encoded
         self.body_bytes = end
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + self.body_bytes
+
     def offset(self, name: str) -> int:
         """Where a tensor begins in the file, in bytes."""
         return len(self.header) + self._spans[name][0]

@@ -6,6 +6,8 @@ raised on all.
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -16,8 +18,9 @@ import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
-from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
+from rlhf_mcore.checkpoint.disk import FULL, TRANSIENT, Disk
 from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.housekeeping import remove_partials
 from rlhf_mcore.checkpoint.manifest import DELTA, About, Base
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision, Triggers
@@ -26,6 +29,7 @@ from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gat
 
 Entries = Mapping[str, Mapping[str, Any]]
 ATTEMPTS = 3
+UNTOUCHED = " Earlier checkpoints are untouched."
 
 
 class CheckpointWriter:
@@ -43,6 +47,7 @@ class CheckpointWriter:
         self._disk = disk or Disk()
         self._attempts = attempts
         self._full_every = full_every
+        self._num_bytes = 0  # of the save that is under way, on all ranks together
 
     def about(self, step: int, metrics: Mapping[str, float]) -> About:
         """What the manifest of the next save says: a full one or a delta, and to what. Collective."""
@@ -52,17 +57,18 @@ class CheckpointWriter:
         answer = broadcast_json(asdict(chosen) if chosen else None, 0)
         return About(step, DELTA, Base(**answer), metrics) if answer else About(step, metrics=metrics)
 
-    def save(self, about: About, write: Callable[[Path], Iterable[str | Path]]) -> Path:
+    def save(self, about: About, write: Callable[[Path], Iterable[str | Path]], num_bytes: int = 0) -> Path:
         """Write and commit the checkpoint of ``about.step``. Collective. Returns its directory.
 
         ``write(directory)`` writes this rank's files and returns their paths. It may be collective, then it has to come to its end
         on every rank whatever happens to its files on this one, and raise afterwards. It is called again after a transient error.
+        ``num_bytes``: see ``begin``.
 
         Raises:
             SaveError: on every rank, when any of them failed. Earlier checkpoints are as they were.
         """
         for attempt in range(1, self._attempts + 1):
-            partial = self.begin(about.step)
+            partial = self.begin(about.step, num_bytes)
             entries, error = self.attempt(partial, write, about.base)
             try:
                 return self.finish(about, partial, entries, error)
@@ -71,13 +77,58 @@ class CheckpointWriter:
                     raise
         raise AssertionError("attempts is at least 1")
 
-    def begin(self, step: int) -> Path:
-        """Make the directory that a step's files are written into. Collective."""
+    def begin(self, step: int, num_bytes: int = 0) -> Path:
+        """Make the directory that a step's files are written into. Collective.
+
+        Args:
+            step: the step that is saved.
+            num_bytes: what this rank will write.
+
+        Raises:
+            SaveError: on every rank, when the files of all ranks do not fit on the disk, or no directory can be made.
+        """
+        self._num_bytes = int(reduce_sums({"num_bytes": float(num_bytes)})["num_bytes"])
         token = broadcast_json(secrets.token_hex(4) if dist.get_rank() == 0 else None, 0)
         made: list[Path] = []
-        error = _caught(lambda: made.append(prepare(self.run, step, token, self._disk))) if _is_first() else None
-        _agree(step, error)
+
+        def make() -> None:
+            made.append(prepare(self.run, step, token, self._disk))
+            self._make_room(made[0])
+
+        error = _caught(make) if _is_first() else None
+        try:
+            _agree(step, error)
+        except SaveError as failure:
+            raise self._given_up(failure, made[0] if made else None) from failure
         return Path(broadcast_json(str(made[0]) if _is_first() else None, 0))
+
+    def _make_room(self, partial: Path) -> None:
+        """Remove what failed saves have left where there is no room beside it.
+
+        Raises:
+            OSError: there is no room without it either.
+        """
+        if self._fits(partial):
+            return
+        remove_partials(self.run, partial, self._disk)
+        if not self._fits(partial):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _fits(self, directory: Path) -> bool:
+        free = self._disk.free_bytes(directory)
+        return free is None or self._num_bytes <= free
+
+    def _given_up(self, failure: SaveError, partial: Path | None) -> SaveError:
+        """Remove what was written, and tell of a full disk what is missing. Collective."""
+        room = ""
+        if _is_first():
+            if partial is not None:
+                _caught(lambda: abandon(partial, self._disk))  # what cannot be removed is cleared away by the next run
+            free = self._disk.free_bytes(self.run) if isinstance(failure, DiskFullError) else None
+            if free is not None and self._num_bytes:
+                room = f" {self.run} needs {self._num_bytes:,} bytes for it, {free:,} bytes are free."
+        room = broadcast_json(room, 0)
+        return type(failure)(str(failure).removesuffix(UNTOUCHED) + room + UNTOUCHED)
 
     def attempt(
         self, partial: Path, write: Callable[[Path], Iterable[str | Path]], base: Base | None = None
@@ -104,11 +155,8 @@ class CheckpointWriter:
             _agree(about.step, error)
             files = _merged(gather_json(entries))
             _agree(about.step, _caught(lambda: self._commit(about, partial, files)) if _is_first() else None)
-        except SaveError:
-            if _is_first():
-                _caught(lambda: abandon(partial, self._disk))  # what cannot be removed is quarantined by the next run
-            dist.barrier()
-            raise
+        except SaveError as failure:
+            raise self._given_up(failure, partial) from failure
         return self.run / f"checkpoint-{about.step}"
 
     def _commit(self, about: About, partial: Path, files: Entries) -> None:
@@ -150,6 +198,10 @@ class TransientSaveError(SaveError):
     """A save failed on storage that may work again in a moment."""
 
 
+class DiskFullError(SaveError):
+    """A save failed because the disk or a quota is full."""
+
+
 def _is_first() -> bool:
     return dist.get_rank() == 0
 
@@ -174,6 +226,10 @@ def _agree(step: int, error: Exception | None) -> None:
     """Raise on every rank if there is an error on any."""
     failures = gather_failures(error)
     if failures:
-        kind = TransientSaveError if all(failure.errno in TRANSIENT for failure in failures) else SaveError
+        kind = SaveError
+        if all(failure.errno in TRANSIENT for failure in failures):
+            kind = TransientSaveError
+        elif any(failure.errno in FULL for failure in failures):
+            kind = DiskFullError
         text = "; ".join(str(failure) for failure in failures)
-        raise kind(f"checkpoint-{step} was not saved: {text}. Earlier checkpoints are untouched.") from error
+        raise kind(f"checkpoint-{step} was not saved: {text}.{UNTOUCHED}") from error

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 # Network storage that is being failed over answers with these and recovers. A full or read-only disk does not.
 TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 WAITS_S = (0.1, 0.5, 2.0)
 
 
@@ -43,6 +44,11 @@ class Disk:
     def perform(self, name: str, action: Callable[[], T], path: Path) -> T:
         """One system call, or a run of calls whose cut in the middle is like one before it. Tests override it."""
         return action()
+
+    def free_bytes(self, directory: Path) -> int | None:
+        """What may still be written below a directory; None where the file system does not tell. Quotas are not known here."""
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and its parents; it may be there."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import QUARANTINE, scan_transitional
 from rlhf_mcore.checkpoint.links import BestRule, refresh_links
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
 
@@ -29,3 +30,11 @@ def tidy(
     except OSError as error:
         notes.append(f"old checkpoints could not be removed: {error}")
     return notes
+
+
+def remove_partials(run: Path, but: Path, disk: Disk) -> None:
+    """Remove what saves that were not finished have left, in the run directory and in quarantine, but not ``but``."""
+    left = [item.path for item in scan_transitional(run) if item.state == "partial" and item.path != but]
+    quarantined = (run / QUARANTINE).glob("checkpoint-*.partial-*")
+    for path in [*left, *(path for path in quarantined if path.is_dir() and not path.is_symlink())]:
+        disk.remove_tree(path)

@@ -39,6 +39,11 @@ class RoleFiles:
         self._geometry = role.spec.geometry
         self._image: FileImage | None = None
 
+    def num_bytes(self) -> int:
+        """About the size of the files that this rank writes. Local."""
+        state = self._state().layout
+        return self._exporter.num_bytes + state.num_bytes + len(state.header)  # the index names what headers name
+
     def write(self, checkpoint: Path) -> list[Path]:
         """Write this rank's files straight from the live tensors and return their paths. Collective over the world.
 

@@ -26,6 +26,10 @@ Documents = Mapping[str, bytes]  # small files by name, on the first rank; the o
 class SavedPart(Protocol):
     """A model's part of a checkpoint."""
 
+    def num_bytes(self) -> int:
+        """Size of the files that this rank writes. Local."""
+        ...
+
     def write(self, checkpoint: Path) -> list[Path]:
         """Write this rank's files and return their paths. Collective; comes to its end on every rank before it raises."""
         ...
@@ -87,7 +91,8 @@ class Checkpointer:
             if self.in_background:
                 self._start(about, decision)
             else:
-                self.writer.save(about, partial(self._write, self.documents(step)))
+                documents = self.documents(step)
+                self.writer.save(about, partial(self._write, documents), self._num_bytes(documents))
                 self._committed(step, time.monotonic() - started)
         except SaveError as error:
             self._failed(error, decision)
@@ -99,7 +104,9 @@ class Checkpointer:
             SaveError: on every rank, when any of them failed.
         """
         self.drain()
-        return CheckpointWriter(directory).save(About(step), partial(self._write, self.documents(step)))
+        documents = self.documents(step)
+        write = partial(self._write, documents)
+        return CheckpointWriter(directory).save(About(step), write, self._num_bytes(documents))
 
     def drain(self) -> None:
         """Wait for a save that is under way and commit it. Collective over the world."""
@@ -111,7 +118,7 @@ class Checkpointer:
             try:
                 self.writer.finish(flush.about, flush.directory, entries, error)
             except TransientSaveError:
-                self.writer.save(flush.about, flush.write)  # the copy is still there
+                self.writer.save(flush.about, flush.write, flush.num_bytes)  # the copy is still there
             self._committed(flush.about.step, flush.seconds)
         except SaveError as failure:
             self._failed(failure, flush.decision)
@@ -127,10 +134,15 @@ class Checkpointer:
         return self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
 
     def _start(self, about: About, decision: Decision) -> None:
-        directory = self.writer.begin(about.step)
+        documents = self.documents(about.step)
+        directory = self.writer.begin(about.step, num_bytes := self._num_bytes(documents))
         writes = [part.snapshot() for part in self.parts]
-        write = partial(_write_copies, writes, self.documents(about.step))
-        self._flush = _Flush(about, decision, directory, write, self.writer)
+        write = partial(_write_copies, writes, documents)
+        self._flush = _Flush(about, decision, directory, write, num_bytes, self.writer)
+
+    def _num_bytes(self, documents: Documents) -> int:
+        """What this rank writes."""
+        return sum(part.num_bytes() for part in self.parts) + sum(map(len, documents.values()))
 
     def _write(self, documents: Documents, directory: Path) -> list[Path]:
         """Every part is written, whatever happens to another one, because other ranks take part."""
@@ -151,7 +163,9 @@ class Checkpointer:
         self.after_commit()
 
     def _failed(self, error: SaveError, decision: Decision) -> None:
-        if self.stop_on_failure:
+        if (
+            self.stop_on_failure or decision.stop or END in decision.reasons
+        ):  # nothing comes after that would save again
             raise error
         if self.triggers is not None:
             self.triggers.not_saved(decision)
@@ -161,8 +175,17 @@ class Checkpointer:
 class _Flush:
     """A save that a thread is writing."""
 
-    def __init__(self, about: About, decision: Decision, directory: Path, write: Write, writer: CheckpointWriter):
-        self.about, self.decision, self.directory, self.write = about, decision, directory, write
+    def __init__(
+        self,
+        about: About,
+        decision: Decision,
+        directory: Path,
+        write: Write,
+        num_bytes: int,
+        writer: CheckpointWriter,
+    ):
+        self.about, self.decision, self.directory = about, decision, directory
+        self.write, self.num_bytes = write, num_bytes
         self.seconds = 0.0
         self._outcome: tuple[Entries, Exception | None] = {}, RuntimeError("the thread that writes has died")
         self._thread = Thread(target=self._run, args=(writer,), name=f"save-{about.step}", daemon=True)

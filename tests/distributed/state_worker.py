@@ -19,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.mcore.optimizer_state import optimizer_scalars, optimizer_shards
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles import trained
 from rlhf_mcore.roles.policy import Actor
@@ -100,6 +100,8 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     files = world.files(model, actor, world.directory / name)
     saved = [world.directory / f"{name}_{number}" for number in range(len(layouts) + 1)]
     save(files, saved[0])
+    expected = int(reduce_sums({"num_bytes": float(files.num_bytes())})["num_bytes"])
+    written = sum(path.stat().st_size for path in saved[0].rglob("*") if path.is_file())
     differs = logprob_difference(actor, load_hf(saved[0] / "actor"))
     found = {"uninterrupted": train(actor, reference), "resumed": {}, "steps": [], "logprob_difference": differs}
     after = weights(files, world.directory / f"{name}_after")
@@ -117,6 +119,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     found["moments_equal"] = [torch_equal(states[0], state) for state in states]
     found["weights_equal"] = [torch_equal(weights_of(saved[0] / "actor"), weights_of(p / "actor")) for p in saved]
     found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
+    found["size"] = [expected, written]
     found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
     return found
 

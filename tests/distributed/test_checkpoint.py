@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
+from tests.small_disk import small_disk
 
 FILES = ["actor/part-0", "actor/part-1", "state.json"]
 
@@ -18,11 +18,8 @@ FILES = ["actor/part-0", "actor/part-1", "state.json"]
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A disk of one MiB where we may mount one, else a plain folder."""
     folder = tmp_path_factory.mktemp("small")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    yield folder
-    if mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(folder, 1024):
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,9 @@ def test_fault_05_and_08_what_was_begun_and_not_finished_does_not_get_into_the_n
 
 def test_fault_09_a_disk_that_is_full_for_one_rank(found: dict[str, list[Any]]) -> None:
     for message, left in found["full_disk"]:
-        assert message.startswith("SaveError: checkpoint-20 was not saved: rank 1: [Errno ")
+        kind, _, text = message.partition(": ")
+        assert kind in ("DiskFullError", "SaveError")
+        assert text.startswith("checkpoint-20 was not saved: rank 1: [Errno ")
         assert "No space left on device" in message or "File too large" in message
         assert message.endswith("Earlier checkpoints are untouched.")
         assert left == [[10], 10, []]
@@ -51,7 +50,7 @@ def test_fault_09_a_disk_that_is_full_for_one_rank(found: dict[str, list[Any]]) 
 
 def test_fault_09_a_disk_that_is_full_at_the_manifest(found: dict[str, list[Any]]) -> None:
     for message, left in found["full_disk_at_the_manifest"]:
-        assert message.startswith("SaveError: checkpoint-20 was not saved: rank 0: [Errno 28] No space left on device")
+        assert message.startswith("DiskFullError: checkpoint-20 was not saved: rank 0: [Errno 28] No space left")
         assert left == [[10], 10, []]
 
 

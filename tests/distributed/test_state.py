@@ -50,6 +50,12 @@ def test_every_rank_writes_its_part(findings: Any) -> None:
         assert found["files"][0] == ["index.json", *(f"state-0000{rank}.safetensors" for rank in range(4))]
 
 
+def test_the_size_of_a_save_is_known_before_it(findings: Any) -> None:
+    for found in findings["circles"].values():
+        expected, written = found["size"]
+        assert expected == pytest.approx(written, rel=0.1), found["size"]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sixteen_bit_runs_go_on_from_their_fp32_masters(findings: Any, dtype: str) -> None:
     found = findings["precision"][dtype]

@@ -49,7 +49,8 @@ def test_what_is_written_is_what_was_held(tmp_path: Path, shard_bytes: int) -> N
     (tmp_path / "run" / ".actor.partial" / "junk").write_text("")
     target.mkdir()
     (target / "model-00001-of-00009.safetensors").write_text("an older save")
-    exporter(hf, tmp_path / "source", shard_bytes=shard_bytes).save(target)
+    made = exporter(hf, tmp_path / "source", shard_bytes=shard_bytes)
+    made.save(target)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["actor"]
     files = {p.name: load_file(p) for p in target.glob("*.safetensors")}
     if shard_bytes == 1000:
@@ -65,6 +66,9 @@ def test_what_is_written_is_what_was_held(tmp_path: Path, shard_bytes: int) -> N
         with safe_open(target / name, framework="pt") as handle:
             assert handle.metadata() == {"format": "pt"}
     assert json.loads((target / "config.json").read_text()) == {"dtype": "float32"}
+    small = sum((target / name).stat().st_size for name in (INDEX, "config.json") if (target / name).exists())
+    copied = len('{"dtype": "bfloat16"}')
+    assert made.num_bytes == sum(p.stat().st_size for p in target.iterdir()) - small + copied
 
 
 @pytest.mark.usefixtures("world")

@@ -36,6 +36,9 @@ class Model:
     def __post_init__(self) -> None:
         self.gate.set()
 
+    def num_bytes(self) -> int:
+        return len(str(self.weights))
+
     def write(self, checkpoint: Path) -> list[Path]:
         return self._write(checkpoint, self.weights)
 
@@ -139,6 +142,19 @@ def test_a_failed_save_can_be_passed_over_and_the_next_one_is_made(run: Run) -> 
     made.after_step(1, {})
     made.after_step(2, {})
     assert run.steps == [2] and "checkpoint-1 was not saved" in run.notes[0]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("ending", ["last step", "signal"])
+def test_fault_09_the_save_that_a_run_ends_with_is_never_passed_over(
+    run: Run, ending: str, in_background: bool
+) -> None:
+    made = run.make(stop_on_failure=False, async_save=in_background)
+    made.requests.stop_requested = ending == "signal"
+    run.actor.errors = [OSError(28, "No space left on device")]
+    with pytest.raises(SaveError, match="was not saved"):
+        made.after_step(100 if ending == "last step" else 7, {})
+        made.end()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
