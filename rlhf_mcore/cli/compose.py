@@ -152,7 +152,7 @@ def _build(
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if built.critic is not None and built.critic.normalizer is not None:
         holders["return_normalizer"] = built.critic.normalizer
-    saving = build_saving(cfg, run_directory, saved_roles(cfg, built), holders, sampler, requests, record.note)
+    saving = build_saving(cfg, run_directory, saved_roles(cfg, built), holders, sampler, requests, record)
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()

@@ -31,6 +31,7 @@ from rlhf_mcore.roles.role import Role
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
+from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, best_rule
 from rlhf_mcore.types import LocalParameter
 
@@ -66,7 +67,7 @@ def build_saving(
     holders: Mapping[str, Stateful],
     sampler: Stateful,
     requests: SignalRequests,
-    note: Callable[[str], None],
+    record: RunRecord,
 ) -> Saving:
     """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
     roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in models]
@@ -76,8 +77,8 @@ def build_saving(
     for name, holder in holders.items():
         registry.register(name, holder)
     data.register("sampler", sampler)
-    state = RunState(registry, data, to_yaml(cfg), tracker_states, set_tracker_states)
-    keeper = _Housekeeping(cfg, run, note)
+    state = RunState(registry, data, to_yaml(cfg), lambda: record.recent, tracker_states, set_tracker_states)
+    keeper = _Housekeeping(cfg, run, record.note)
     checkpointer = Checkpointer(
         writer=CheckpointWriter(run, full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1),
         parts=roles,
@@ -86,7 +87,7 @@ def build_saving(
         requests=requests,
         after_commit=keeper.after_commit,
         at_end=keeper.at_end,
-        note=note,
+        note=record.note,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
     )

@@ -59,7 +59,7 @@ def build_trainer(
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     run, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
     models = [(name, model, cfg.model.path)]
-    saving = build_saving(cfg, run, models, {"counters": counters}, sampler, requests, record.note)
+    saving = build_saving(cfg, run, models, {"counters": counters}, sampler, requests, record)
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()

@@ -10,6 +10,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import keep_steps, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
 
+ROLLOUTS = "rollouts"
+
 
 class RunDirectory:
     """``<output_dir>/<project>/<experiment>``, held by one run at a time.
@@ -57,7 +59,7 @@ class RunDirectory:
 
     def rollouts_path(self, step: int) -> Path:
         """``rollouts/step-000001.jsonl``; its folder is made."""
-        folder = self.path / "rollouts"
+        folder = self.path / ROLLOUTS
         folder.mkdir(exist_ok=True)
         return folder / f"step-{step:06d}.jsonl"
 
@@ -66,11 +68,15 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"))
 
     def set_aside_metrics(self) -> Path | None:
-        """Move the metrics of an earlier run out of the way, to ``metrics.<n>.jsonl``; returns where they went."""
-        if not self.metrics_path.exists():
-            return None
-        number = next(n for n in count(1) if not (self.path / f"metrics.{n}.jsonl").exists())
-        return self.metrics_path.rename(self.path / f"metrics.{number}.jsonl")
+        """Move metrics and rollouts of an earlier run out of the way, to ``metrics.<n>.jsonl`` and ``rollouts.<n>``.
+
+        Returns where the metrics went; None where there were none.
+        """
+        kept = ((self.path / f"metrics.{n}.jsonl", self.path / f"rollouts.{n}") for n in count(1))
+        metrics, rollouts = next(paths for paths in kept if not any(path.exists() for path in paths))
+        if (self.path / ROLLOUTS).is_dir():
+            (self.path / ROLLOUTS).rename(rollouts)
+        return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None
 
     def cut_metrics(self, last_step: int) -> None:
         """Drop the records of steps after ``last_step``, which a resumed run will make again, and a line that was cut short."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ class RunState:
     """Everything of a run beside its models that goes on where it was.
 
     ``registry`` and ``data`` hold the objects with a state, equal on all ranks; ``generators`` and ``set_generators`` are further
-    random generators of this rank.
+    random generators of this rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
+    is resumed has it from its metrics.
     """
 
     registry: Registry
     data: Registry
     config_yaml: str
+    recent: Callable[[], Sequence[Mapping[str, Any]]] = list
     generators: Callable[[], dict[str, Tensor]] = dict
     set_generators: Callable[[Mapping[str, Tensor]], None] = lambda states: None
 
@@ -41,8 +43,9 @@ class RunState:
         if generators is None:
             return {}
         head = {"format": _FORMAT, "step": step, "world_size": dist.get_world_size()}
+        recent = list(self.recent())
         return {
-            TRAINER_STATE: _encode({**head, "state": self.registry.state_dict()}),
+            TRAINER_STATE: _encode({**head, "state": self.registry.state_dict(), "recent": recent}),
             DATALOADER: _encode({**head, "state": self.data.state_dict()}),
             rng.RNG_FILE: rng.encode(generators),
             CONFIG: self.config_yaml.encode(),
@@ -78,7 +81,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable ({error}); choose another checkpoint") from error
-    if not isinstance(content, dict) or content.keys() != {"format", "step", "world_size", "state"}:
+    if not isinstance(content, dict) or content.keys() - {"recent"} != {"format", "step", "world_size", "state"}:
         raise ConfigError(f"{path}: not the state of a run; choose another checkpoint")
     if content["format"] != _FORMAT or type(content["step"]) is not int or not isinstance(content["state"], dict):
         raise ConfigError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +18,10 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.types import Score, Trajectory
+
+RECENT = 100  # steps that a checkpoint tells about
+LOSSES = ("loss/total", "loss/sft", "loss/reward_model")  # of the model that a run trains; each kind of run has one
+CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
 
 
 @dataclass(slots=True)
@@ -29,6 +36,9 @@ class RunRecord:
     watchdog: Watchdog | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
+    wall_clock: Callable[[], float] = time.time
+    _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def note(self, text: str) -> None:
         """Show a line that is not a metric."""
@@ -67,14 +77,32 @@ class RunRecord:
             self.evaluations[step] = evaluation
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
+        self._tokens = metrics.get("progress/tokens", self._tokens)
+        loss = next((metrics[name] for name in LOSSES if name in metrics), None)
+        values = {"time": metrics.get(CLOCK), "loss": loss, "reward": metrics.get("reward/mean")}
+        if step:
+            self.recent.append({"step": step} | {name: _finite(value) for name, value in values.items()})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a step's metrics with the time of its phases."""
+        """Write and show a step's metrics with the time of its phases.
+
+        ``timing/unix_time``: when the step ended, in seconds since the epoch. ``timing/tokens_per_s``: response tokens that the
+        step trained on, of all ranks, per second of the step without its evaluation.
+        """
         timing = self.timers.pop()
         timing["timing/step_s"] = sum(timing.values())
-        self._remember(step, metrics)
+        made_in = timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)
+        if "progress/tokens" in metrics and made_in > 0:
+            timing[SPEED] = (metrics["progress/tokens"] - self._tokens) / made_in
+        timing[CLOCK] = self.wall_clock()
         everything = {**metrics, **timing}
+        self._remember(step, everything)
         if self.tracker is not None:
             self.tracker.log(step, everything)
         if self.console is not None:
             self.console.step(step, everything)
+
+
+def _finite(value: Any) -> float | None:
+    """JSON has no name for the others."""
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -81,10 +81,13 @@ def test_metrics_of_earlier_runs_are_kept_apart(tmp_path: Path) -> None:
     assert directory.set_aside_metrics() is None
     for text in ("first", "second"):
         directory.metrics_path.write_text(text)
+        directory.rollouts_path(1).write_text(text)
         directory.set_aside_metrics()
     assert (directory.path / "metrics.1.jsonl").read_text() == "first"
     assert (directory.path / "metrics.2.jsonl").read_text() == "second"
-    assert not directory.metrics_path.exists()
+    assert (directory.path / "rollouts.1/step-000001.jsonl").read_text() == "first"
+    assert (directory.path / "rollouts.2/step-000001.jsonl").read_text() == "second"
+    assert not directory.metrics_path.exists() and not (directory.path / "rollouts").exists()
     directory.close()
 
 

@@ -16,6 +16,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.trainer.documents import DATALOADER, TRAINER_STATE, RunState, read_step
 
+RECENT = [{"step": 5, "time": 1.7e9, "loss": 0.5, "reward": None}]
 pytestmark = pytest.mark.usefixtures("world")
 
 
@@ -50,7 +51,7 @@ def make(value: float, drawn: int, generators: Generators) -> tuple[RunState, Nu
     registry, data = Registry(), Registry()
     registry.register("number", number)
     data.register("sampler", sampler)
-    return RunState(registry, data, "seed: 3\n", generators.get, generators.set), number, sampler
+    return RunState(registry, data, "seed: 3\n", lambda: RECENT, generators.get, generators.set), number, sampler
 
 
 def save(directory: Path, state: RunState, step: int = 5) -> None:
@@ -70,6 +71,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert ([sampler.next_batch() for _ in range(4)], random.random()) == expected
     assert generators.state.tolist() == [1, 2]
     assert read_step(tmp_path) == 5
+    assert json.loads((tmp_path / TRAINER_STATE).read_text())["recent"] == RECENT
     assert (tmp_path / "config.yaml").read_text() == "seed: 3\n"
     assert json.loads((tmp_path / DATALOADER).read_text())["state"]["sampler"]["num_drawn"] == 16
 

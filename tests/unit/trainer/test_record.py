@@ -47,16 +47,17 @@ def clock() -> Timers:
 
 def test_a_step_is_written_and_shown_with_the_time_of_its_phases() -> None:
     log = Log()
-    record = RunRecord(clock(), 1, tracker=log, console=log)  # type: ignore[arg-type]
+    record = RunRecord(clock(), 1, tracker=log, console=log, wall_clock=lambda: 1.7e9)  # type: ignore[arg-type]
     for name in ("generate", "update", "generate"):
         with record.phase(name):
             pass
     record.step(4, {"reward/mean": 0.5})
     everything = {"reward/mean": 0.5, "timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/step_s": 3.0}
+    everything["timing/unix_time"] = 1.7e9
     phases = [("phase", "generate"), ("phase", "update"), ("phase", "generate")]
     assert log.lines == [*phases, ("log", 4, everything), ("show", 4, everything)]
     record.step(5, {})
-    assert log.lines[-1] == ("show", 5, {"timing/step_s": 0})
+    assert log.lines[-1] == ("show", 5, {"timing/step_s": 0, "timing/unix_time": 1.7e9})
 
 
 def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
@@ -66,6 +67,31 @@ def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
     record.step(2, {"reward/mean": 0.75, "evaluate/accuracy": 0.5})
     assert record.evaluations == {0: {"evaluate/accuracy": 0.25}, 2: {"evaluate/accuracy": 0.5}}
     assert record.rewards == [0.5, 0.75]
+
+
+def test_tokens_per_second_are_those_of_the_step_without_its_evaluation() -> None:
+    log = Log()
+    record = RunRecord(clock(), 1, tracker=log)  # type: ignore[arg-type]
+    record.recall([{"step": 3, "progress/tokens": 100.0}])  # the run was resumed
+    for step, total in ((4, 400.0), (5, 1000.0)):
+        for name in ("generate", "evaluate", "update"):
+            with record.phase(name):
+                pass
+        record.step(step, {"progress/tokens": total})
+    assert [line[2]["timing/tokens_per_s"] for line in log.lines] == [300 / 2, 600 / 2]
+
+
+def test_the_last_hundred_steps_are_told_with_loss_and_reward_and_when_they_ended() -> None:
+    wall = iter(float(k) for k in range(1000, 2000))
+    record = RunRecord(clock(), 1, wall_clock=lambda: next(wall))
+    record.recall([{"step": 1, "timing/unix_time": 7.0, "loss/total": 0.5, "reward/mean": 0.25}])
+    record.step(0, {"evaluate/accuracy": 0.1})
+    for step in range(2, 102):
+        record.step(step, {"loss/sft": float("nan") if step == 101 else step / 2})
+    assert len(record.recent) == 100
+    assert record.recent[0] == {"step": 2, "time": 1001.0, "loss": 1.0, "reward": None}
+    assert record.recent[-1] == {"step": 101, "time": 1100.0, "loss": None, "reward": None}
+    assert json.dumps(list(record.recent), allow_nan=False)
 
 
 @pytest.mark.usefixtures("world")
