@@ -80,8 +80,8 @@ class StateShard:
 class Prompt:
     """One row of the data, rendered and tokenised.
 
-    ``prompt_id`` is unique within a data set and stable across runs; ``index`` is the row's number in it. Seeds of rollouts
-    are derived from them, so they must not depend on batch composition.
+    ``prompt_id`` is unique within a data set and stable across runs; ``index`` is the row's number in it, from which the seeds of
+    rollouts are derived. A step may hold a row more than once: ``occurrence`` counts that, so that each has seeds of its own.
     """
 
     prompt_id: str
@@ -93,6 +93,7 @@ class Prompt:
     style: str = "rule"
     extra_info: dict[str, Any] = field(default_factory=dict)
     file: int = 0  # which of the files it is from
+    occurrence: int = 0  # how often the step holds it before
 
 
 @dataclass(slots=True)

@@ -39,6 +39,8 @@ class Completion:
 def expand_requests(prompts: Sequence[Prompt], sampling: Sampling, step: int, max_model_len: int) -> list[Request]:
     """``sampling.n`` requests per prompt, in prompt order, samples adjacent.
 
+    A prompt's further occurrences in a step are seeded as further samples: the second has those from ``sampling.n`` on.
+
     Raises:
         ValueError: a prompt is empty, or leaves no room for a token in ``max_model_len``.
     """
@@ -46,7 +48,7 @@ def expand_requests(prompts: Sequence[Prompt], sampling: Sampling, step: int, ma
     for prompt in prompts:
         room = _room(prompt, max_model_len)
         for sample in range(sampling.n):
-            seed = request_seed(sampling.seed, step, prompt.index, sample)
+            seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
             requests.append(Request(prompt, sample, seed, min(sampling.max_new_tokens, room)))
     return requests
 

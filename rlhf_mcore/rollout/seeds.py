@@ -13,8 +13,8 @@ def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
 
     It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
     it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
-    unrelated. Nothing else enters it: a rollout depends neither on the engine that ran it nor on its neighbours in a
-    batch.
+    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
+    neither on the engine that ran it nor on its neighbours in a batch.
 
     Raises:
         struct.error: an argument does not fit in a signed 64-bit integer.
