@@ -148,7 +148,9 @@ def parse_json(data: bytes, *, limits: Limits = SMALL, where: str, remedy: str) 
     except RecursionError as error:
         raise ConfigError(f"{where}: nested deeper than {limits.depth}; {remedy}") from error
     except ValueError as error:
-        raise ConfigError(f"{where}: cannot be read, not valid JSON ({_first_line(error).partition(';')[0]}); {remedy}") from error
+        raise ConfigError(
+            f"{where}: cannot be read, not valid JSON ({_first_line(error).partition(';')[0]}); {remedy}"
+        ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: is not a JSON object; {remedy}")
     try:
@@ -247,6 +249,19 @@ def shorten(value: object, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+def is_plain(text: str) -> bool:
+    """Whether a text has neither a NUL nor a lone surrogate: it can be printed, stored and be part of a path."""
+    if "\0" in text:
+        return False
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _is_integer(value: object, minimum: int, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
@@ -297,21 +312,9 @@ def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], dept
             raise ValueError(f"{_place(path)} is {child}, not a finite number")
         elif isinstance(child, int) and not -_MAX_INTEGER < child < _MAX_INTEGER:
             raise ValueError(f"{_place(path)} is an integer of {child.bit_length()} bits, beyond 64")
-        if not all(_is_plain(text) for text in (key, child) if isinstance(text, str)):
+        if not all(is_plain(text) for text in (key, child) if isinstance(text, str)):
             raise ValueError(f"{_place(path)} holds a NUL or a lone surrogate")
         path.pop()
-
-
-def _is_plain(text: str) -> bool:
-    if "\0" in text:
-        return False
-    if text.isascii():
-        return True
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _place(path: Sequence[str | int]) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.yaml_text import load_yaml
 
 # Going on with another value would make a run that is neither the old one nor a new one.
 FIXED = (
@@ -58,11 +57,9 @@ def refuse(checkpoint: Path, fixed: list[str]) -> None:
 
 def _read(text: str) -> Any:
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"config.yaml of the checkpoint is not readable ({error}); choose another checkpoint"
-        ) from error
+        tree = load_yaml(text, "config.yaml of the checkpoint")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; choose another checkpoint") from error
     if not isinstance(tree, dict):
         raise ConfigError("config.yaml of the checkpoint is no configuration; choose another checkpoint")
     return tree

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SHOWN = 40  # problems in one message; a file of another kind has thousands
+
 
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
@@ -21,7 +23,9 @@ class ConfigError(ValueError):
         assert problems, "ConfigError.many needs at least one problem"
         if len(problems) == 1:
             return cls(problems[0])
-        lines = "\n".join(f"  - {_indented(problem)}" for problem in problems)
+        lines = "\n".join(f"  - {_indented(problem)}" for problem in problems[:_SHOWN])
+        if len(problems) > _SHOWN:
+            lines += f"\n  ... and {len(problems) - _SHOWN} more"
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
 
 

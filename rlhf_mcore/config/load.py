@@ -13,12 +13,13 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
-from omegaconf.grammar_parser import parse
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.interpolations import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.keys import KEYS, type_name
 from rlhf_mcore.config.schema import PRESETS, Config
 from rlhf_mcore.config.sources import Setting, SettingReader
+from rlhf_mcore.foreign import shorten
 
 ALLOWED_RESOLVERS = ("oc.env",)
 
@@ -38,7 +39,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise ConfigError.many(problems)
     problems = list(_missing(OmegaConf.to_container(cfg)))
-    problems += [problem for setting in _last_of_each(reader.settings) for problem in _unresolved(cfg, setting)]
+    last = _last_of_each(reader.settings)
+    problems += list(_too_many_references(last)) or [
+        problem for setting in last for problem in _unresolved(cfg, setting)
+    ]
     if problems:
         raise ConfigError.many(problems)
     _fill_preset(cfg, reader.settings)
@@ -54,10 +58,9 @@ def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:
 def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
     """Write one setting into the tree; yields what is wrong with it."""
     try:
-        used = {name for text in _texts(setting.value) for name in _resolvers(text)}
-        if forbidden := sorted(used.difference(ALLOWED_RESOLVERS)):
+        if forbidden := sorted(examine(setting.value).resolvers.difference(ALLOWED_RESOLVERS)):
             yield (
-                f"{setting.place}: {setting.key}={setting.value!r} uses the resolver {', '.join(forbidden)}; "
+                f"{setting.place}: {setting.key}={_shown(setting)} uses the resolver {', '.join(forbidden)}; "
                 f"only ${{other.key}} and ${{{ALLOWED_RESOLVERS[0]}:NAME}} are allowed"
             )
             return
@@ -65,28 +68,22 @@ def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
     except OmegaConfBaseException as error:
         expected = type_name(KEYS[setting.key])
         reason = f" ({_first_line(error)})" if "${" in str(setting.value) else ""
-        yield f"{setting.place}: {setting.key}={setting.value!r} is not valid; expected {expected}{reason}"
+        yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {expected}{reason}"
+    except (ValueError, RecursionError) as error:
+        yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid: {_first_line(error)}"
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str) and "${" in value:
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-
-
-def _resolvers(text: str) -> Iterator[str]:
-    """Names of the resolvers that an interpolated text calls, nested ones included."""
-    pending: list[Any] = [parse(text)]
-    while pending:
-        node = pending.pop()
-        if hasattr(node, "resolverName"):
-            yield node.resolverName().getText()
-        pending.extend(getattr(node, "children", None) or [])
+def _too_many_references(settings: Sequence[Setting]) -> Iterator[str]:
+    """Values that refer to values that refer to others: each step may multiply."""
+    references = {setting.key: examine(setting.value).references for setting in settings}
+    references = {key: found for key, found in references.items() if found}
+    known: dict[str, int] = {}
+    for setting in settings:
+        if count_references(setting.key, references, known) > MAX_REFERENCES:
+            yield (
+                f"{setting.place}: {setting.key}={_shown(setting)} refers to more than {MAX_REFERENCES} values, those that they "
+                "refer to included; write them out"
+            )
 
 
 def _fill_preset(cfg: DictConfig, settings: Sequence[Setting]) -> None:
@@ -113,17 +110,21 @@ def _missing(value: Any, key: str = "") -> Iterator[str]:
 
 def _unresolved(cfg: DictConfig, setting: Setting) -> Iterator[str]:
     key = setting.key
-    if not any(_texts(setting.value)):
+    if not any(interpolated_texts(setting.value)):
         return
     try:
         value = OmegaConf.select(cfg, key)
         if OmegaConf.is_config(value):
             OmegaConf.to_container(value, resolve=True)
     except InterpolationValidationError:  # its text quotes the value, which may come from the environment
-        yield f"{setting.place}: {key}={setting.value!r} resolves to something that is not {type_name(KEYS[key])}"
+        yield f"{setting.place}: {key}={_shown(setting)} resolves to something that is not {type_name(KEYS[key])}"
     except (OmegaConfBaseException, RecursionError) as error:
-        yield f"{setting.place}: {key}={setting.value!r} does not resolve: {_first_line(error)}"
+        yield f"{setting.place}: {key}={_shown(setting)} does not resolve: {_first_line(error)}"
+
+
+def _shown(setting: Setting) -> str:
+    return shorten(repr(setting.value), 200)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    return shorten(str(error).partition("\n")[0], 400)

@@ -13,6 +13,8 @@ from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore.config.migration import openrlhf, verl, verl_source
 from rlhf_mcore.config.migration.shell import script_words
 from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
+from rlhf_mcore.foreign import read_text
 
 SOURCES = ("verl", "openrlhf")
 
@@ -23,10 +25,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     Raises:
         ConfigError: the file cannot be read, or it is of neither.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
+    text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):
         migration = apply(verl.TABLE, verl_source.read_tree(_tree(text, path)))
     else:
@@ -36,10 +35,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
 
 
 def _tree(text: str, path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML ({error})") from error
+    tree = load_yaml(text, str(path))
     if not isinstance(tree, dict) or not tree.keys() & set(verl_source.ROOTS) - {"data", "trainer", "algorithm"}:
         raise ConfigError(
             f"{path}: not a configuration of verl: it has none of the groups {', '.join(verl_source.ROOTS)}"

@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.yaml_text import load_yaml
 
 ROOTS = ("actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "data", "trainer")
 _OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
@@ -26,8 +28,8 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def _parsed(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = load_yaml(text, "override")
+    except ConfigError:
         return text
     return _number(value)
 

@@ -115,7 +115,7 @@ def test_what_is_wrong_with_the_result_is_said(
         ("s.sh", "echo hello\n", "found neither overrides of verl"),
         ("s.yaml", "model: {path: x}\n", "not a configuration of verl"),
         ("s.yaml", "a: [\n", "not valid YAML"),
-        ("gone.sh", None, "cannot be read"),
+        ("gone.sh", None, "no such file"),
     ],
 )
 def test_mistakes(
