@@ -22,6 +22,7 @@ from rlhf_mcore.checkpoint.layout import (
     transitional_path,
 )
 from rlhf_mcore.checkpoint.manifest import read_manifest
+from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.config.errors import ConfigError
 
 QUARANTINED = 2  # things in quarantine/ that are kept
@@ -29,13 +30,15 @@ QUARANTINED = 2  # things in quarantine/ that are kept
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How many checkpoints stay: the newest ``limit`` (None: all) and those whose step is a multiple of ``keep_every``.
+    """How many checkpoints stay: the newest ``limit`` (None: all), and those of ``keep`` and of multiples of ``keep_every``.
 
-    The best one, the one that ``latest`` names, and the full checkpoint that a delta which stays needs, stay beside them.
+    The best one, the one that ``latest`` names, pinned ones, and the full checkpoint that a delta which stays needs, stay beside
+    them.
     """
 
     limit: int | None = None
     keep_every: int | None = None
+    keep: tuple[int, ...] = ()  # steps
 
 
 def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
@@ -44,6 +47,7 @@ def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
     if policy.limit is None:
         return []
     kept = {checkpoint.step for checkpoint in checkpoints[-policy.limit :]}
+    kept |= {*policy.keep, *read_pins(run).values()}
     kept |= {step for link in (LATEST, BEST) if (step := linked_step(run, link)) is not None}
     if policy.keep_every:
         kept |= {checkpoint.step for checkpoint in checkpoints if checkpoint.step % policy.keep_every == 0}
@@ -54,16 +58,20 @@ def dropped(run: Path, policy: Retention) -> list[Checkpoint]:
 
 def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
     """Remove what the policy drops. Returns the checkpoints that went."""
-    gone = dropped(run, policy)
-    for checkpoint in gone:
-        remove(checkpoint, disk)
-    return [checkpoint.path for checkpoint in gone]
+    gone = []
+    for checkpoint in dropped(run, policy):
+        if checkpoint.step not in read_pins(run).values():  # somebody may have pinned it while others were removed
+            remove(checkpoint, disk)
+            gone.append(checkpoint.path)
+    return gone
 
 
 def prune_quarantine(run: Path, disk: Disk) -> None:
-    """Remove all but the newest of what was set aside."""
+    """Remove all but the newest of what was set aside. Checkpoints of steps that are pinned stay."""
+    pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
     for path in _oldest(run / QUARANTINE):
-        disk.remove_tree(path)
+        if not path.name.startswith(pinned):
+            disk.remove_tree(path)
 
 
 def remove(checkpoint: Checkpoint, disk: Disk) -> None:

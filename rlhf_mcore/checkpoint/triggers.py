@@ -5,6 +5,7 @@ The decision is an object of plain values; ``collective.decide_together`` tells 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,8 +18,10 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 
 # Reasons to save, as they are shown.
-STEPS, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
+STEPS, EPOCHS, KEPT, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
     "steps",
+    "epochs",
+    "kept",
     "minutes",
     "best",
     "signal",
@@ -93,6 +96,7 @@ class Triggers:
         run: the run directory, where a file ``SAVE`` asks for a save.
         deadline: when the job will be ended, by ``clock``.
         clock: seconds of a clock that nobody sets.
+        num_epochs: how often the training data has been gone through.
     """
 
     config: CheckpointConfig
@@ -100,6 +104,7 @@ class Triggers:
     run: Path
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
+    num_epochs: Callable[[], float] = lambda: 0.0
     best_value: float | None = None
     best_step: int | None = None
     step_s: Expected = field(default_factory=Expected)
@@ -108,12 +113,14 @@ class Triggers:
     _mark: float = 0.0  # since when the step is running
     _last_save: float = 0.0
     _saved_step: int | None = None
+    _epoch_mark: int = 0  # multiples of save_epochs that have passed
     _earlier_best: tuple[float | None, int | None] = (None, None)
     _request: int | None = None  # modification time of the SAVE file that was seen, ns
 
     def begin(self) -> None:
         """The first step begins: clocks start here."""
         self._started = self._mark = self._last_save = self.clock()
+        self._epoch_mark = self._epochs_passed()
 
     def decide(
         self, step: int, metrics: Mapping[str, float], *, save_requested: bool = False, stop_requested: bool = False
@@ -132,10 +139,13 @@ class Triggers:
         now = self.clock()
         self.step_s.measured(now - self._mark)
         self._mark = now
+        earlier, self._epoch_mark = self._epoch_mark, self._epochs_passed()
         best = self._is_best(step, metrics)
         late = self._is_late(now)
         reasons = {
             STEPS: self.config.save_steps > 0 and step % self.config.save_steps == 0,
+            EPOCHS: self._epoch_mark > earlier,
+            KEPT: step in self.config.keep,
             MINUTES: self.config.save_minutes > 0 and now - self._last_save >= 60 * self.config.save_minutes,
             BEST: best,
             SIGNAL: save_requested,
@@ -182,6 +192,10 @@ class Triggers:
         assert state.keys() == self.state_dict().keys(), f"unknown or missing keys in {sorted(state)}"
         self.best_value, self.best_step = state["best_value"], state["best_step"]
         self.step_s, self.save_s = Expected.from_json(state["step_s"]), Expected.from_json(state["save_s"])
+
+    def _epochs_passed(self) -> int:
+        every = self.config.save_epochs
+        return math.floor(self.num_epochs() / every + 1e-9) if every else 0
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         rule = self.rule()

@@ -30,7 +30,7 @@ from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
-from rlhf_mcore.data.sampler import PromptSampler, WeightedSampler
+from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES
@@ -167,7 +167,7 @@ def _build(
     )
 
 
-def _sampler(cfg: Config, prompts: Sequence[Prompt]) -> PromptSampler | WeightedSampler:
+def _sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
     size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
     if cfg.data.weights is None:
         return PromptSampler(len(prompts), size, seed, shuffle)

@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
     "evaluate": "score a model on held-out prompts, or two side by side",
+    "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
 }
 

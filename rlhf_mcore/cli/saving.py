@@ -24,6 +24,7 @@ from rlhf_mcore.cli.roles import BuiltRoles
 from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.mcore.rng import set_tracker_states, tracker_states
 from rlhf_mcore.parallel.collectives import on_every_rank
@@ -65,13 +66,13 @@ def build_saving(
     run: Path,
     models: Sequence[SavedRole],
     holders: Mapping[str, Stateful],
-    sampler: Stateful,
+    sampler: Sampler,
     requests: SignalRequests,
     record: RunRecord,
 ) -> Saving:
     """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
     roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in models]
-    triggers = _triggers(cfg, run) if dist.get_rank() == 0 else None
+    triggers = _triggers(cfg, run, sampler) if dist.get_rank() == 0 else None
     registry, data = Registry(), Registry()
     registry.register("triggers", triggers or _OnFirstRank())
     for name, holder in holders.items():
@@ -123,11 +124,11 @@ def exporter(cfg: Config, role: Role, path: str) -> Exporter:
     )
 
 
-def _triggers(cfg: Config, run: Path) -> Triggers:
+def _triggers(cfg: Config, run: Path, sampler: Sampler) -> Triggers:
     left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
     # From here on only the monotonic clock counts: the wall clock may be set while the run goes on.
     ends = None if left is None else time.monotonic() + left
-    return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends)
+    return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends, num_epochs=lambda: sampler.num_epochs)
 
 
 class _Housekeeping:
@@ -135,7 +136,7 @@ class _Housekeeping:
 
     def __init__(self, cfg: Config, run: Path, note: Callable[[str], None]):
         self._run, self._note, self._disk = run, note, Disk()
-        self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every)
+        self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every, tuple(cfg.checkpoint.keep))
         self._rule = best_rule(cfg.checkpoint)
         archives = cfg.checkpoint.archive and dist.get_rank() == 0
         self._archiver = Archiver(run, self._disk) if archives else None

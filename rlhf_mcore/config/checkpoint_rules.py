@@ -23,6 +23,8 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
     checkpoint = cfg.checkpoint
     yield from _metric_problems(cfg)
     yield from _retention_problems(checkpoint)
+    if wrong := [step for step in checkpoint.keep if step < 1]:
+        yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
     yield from _resume_problems(checkpoint)
     if checkpoint.save_by is not None:
         try:

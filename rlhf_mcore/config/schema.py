@@ -339,6 +339,7 @@ class CheckpointConfig:
     """When checkpoints are saved, which of them stay, and how a run goes on. The last step is always saved."""
 
     save_steps: int = 0  # 0: not by steps
+    save_epochs: float = 0.0  # 0: not by epochs of data.train
     save_minutes: float = 0.0  # 0: not by time
     metric_for_best_model: Optional[str] = None  # of the evaluation; a checkpoint is saved whenever it has improved
     greater_is_better: bool = True
@@ -348,6 +349,7 @@ class CheckpointConfig:
     )
     save_total_limit: Optional[int] = None  # newest checkpoints that stay; null: all
     keep_every: Optional[int] = None  # checkpoints of steps that this divides stay too
+    keep: list[int] = field(default_factory=list)  # steps that are saved, and whose checkpoints stay
     archive: bool = False  # what does not stay becomes archive/checkpoint-<step>.tar.zst
     async_save: bool = False  # write in the background
     delta: bool = False  # between full saves, weights as compressed differences to the last full one

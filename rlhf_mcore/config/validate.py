@@ -185,6 +185,7 @@ RANGES: dict[str, Range] = {
     "trainer.collective_timeout_s": AT_LEAST_1,
     "trainer.watchdog_s": AT_LEAST_0,
     "checkpoint.save_steps": AT_LEAST_0,
+    "checkpoint.save_epochs": AT_LEAST_0,
     "checkpoint.save_minutes": AT_LEAST_0,
     "checkpoint.save_total_limit": AT_LEAST_1,
     "checkpoint.keep_every": AT_LEAST_1,

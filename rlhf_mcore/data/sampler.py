@@ -43,6 +43,11 @@ class PromptSampler:
         """How many prompts it has handed out."""
         return self._num_drawn
 
+    @property
+    def num_epochs(self) -> float:
+        """How often all prompts have been handed out."""
+        return self._num_drawn / self.num_prompts
+
     def next_batch(self) -> list[int]:
         """The positions of the next ``batch_size`` prompts."""
         batch: list[int] = []
@@ -117,6 +122,11 @@ class WeightedSampler:
         # Orders of data sets of one size are different ones.
         self._parts = [PromptSampler(size, 1, seed + (number << 32), shuffle) for number, size in enumerate(sizes)]
 
+    @property
+    def num_epochs(self) -> float:
+        """Prompts that were handed out, in units of all of them; a data set with a large share has had more epochs of its own."""
+        return sum(part.num_drawn for part in self._parts) / sum(part.num_prompts for part in self._parts)
+
     def next_batch(self) -> list[int]:
         """The positions of the next ``batch_size`` prompts."""
         return [self._next() for _ in range(self.batch_size)]
@@ -145,6 +155,9 @@ class WeightedSampler:
             )
         for part, mine in zip(parts, self._parts, strict=True):
             mine.load_state_dict(part)
+
+
+Sampler = PromptSampler | WeightedSampler
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:

@@ -17,8 +17,10 @@ from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import Checkpoint, scan
 from rlhf_mcore.checkpoint.links import BestRule
 from rlhf_mcore.checkpoint.manifest import About, Base, read_manifest, verify
-from rlhf_mcore.checkpoint.recovery import recover
-from rlhf_mcore.checkpoint.retention import Retention, dropped, prune
+from rlhf_mcore.checkpoint.pins import pin, read_pins, unpin
+from rlhf_mcore.checkpoint.recovery import recover, set_aside
+from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
+from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import FailingDisk, contents, save
 
 ACCURACY = "evaluate/accuracy"
@@ -45,6 +47,93 @@ def test_the_best_and_every_kth_stay_beside_them(tmp_path: Path) -> None:
     assert steps(tmp_path) == [20, 30, 40]
     assert notes == ["checkpoint-10 removed", "checkpoint-35 removed"]
     assert os.readlink(tmp_path / "best") == "checkpoint-20"
+
+
+def test_named_and_pinned_steps_stay_beside_them(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    assert pin(tmp_path, 30, "good", Disk()) == tmp_path / "pins/good"
+    assert pin(tmp_path, 30, "good", Disk()).resolve() == tmp_path / "checkpoint-30"  # said twice
+    policy = Retention(limit=1, keep=(10, 60))
+    tidy(tmp_path, policy, None, Disk())
+    assert steps(tmp_path) == [10, 30, 50]
+    unpin(tmp_path, "good", Disk())
+    tidy(tmp_path, policy, None, Disk())
+    assert steps(tmp_path) == [10, 50] and read_pins(tmp_path) == {}
+
+
+def test_the_base_of_a_pinned_delta_stays(tmp_path: Path) -> None:
+    digest = read_manifest(save(tmp_path, 10)).digest
+    save(tmp_path, 20, about=About(20, "delta", Base("checkpoint-10", digest)))
+    for step in (30, 40):
+        save(tmp_path, step)
+    pin(tmp_path, 20, "good", Disk())
+    prune(tmp_path, Retention(limit=1), Disk())
+    assert steps(tmp_path) == [10, 20, 40]
+
+
+def test_a_checkpoint_that_is_pinned_while_others_are_removed_stays(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+
+    class Pinning(Disk):
+        def remove_tree(self, directory: Path) -> None:
+            if "checkpoint-10" in directory.name:
+                pin(tmp_path, 20, "late", Disk())
+            super().remove_tree(directory)
+
+    assert prune(tmp_path, Retention(limit=1), Pinning()) == [tmp_path / "checkpoint-10"]
+    assert steps(tmp_path) == [20, 30]
+
+
+def test_a_pinned_checkpoint_that_was_set_aside_stays_in_quarantine(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    pin(tmp_path, 20, "good", Disk())
+    set_aside(tmp_path, [20], None, Disk())
+    (tmp_path / "quarantine/checkpoint-2-x").mkdir()
+    for age, path in enumerate(sorted((tmp_path / "quarantine").iterdir(), reverse=True)):
+        os.utime(path, (1000 + age, 1000 + age))
+    for name in ("a", "b"):
+        (tmp_path / "quarantine" / name).mkdir()
+    prune_quarantine(tmp_path, Disk())
+    left = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
+    assert len(left) == 3 and left[:2] == ["a", "b"] and left[2].startswith("checkpoint-20-")
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "message"),
+    [
+        (30, "good", r"STEP=30: .* has no checkpoint-30; choose one of: \[10, 20\]"),
+        (10, "../good", "is not a plain name"),
+        (10, "taken", "names checkpoint-20 already"),
+        (10, "foreign", "names something else already"),
+    ],
+)
+def test_pins_that_cannot_be_made(tmp_path: Path, step: int, name: str, message: str) -> None:
+    for each in (10, 20):
+        save(tmp_path, each)
+    pin(tmp_path, 20, "taken", Disk())
+    (tmp_path / "pins/foreign").symlink_to("/checkpoint-10")
+    with pytest.raises(ConfigError, match=message):
+        pin(tmp_path, step, name, Disk())
+    assert read_pins(tmp_path) == {"taken": 20}  # what others have linked there is not ours
+    with pytest.raises(ConfigError, match="no such pin; choose one of: taken"):
+        unpin(tmp_path, "foreign", Disk())
+
+
+def test_a_pin_of_a_checkpoint_that_the_run_drops_at_that_moment_is_taken_back(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+
+    class Racing(Disk):
+        def symlink(self, link: Path, target: str) -> None:
+            super().symlink(link, target)
+            (tmp_path / "checkpoint-10").rename(tmp_path / ".checkpoint-10.removed")
+
+    with pytest.raises(ConfigError, match="has removed checkpoint-10 just now"):
+        pin(tmp_path, 10, "good", Racing())
+    assert read_pins(tmp_path) == {}
 
 
 def test_what_latest_names_stays_even_if_it_is_old(tmp_path: Path) -> None:

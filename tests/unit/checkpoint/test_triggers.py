@@ -11,6 +11,7 @@ import pytest
 from rlhf_mcore.checkpoint.triggers import Decision, Triggers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
+from rlhf_mcore.data.sampler import PromptSampler
 
 ACCURACY = "evaluate/accuracy"
 
@@ -75,6 +76,30 @@ def test_every_n_minutes_since_the_last_save_whatever_its_reason(make: Make, clo
             clock.now += 100  # the save itself does not count
             triggers.saved(step, 100)
     assert saved == {3: ("minutes",), 4: ("steps",), 7: ("minutes",), 8: ("steps",)}
+
+
+def test_every_n_epochs_after_the_step_with_which_one_is_over(make: Make) -> None:
+    sampler = PromptSampler(10, 4, seed=0, shuffle=True)
+
+    def saved(triggers: Triggers, steps: range) -> dict[int, tuple[str, ...]]:
+        triggers.num_epochs = lambda: sampler.num_epochs
+        triggers.begin()
+        out = {}
+        for step in steps:
+            sampler.next_batch()
+            out |= reasons(triggers, range(step, step + 1))
+        return out
+
+    # 4, 8, 12, 16, 20, 24 prompts
+    assert saved(make(save_epochs=1), range(1, 7)) == {3: ("epochs",), 5: ("epochs",)}
+    # a run that is resumed there, after 2.4 epochs: 28, 32, ..., 52
+    assert saved(make(save_epochs=2), range(7, 14)) == {10: ("epochs",)}
+    # after 5.2: 56, 60, 64, 68 and 72 prompts pass 5.5, 6, (6.4,) 6.5 and 7 epochs
+    assert list(saved(make(save_epochs=0.5), range(14, 19))) == [14, 15, 17, 18]
+
+
+def test_steps_that_are_named_are_saved(make: Make) -> None:
+    assert reasons(make(num_steps=9, keep=[4, 5, 50]), range(1, 9)) == {4: ("kept",), 5: ("kept",)}
 
 
 def test_a_better_model_is_saved_and_an_equal_one_is_not(make: Make) -> None:

@@ -37,6 +37,8 @@ def check(*overrides: str) -> list[str]:
         (["save_by=tomorrow"], ["save_by='tomorrow'", "minutes from the start", "auto"]),
         (["save_by='-5'"], ["save_by='-5'"]),
         (["save_total_limit=0"], ["save_total_limit=0", "at least 1"]),
+        (["save_epochs=-0.5"], ["save_epochs=-0.5", "at least 0"]),
+        (["keep=[3,0]"], ["keep=[3, 0]", "0 is no step", "from 1 on"]),
         (["save_minutes=-1"], ["save_minutes=-1", "at least 0"]),
         (["full_every=0"], ["full_every=0", "at least 1"]),
         (["on_damaged=ignore"], ["on_damaged='ignore'", "fallback, error"]),

@@ -1,0 +1,69 @@
+"""``rlhf-mcore pin RUN [STEP NAME | --remove NAME]``: keep a checkpoint under a name, whatever retention drops."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
+from rlhf_mcore.checkpoint.pins import pin, read_pins, unpin
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pin, remove a pin, or list the pins of a run. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        for line in _act(Path(args.run), args.step, args.name, args.remove):
+            print(line)
+    except ConfigError as error:
+        return exit_codes.report(error)
+    except OSError as error:
+        return exit_codes.report(ConfigError(f"RUN={args.run}: {error}; choose a run directory that can be written"))
+    return exit_codes.DONE
+
+
+def _act(run: Path, step: int | None, name: str | None, remove: str | None) -> list[str]:
+    if not run.is_dir():
+        raise ConfigError(f"RUN={run} is not a directory (looked from {Path.cwd()}); give a run directory")
+    if remove is not None:
+        if step is not None:
+            raise ConfigError(f"--remove={remove} and STEP={step} exclude each other; give one of them")
+        unpin(run, remove, Disk())
+        return [f"{remove} removed; its checkpoint stays as long as others of its age do"]
+    if step is not None:
+        if name is None:
+            raise ConfigError(f"STEP={step} needs a NAME; give one, as in: rlhf-mcore pin {run} {step} good")
+        return [f"{pin(run, step, name, Disk())} -> checkpoint-{step}: it stays until the pin is removed"]
+    pins = read_pins(run)
+    lines = []
+    for pinned, at in pins.items():
+        missing = "" if (checkpoint_path(run, at) / MANIFEST).is_file() else " (missing)"
+        lines.append(f"{pinned} -> checkpoint-{at}{missing}")
+    return lines or [f"{run} has no pins"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore pin",
+        description=(
+            "Keep the checkpoint of a step under a name, RUN/pins/NAME: checkpoint.save_total_limit and archiving leave it "
+            "alone. The run may be going on. Without STEP the pins of the run are listed."
+        ),
+        epilog=exit_codes.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="step of the checkpoint")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="name of the pin")
+    parser.add_argument("--remove", metavar="NAME", help="remove a pin; its checkpoint stays until retention drops it")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
