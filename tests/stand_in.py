@@ -25,20 +25,26 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     count = folder / f"count-{rank}"
     start = int(count.read_text()) if count.exists() else 0
-    print(
-        f"rank {rank} of {os.environ['WORLD_SIZE']} begins at {start}, pid {os.getpid()}", file=sys.stderr, flush=True
-    )
+    cores = len(os.sched_getaffinity(0))
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins at {start} on {cores} cores", file=sys.stderr, flush=True)
     failing = os.environ.get("STAND_IN_FAILS", "").split(":")
     with SignalRequests().listening() as requests:
         for step in range(start + 1, cfg.trainer.num_steps + 1):
             time.sleep(STEP_S)
-            count.write_text(str(step))
+            _write(count, str(step))
             if failing[:2] == [rank, str(step - start)] and (start == 0 or "STAND_IN_ALWAYS" in os.environ):
                 print("the stand-in fails as it was told", file=sys.stderr, flush=True)
                 return int(failing[2])
             if requests.stop_requested:
                 return 75
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """At once: a process that is killed in between leaves the old text, not an empty file."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text)
+    new.replace(path)
 
 
 if __name__ == "__main__":

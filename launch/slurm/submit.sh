@@ -9,13 +9,17 @@
 #   --signal-before S       seconds before the limit at which the run is told to save (default: 300)
 #   --max-requeues K        how often the job may go back into the queue (default: 20)
 #   --container IMAGE       a .sif file (apptainer) or an image (pyxis); without it, .venv of this repository
+#   --mounts LIST           what the container sees beside this repository and the working directory: SRC:DST,SRC:DST
 #   --array LIST            one job per number; %a in an override is the number: seed=%a experiment=seed-%a
 #   --sweep FILE            one job per line of FILE, which holds further overrides, separated by blanks
 #   --dependency LIST       as sbatch has it, afterok:123
 #   --gpu KIND              what `rlhf-mcore plan` should reckon with (default: H100)
 #   --no-plan               do not refuse what `rlhf-mcore plan` thinks cannot fit
 #   --dry-run               print the sbatch command and submit nothing
-#   --NAME=VALUE            anything else goes to sbatch: --partition=gpu --account=me --mem=0 --exclude=bad1
+#   --NAME=VALUE            anything else goes to sbatch: --partition=gpu --account=me --exclude=bad1
+#
+# A job gets the cores and the memory of a node that go with its GPUs: half of them for 4 of 8. --cpus-per-task=C (all ranks of a
+# node are one task), --mem=SIZE or --exclusive ask for something else.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
@@ -31,7 +35,7 @@ need() {
     if (($# < 2)); then wrong "$1 needs a value"; fi
 }
 
-nodes=1 ranks="" gpus="" time="" before=300 max_requeues=20 container="" array="" sweep="" dependency="" dry_run=0 named=0
+nodes=1 ranks="" gpus="" time="" before=300 max_requeues=20 container="" mounts="" array="" sweep="" dependency="" dry_run=0 named=0
 config="" overrides=() others=()
 while (($#)); do
     case "$1" in
@@ -43,12 +47,14 @@ while (($#)); do
         --signal-before) need "$@" && before="$2" && shift 2 ;;
         --max-requeues) need "$@" && max_requeues="$2" && shift 2 ;;
         --container) need "$@" && container="$2" && shift 2 ;;
+        --mounts) need "$@" && mounts="$2" && shift 2 ;;
         --array) need "$@" && array="$2" && shift 2 ;;
         --sweep) need "$@" && sweep="$2" && shift 2 ;;
         --dependency) need "$@" && dependency="$2" && shift 2 ;;
         --gpu) need "$@" && RLHF_MCORE_GPU="$2" && export RLHF_MCORE_GPU && shift 2 ;;
         --no-plan) export RLHF_MCORE_PLAN=0 && shift ;;
         --dry-run) dry_run=1 && shift ;;
+        --exclusive) others+=("$1") && shift ;;
         --*=*) others+=("$1") && shift ;;
         -*) wrong "$1 is not an option; options of sbatch are written --name=value (see --help)" ;;
         *)
@@ -86,17 +92,57 @@ if [[ -z "$container$array$dependency" && "${RLHF_MCORE_PLAN:-1}" == 1 && "$dry_
         "$config" "${overrides[@]}" >/dev/null || exit
 fi
 
+# share_of_node: "CORES MEGABYTES" of a node that go with the job's GPUs (its ranks, where there are none), where they are fewest in the
+# partition. MEGABYTES 0 is all there are, as for sbatch. Nothing where SLURM knows no node with so many.
+share_of_node() {
+    local other partition="${SBATCH_PARTITION:-}"
+    for other in "${others[@]}"; do
+        if [[ "$other" == --partition=* ]]; then partition="${other#*=}"; fi
+    done
+    { sinfo --noheader --exact --format='%P %c %m %G' ${partition:+--partition="$partition"} 2>/dev/null || true; } \
+        | awk -v partition="$partition" -v gpus="$gpus" -v ranks="$ranks" '
+        function gpus_of(resources,    parts, count, n, i) { # gpu:h100:8(S:0-1),shard:16 has 8
+            n = split(resources, parts, ",")
+            for (i = 1; i <= n; i++) if (parts[i] ~ /^gpu:/) { sub(/\(.*/, "", parts[i]); sub(/.*:/, "", parts[i]); count += parts[i] }
+            return count
+        }
+        {
+            there = gpus ? gpus_of($4) : $2; wanted = gpus ? gpus : ranks
+            if (there < wanted || (!partition && $1 !~ /\*$/)) next # the default partition has a star
+            cores = int($2 * wanted / there); memory = there == wanted ? 0 : int($3 * wanted / there)
+            if (!found || cores < fewest) fewest = cores
+            if (!found || (memory && (!least || memory < least))) least = memory
+            found = 1
+        }
+        END { if (found) print (fewest ? fewest : 1), least }'
+}
+
+# given NAME...: whether one of these options goes to sbatch already.
+given() {
+    local name other
+    for name in "$@"; do
+        for other in "${others[@]}"; do
+            if [[ "$other" == "$name" || "$other" == "$name="* ]]; then return 0; fi
+        done
+    done
+    return 1
+}
+
 mkdir -p outputs/slurm # sbatch does not make the folder of its log
 number="%j"
 if [[ -n "$array" ]]; then number="%A_%a"; fi
 command=(sbatch --parsable --nodes="$nodes" --ntasks-per-node=1 --time="$time" --signal="B:USR1@$before"
     --output="outputs/slurm/%x-$number.out")
 if [[ "${others[*]}" != *--job-name=* ]]; then command+=(--job-name="$(basename "${config%.*}")"); fi
-if [[ "${others[*]}" != *--cpus-per-task=* && -z "$gpus" ]]; then command+=(--cpus-per-task="$ranks"); fi
+read -r cores memory < <(share_of_node) || true
+if [[ -z "$gpus" ]]; then cores="$ranks"; fi
+if given --exclusive; then memory=0; fi
+if [[ -n "${cores:-}" ]] && ! given --cpus-per-task --cpus-per-gpu --exclusive; then command+=(--cpus-per-task="$cores"); fi
+if [[ -n "${memory:-}" ]] && ! given --mem --mem-per-cpu --mem-per-gpu; then command+=(--mem="$memory"); fi
 if [[ -n "$gpus" ]]; then command+=(--gpus-per-node="$gpus"); fi
 if [[ -n "$array" ]]; then command+=(--array="$array"); fi
 if [[ -n "$dependency" ]]; then command+=(--dependency="$dependency" --kill-on-invalid-dep=yes); fi
-command+=("${others[@]}" "$root/launch/slurm/train.sbatch" "$root" "$ranks" "$max_requeues" "$container" "$config" "${overrides[@]}")
+command+=("${others[@]}" "$root/launch/slurm/train.sbatch" "$root" "$ranks" "$max_requeues" "$container" "$mounts" "$config" "${overrides[@]}")
 
 if ((dry_run)); then
     printf '%q ' "${command[@]}"

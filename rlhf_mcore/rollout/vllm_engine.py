@@ -116,7 +116,9 @@ class VLLMEngine(VersionedWeights):
         }
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
-            options["max_num_seqs"] = min(cfg.max_num_seqs, cfg.max_num_batched_tokens)  # each decodes a token in a pass
+            options["max_num_seqs"] = min(
+                cfg.max_num_seqs, cfg.max_num_batched_tokens
+            )  # each decodes a token in a pass
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep

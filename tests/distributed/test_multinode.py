@@ -61,7 +61,7 @@ def running(workspace: Path, *arguments: str, **variables: str) -> Iterator[subp
 
 def counts(workspace: Path) -> list[int]:
     folder = workspace / "outputs" / "multi" / "run"
-    return [int(path.read_text() or 0) for path in sorted(folder.glob("count-*"))]
+    return [int(path.read_text()) for path in sorted(folder.glob("count-*"))]
 
 
 def agent_of(launcher: int, node: int) -> int:

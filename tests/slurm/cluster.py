@@ -32,10 +32,11 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
+GresTypes=gpu
 MpiDefault=none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,sched_min_interval=0,bf_interval=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
@@ -49,7 +50,9 @@ MinJobAge=3600
 {nodes}
 PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1024 State=UNKNOWN"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1024 Gres=gpu:2 State=UNKNOWN"
+)
 
 
 def missing_programs() -> list[str]:
@@ -59,7 +62,7 @@ def missing_programs() -> list[str]:
 
 @dataclass(slots=True)
 class Cluster:
-    """Three nodes of two cores each."""
+    """Three nodes of two cores and two GPUs each; the GPUs are counted by SLURM and are not there."""
 
     folder: Path
     environment: dict[str, str]
@@ -153,6 +156,9 @@ def _write_files(folder: Path) -> None:
         names=",".join(NODES),
     )
     (folder / "slurm.conf").write_text(text, encoding="utf-8")
+    for number in range(2):
+        (folder / f"gpu{number}").touch()  # SLURM counts the files of devices
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n", encoding="utf-8")
 
 
 def _free_ports(count: int) -> list[int]:

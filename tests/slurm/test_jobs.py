@@ -42,6 +42,11 @@ def submit(
     return done.stdout.split()
 
 
+def with_gpus() -> list[str]:
+    """Both GPUs of a node of the test cluster."""
+    return ["run.yaml", "--gpus-per-node", "2", "--time", "10", "--signal-before", "30"]
+
+
 def small(nodes: int = 2) -> list[str]:
     return ["run.yaml", "--nodes", str(nodes), "--ranks-per-node", "2", "--time", "10", "--signal-before", "30"]
 
@@ -50,9 +55,14 @@ def log(workspace: Path) -> str:
     return "\n".join(path.read_text() for path in sorted((workspace / "outputs" / "slurm").glob("*.out")))
 
 
+def rank_logs(workspace: Path) -> str:
+    folder = workspace / "outputs" / "jobs" / "run" / "logs"
+    return "".join(path.read_text() for path in sorted(folder.glob("*/node-*/*/attempt_0/*/stderr.log")))
+
+
 def counts(workspace: Path, experiment: str = "run") -> list[int]:
     folder = workspace / "outputs" / "jobs" / experiment
-    return [int(path.read_text() or 0) for path in sorted(folder.glob("count-*"))]
+    return [int(path.read_text()) for path in sorted(folder.glob("count-*"))]
 
 
 def wait_for_counting(workspace: Path, ranks: int, least: int = 1) -> None:
@@ -71,12 +81,17 @@ def test_the_signal_before_the_limit_puts_the_job_back_and_it_goes_on(cluster: C
     assert (job["JobState"], job["Restarts"], exit_code(job)) == ("COMPLETED", "1", 0), log(workspace)
     assert "4 x H100" in log(workspace) and "SIGUSR1" in log(workspace)  # planned, and signalled
     assert counts(workspace) == [60] * 4
-    begun = [
-        int(count)
-        for path in (workspace / "outputs" / "jobs" / "run" / "logs").glob("*/node-*/*/attempt_0/*/stderr.log")
-        for count in re.findall(r"begins at (\d+)", path.read_text())
-    ]
+    begun = [int(count) for count in re.findall(r"begins at (\d+)", rank_logs(workspace))]
     assert len(begun) == 8 and sum(count == 0 for count in begun) == 4 and all(count < 60 for count in begun)
+
+
+@pytest.mark.parametrize("options", [small(1), with_gpus()], ids=["ranks", "gpus"])
+def test_ranks_share_all_cores_of_their_part_of_the_node(cluster: Cluster, workspace: Path, options: list[str]) -> None:
+    """SLURM binds a step that asks for nothing to one core, with all ranks of the node."""
+    for more in ((), ("--exclusive",)):
+        (job_id,) = submit(cluster, workspace, *options, "trainer.num_steps=1", *more)
+        assert cluster.wait(job_id)["JobState"] == "COMPLETED", log(workspace)
+    assert re.findall(r"begins at \d+ on (\d+) cores", rank_logs(workspace)) == ["2"] * 4
 
 
 def test_a_job_that_is_always_told_to_stop_is_not_requeued_for_ever(cluster: Cluster, workspace: Path) -> None:

