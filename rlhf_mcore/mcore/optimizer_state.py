@@ -6,6 +6,7 @@ every cut is said as a range of elements of one local parameter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
@@ -37,6 +39,22 @@ def optimizer_shards(model: MegatronModel, optimizer: MegatronOptimizer) -> list
                 )
             )
     return found
+
+
+def state_is_finite(model: MegatronModel, optimizer: MegatronOptimizer) -> bool:
+    """Whether the weights that this rank's optimizer steps, their masters and their moments hold no NaN and no infinity. Local.
+
+    One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow, so what it suspects is looked
+    at element by element.
+    """
+    weights = {parameter.name: parameter.tensor.view(-1) for parameter in local_parameters(model)}
+    tensors = []
+    for shard in optimizer_shards(model, optimizer):
+        tensors += [weights[shard.name][shard.start : shard.stop], *shard.tensors.values()]
+    tensors = [tensor for tensor in tensors if tensor.numel()]
+    if math.isfinite(get_total_norm(tensors)):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Any]:

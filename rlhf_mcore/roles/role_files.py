@@ -44,6 +44,10 @@ class RoleFiles:
         state = self._state().layout
         return self._exporter.num_bytes + state.num_bytes + len(state.header)  # the index names what headers name
 
+    def is_finite(self) -> bool:
+        """Whether what would be saved of a trained role holds no NaN and no infinity on this rank. Local."""
+        return not isinstance(self._role, TrainedRole) or self._role.is_finite()
+
     def write(self, checkpoint: Path) -> list[Path]:
         """Write this rank's files straight from the live tensors and return their paths. Collective over the world.
 

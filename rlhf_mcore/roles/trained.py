@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.masking import token_weights
 from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.mcore.optimizer import MegatronOptimizer, StepOutcome, learning_rate, optimizer_step
+from rlhf_mcore.mcore.optimizer_state import state_is_finite
 from rlhf_mcore.mcore.step import Metrics, forward_backward, load_balance
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.roles.role import Role, minibatches
@@ -43,13 +44,22 @@ class TrainedRole(Role):
     )  # updates in a row, the last one among them, without a finite gradient
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All updates of a step. Returns their mean metrics, nothing on ranks without the model. Collective over the role's ranks."""
+        """All updates of a step. Returns their mean metrics, nothing on ranks without the model. Collective over the role's ranks.
+
+        ``<name>/not_finite`` is among them when the updates have left a weight or a moment NaN or infinite on any rank.
+        """
         if self.model is None:
             return {}
         parts = minibatches(batch, self.updates.prompts_per_minibatch)
         history = [self._update(batch, rows) for _ in range(self.updates.epochs) for rows in parts]
         means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+        if not self._all_ranks(self.is_finite()):
+            means[f"{self.name}/not_finite"] = 1.0
         return means | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+
+    def is_finite(self) -> bool:
+        """Whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
+        return self.model is None or self.optimizer is None or state_is_finite(self.model, self.optimizer)
 
     def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
         """Token weights [B, T] of the loss, from those of the aggregation."""
@@ -83,9 +93,9 @@ class TrainedRole(Role):
         metrics = forward_backward(self.model, microbatches, self.loss)
         sums = self._reduce(metrics)
         lr = learning_rate(self.num_updates, self.optimizer_cfg.lr, self.optimizer_cfg.schedule)
-        # Every rank of the role sees the same loss and the same norm, so all skip the same updates.
+        # The loss may be NaN on one tensor-parallel rank alone; all ranks of the role have to skip the same updates.
         outcome = StepOutcome(False, math.nan, finite=False)
-        if math.isfinite(sums["loss"]):
+        if self._all_ranks(math.isfinite(sums["loss"])):
             outcome = optimizer_step(self.model, self.optimizer, lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
@@ -94,6 +104,11 @@ class TrainedRole(Role):
             named[f"{self.name}/load_balance"] = load_balance(self.model)
         optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
         return named | {f"{self.name}/{key}": value for key, value in optimizer.items()}
+
+    def _all_ranks(self, holds: bool) -> bool:
+        """Whether it holds on every rank of the role. Collective over them."""
+        assert self.model is not None
+        return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
 
     def _reduce(self, metrics: list[Metrics]) -> dict[str, float]:
         """Sums over microbatches and data-parallel ranks, known to the last stage, on every rank of the role."""

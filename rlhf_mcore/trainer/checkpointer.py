@@ -17,7 +17,8 @@ from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.manifest import About
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REQUEST, Decision, Triggers
-from rlhf_mcore.parallel.collectives import reduce_sums
+from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
+from rlhf_mcore.trainer.metrics import refuse_not_finite
 
 Write = Callable[[Path], list[Path]]
 Documents = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
@@ -28,6 +29,15 @@ class SavedPart(Protocol):
 
     def num_bytes(self) -> int:
         """Size of the files that this rank writes. Local."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Of the model, and of its directory in a checkpoint."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Whether it may be saved: it holds no NaN and no infinity on this rank. Local."""
         ...
 
     def write(self, checkpoint: Path) -> list[Path]:
@@ -81,8 +91,13 @@ class Checkpointer:
         return decision.stop
 
     def save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
-        """Save now. Collective over the world."""
+        """Save now. Collective over the world.
+
+        Raises:
+            DivergedError: on every rank, when a model is not finite on any; whatever ``stop_on_failure`` is.
+        """
         self.drain()
+        self._refuse_not_finite(step)
         started = time.monotonic()
         # What a run leaves behind is what others use: whole.
         whole = END in decision.reasons
@@ -102,8 +117,10 @@ class Checkpointer:
 
         Raises:
             SaveError: on every rank, when any of them failed.
+            DivergedError: on every rank, when a model is not finite on any.
         """
         self.drain()
+        self._refuse_not_finite(step)
         documents = self.documents(step)
         write = partial(self._write, documents)
         return CheckpointWriter(directory).save(About(step), write, self._num_bytes(documents))
@@ -128,6 +145,11 @@ class Checkpointer:
         self.drain()
         if self.triggers is not None:
             self.at_end()
+
+    def _refuse_not_finite(self, step: int) -> None:
+        mine = [part.name for part in self.parts if not part.is_finite()]
+        everyones = [name for names in all_gather_json(mine) for name in names]
+        refuse_not_finite(everyones, f"checkpoint-{step} is not written")
 
     def _is_being_served(self, decision: Decision) -> bool:
         """What is asked for until it is there: by the clock, or by a file."""

@@ -56,7 +56,11 @@ def main(directory: Path) -> None:
         findings["precision"][dtype] = there_and_back(world, dtype)
     findings["untrained"] = untrained(world)
     findings["mixed"] = mixed_up(world)
-    findings["not_finite"] = not_finite(world)
+    findings["not_finite"] = {
+        "gradient": not_finite(world, poison_gradient),
+        "loss": not_finite(world, poison_loss),
+    }
+    findings["spoiled"] = {kind: spoiled(world, kind) for kind in ("exp_avg", "exp_avg_sq", "master")}
     finish(findings, directory)
 
 
@@ -135,8 +139,11 @@ def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
     return worst
 
 
-def not_finite(world: World) -> dict[str, Any]:
-    """A NaN in the gradient of one rank: no rank makes the update, all make the next one."""
+def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None]) -> dict[str, Any]:
+    """Something is NaN on one rank: no rank makes the update, all make the next one.
+
+    ``poison(model, metrics)`` is called on each rank when gradients and losses are there.
+    """
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
     before = {p.name: p.tensor.clone() for p in local_parameters(model)}
@@ -144,8 +151,7 @@ def not_finite(world: World) -> dict[str, Any]:
 
     def poisoned(*arguments: Any) -> Any:
         metrics = sound(*arguments)
-        if dist.get_rank() == 1:
-            model.chunks[0].buffers[0].grad_data[3] = torch.nan
+        poison(model, metrics)
         return metrics
 
     trained.forward_backward = poisoned
@@ -160,6 +166,35 @@ def not_finite(world: World) -> dict[str, Any]:
         "unchanged": all_gather_json(unchanged),
         "made": all_gather_json([made["actor/skipped_updates"], made["actor/bad_updates_in_a_row"]]),
         "loss": made["loss/total"],
+    }
+
+
+def poison_gradient(model: MegatronModel, metrics: list[Any]) -> None:
+    if dist.get_rank() == 1:
+        model.chunks[0].buffers[0].grad_data[3] = torch.nan
+
+
+def poison_loss(model: MegatronModel, metrics: list[Any]) -> None:
+    """Of one of the two tensor-parallel ranks of the last stage."""
+    assert model.groups.layout.tp == 2 and dist.get_world_size() == 4
+    if dist.get_rank() == 3:
+        metrics[0]["loss"].fill_(torch.nan)
+
+
+def spoiled(world: World, kind: str) -> dict[str, Any]:
+    """A NaN in the state of one rank's optimizer, which the gradient does not show."""
+    reference = load_hf(world.directory / "qwen2_reference")
+    model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2", "bf16")
+    sound = train(actor, reference)
+    if dist.get_rank() == 2:
+        optimizer_shards(model, actor.optimizer)[-1].tensors[kind][1] = torch.nan
+    after = train(actor, reference)
+    files = world.files(model, actor, world.directory / "qwen2")
+    return {
+        "sound": all_gather_json("actor/not_finite" in sound),
+        "spoiled": all_gather_json(after.get("actor/not_finite")),
+        "grad_norm": after["actor/grad_norm"],
+        "may_be_saved": all_gather_json(files.is_finite()),
     }
 
 

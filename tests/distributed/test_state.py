@@ -82,8 +82,17 @@ def test_transformers_makes_the_trainers_model_of_a_checkpoint(findings: Any, mo
     assert findings["circles"][model]["logprob_difference"] < 2e-5
 
 
-def test_fault_23_all_ranks_skip_an_update_that_is_not_finite_on_one(findings: Any) -> None:
-    found = findings["not_finite"]
+@pytest.mark.parametrize("which", ["gradient", "loss"])
+def test_fault_23_all_ranks_skip_an_update_that_is_not_finite_on_one(findings: Any, which: str) -> None:
+    found = findings["not_finite"][which]
     assert found["skipped"] == [[1.0, 1.0]] * 4 and found["unchanged"] == [True] * 4
     assert found["made"] == [[0.0, 0.0]] * 4
     assert found["loss"] == findings["untrained"]["metrics"][1]["loss/total"], "the next one begins where that one did"
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "master"])
+def test_fault_23_all_ranks_learn_of_a_nan_in_the_state_of_one(findings: Any, kind: str) -> None:
+    found = findings["spoiled"][kind]
+    assert 0 < found["grad_norm"] < float("inf"), "the gradient shows nothing"
+    assert found["sound"] == [False] * 4 and found["spoiled"] == [1.0] * 4
+    assert found["may_be_saved"].count(False) == 1, "of the rank that holds it"

@@ -55,7 +55,7 @@ class Lookup:
 
     @property
     def groups(self) -> Any:
-        collection = SimpleNamespace(dp=dist.group.WORLD, tp=dist.group.WORLD)
+        collection = SimpleNamespace(dp=dist.group.WORLD, tp=dist.group.WORLD, intra_dist_opt=dist.group.WORLD)
         return SimpleNamespace(layout=self.layout, dp_rank=self.dp_rank, tp_rank=self.tp_rank, collection=collection)
 
     @property
@@ -84,10 +84,13 @@ class Lookup:
         self.calls.append(("step", lr))
         return StepOutcome(optimizer(self, lr), float(self.table.grad.norm()))
 
+    def state_is_finite(self, model: Any, optimizer: Any) -> bool:
+        return bool(self.table.isfinite().all())
+
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> Lookup:
         """Let the roles run this model, and only this."""
         monkeypatch.setattr(role, "forward", self.forward)
-        for name in ("forward_backward", "optimizer_step"):
+        for name in ("forward_backward", "optimizer_step", "state_is_finite"):
             monkeypatch.setattr(trained, name, getattr(self, name))
         return self
 

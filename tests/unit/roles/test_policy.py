@@ -237,6 +237,15 @@ def test_fault_23_a_loss_that_is_not_finite_makes_no_update(bigram: Lookup, valu
     assert which.update(good)["actor/bad_updates_in_a_row"] == 0
 
 
+def test_fault_23_weights_that_an_update_has_spoiled_are_told(bigram: Lookup) -> None:
+    def spoil(model: Lookup, lr: float) -> bool:
+        model.table.data[2, 3] = math.nan
+        return True
+
+    assert "actor/not_finite" not in actor(bigram, AlgorithmConfig(), descend).update(batch())
+    assert actor(bigram, AlgorithmConfig(), spoil).update(batch())["actor/not_finite"] == 1.0
+
+
 def test_a_rank_without_rows_takes_part_and_adds_nothing(bigram: Lookup) -> None:
     made = batch()
     bigram.layout, bigram.dp_rank = Layout(dp=7), 6

@@ -20,6 +20,7 @@ from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.trainer.checkpointer import Checkpointer
+from rlhf_mcore.trainer.metrics import DivergedError
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -32,12 +33,16 @@ class Model:
     weights: int = 0
     gate: threading.Event = field(default_factory=threading.Event)
     errors: list[Exception] = field(default_factory=list)
+    finite: bool = True
 
     def __post_init__(self) -> None:
         self.gate.set()
 
     def num_bytes(self) -> int:
         return len(str(self.weights))
+
+    def is_finite(self) -> bool:
+        return self.finite
 
     def write(self, checkpoint: Path) -> list[Path]:
         return self._write(checkpoint, self.weights)
@@ -124,6 +129,18 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
 def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:
     run.make(save_steps=1).after_step(1, {"evaluate/accuracy": 0.5, "loss": 2.0})
     assert read_manifest(run.directory / "checkpoint-1").about.metrics == {"evaluate/accuracy": 0.5}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_fault_23_weights_that_are_not_finite_are_never_saved(run: Run, in_background: bool) -> None:
+    made = run.make(save_steps=1, async_save=in_background, stop_on_failure=False)
+    made.after_step(1, {})
+    run.critic.finite = False
+    with pytest.raises(DivergedError, match=r"state of critic are not finite: checkpoint-2 is not written"):
+        made.after_step(2, {})
+    with pytest.raises(DivergedError, match=r"critic"):
+        made.save_to(run.directory, 3)
+    assert run.steps == [1] and run.saved(1) == ("0", "0", 0), "the last good one is there"
 
 
 @pytest.mark.parametrize("in_background", [False, True])

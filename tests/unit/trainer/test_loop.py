@@ -293,6 +293,16 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
 
+def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
+    which, log = trainer(set())
+    which.roles.actor.update = lambda batch: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
+    with pytest.raises(
+        DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
+    ):
+        which.run(9)
+    assert ("sync", 0) in log and ("sync", 1) not in log and ("checkpoint", 1) not in log
+
+
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
     which, log = trainer(set())
     which.run(1)
