@@ -6,14 +6,16 @@ How a file is stored is in ``delta_files``.
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from rlhf_mcore.checkpoint.contents import lacking, model_files, model_names
 from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX, encode_file, restore_file
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import MANIFEST, scan, step_of, transitional_path
+from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINING, scan, step_of, transitional_path
 from rlhf_mcore.checkpoint.manifest import (
     FULL,
     About,
@@ -106,42 +108,50 @@ def has_base(checkpoint: Path) -> bool:
     return True
 
 
-def verify_chain(checkpoint: Path, *, hashes: bool = True) -> list[Problem]:
-    """``manifest.verify`` of a checkpoint, and of the full one that it leans on."""
-    problems = verify(checkpoint, hashes=hashes)
+def verify_chain(checkpoint: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
+    """What keeps a checkpoint from being loaded: ``manifest.verify``, ``contents.lacking``, and damage of a delta's base."""
+    problems = verify(checkpoint, hashes=hashes, model=model)
     if any(problem.kind == "manifest" for problem in problems):
         return problems
+    problems += lacking(checkpoint, read_manifest(checkpoint).files)
     try:
         base = base_of(checkpoint)
     except ConfigError as error:
         return [*problems, Problem(MANIFEST, "base", str(error))]
     if base is not None:
-        below = [problem for problem in verify(base, hashes=hashes) if problem.is_damage]
+        below = [problem for problem in verify(base, hashes=hashes, model=model) if problem.is_damage]
         problems += [Problem(f"../{base.name}/{problem.path}", "base", problem.detail) for problem in below]
     return problems
 
 
 def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None) -> Path:
-    """A Hugging Face directory with the weights of a checkpoint: its own, or that of a delta made whole. One process calls it.
+    """A Hugging Face directory of a checkpoint's model that holds what the manifest names and nothing else. One process calls it.
+
+    It is the checkpoint's own directory, unless that is a delta's, or holds further files: then one is made, with links to the files
+    that are whole.
 
     Args:
         checkpoint: a committed checkpoint.
         role: the model in it.
-        scratch: where a whole copy is made, the run directory by default; ``recover`` removes it there.
+        scratch: where a directory is made, the run directory by default; ``recover`` removes it there.
+
+    Raises:
+        ConfigError: the manifest names no such model, or a difference or its base is damaged.
     """
     manifest = read_manifest(checkpoint)
     base = base_of(checkpoint)
-    if base is None:
+    names = model_files(manifest.files, role)
+    if not names:
+        held = ", ".join(model_names(manifest.files))
+        raise ConfigError(f"{checkpoint}: the manifest names no model {role!r}, only: {held}; choose one of these")
+    if base is None and set(names) >= {path.name for path in (checkpoint / role).iterdir()} - {TRAINING}:
         return checkpoint / role
     scratch = scratch or checkpoint.resolve().parent
     whole = transitional_path(scratch, manifest.about.step, "full", manifest.digest[:8]) / role
     if not whole.is_dir():
         half = transitional_path(scratch, manifest.about.step, "full") / role
         shutil.rmtree(half, ignore_errors=True)
-        prefix = f"{role}/"
-        names = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
-        names = [name for name in names if "/" not in name]
-        _restore(checkpoint / role, names, base, half)
+        _restore(checkpoint / role, names, base, half, place=_link)
         whole.parent.mkdir(parents=True, exist_ok=True)
         half.rename(whole)
         half.parent.rmdir()
@@ -166,8 +176,14 @@ def merge(checkpoint: Path, out: Path) -> None:
     partial.rename(out)
 
 
-def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> None:
-    """Copy files, and make whole those that are differences."""
+def _restore(
+    source: Path,
+    names: list[str],
+    base: Path | None,
+    out: Path,
+    place: Callable[[Path, Path], object] = shutil.copyfile,
+) -> None:
+    """Make whole those files that are differences; ``place(file, target)`` the others."""
     for name in names:
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -175,4 +191,12 @@ def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> No
             assert base is not None, f"{source / name} has no base"
             restore_file(source / name, base, target.with_name(target.name.removesuffix(INDEX_SUFFIX)))
         elif not name.endswith(DATA_SUFFIX):
-            shutil.copyfile(source / name, target)
+            place(source / name, target)
+
+
+def _link(file: Path, target: Path) -> None:
+    """A second name of a file that nobody writes to; a copy where the storage has no such names."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)

@@ -16,6 +16,14 @@ QUARANTINE = "quarantine"
 ARCHIVE = "archive"
 SAVE_REQUEST = "SAVE"
 
+# In every checkpoint, beside the directories of its models.
+TRAINER_STATE = "trainer_state.json"
+DATALOADER = "dataloader.json"
+CONFIG = "config.yaml"
+RNG_FILE = "rng.safetensors"
+DOCUMENTS = (TRAINER_STATE, DATALOADER, CONFIG, RNG_FILE)
+TRAINING = "training"  # in the directory of a model: what its optimizer needs
+
 _COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d*)")
 _TRANSITIONAL = re.compile(r"\.checkpoint-(0|[1-9]\d*)\.(partial|replaced|removed|full)(-[0-9a-z]+)?")
 

@@ -23,6 +23,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.threads import spread
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 
 FORMAT = "rlhf_mcore.checkpoint"
 VERSION = 1
@@ -36,6 +37,7 @@ LIBRARIES = {
 }
 
 _CHUNK_BYTES = 4 * 2**20
+_REMEDY = "choose another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Manifest:
 class Problem:
     """One thing that is wrong with a checkpoint.
 
-    ``kind``: manifest | missing | size | hash | unreadable | outside | base, which are damage, or extra, which is not.
+    ``kind``: manifest | missing | size | hash | unreadable | outside | absent (the manifest does not name what has to be there) |
+    base, which are damage, or extra, which is not.
     """
 
     path: str
@@ -91,7 +94,7 @@ class Problem:
 
     @property
     def is_damage(self) -> bool:
-        """Whether the checkpoint cannot be trusted: a file that nobody reads harms nobody."""
+        """Whether the checkpoint cannot be trusted: what is not in the manifest is not loaded."""
         return self.kind != "extra"
 
     def __str__(self) -> str:
@@ -164,13 +167,10 @@ def read_manifest(directory: Path) -> Manifest:
         ConfigError: it is missing, damaged, or of a format that this version does not know.
     """
     path = directory / MANIFEST
-    try:
-        data = path.read_bytes()
-        content = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a readable manifest ({error}); choose another checkpoint") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; choose another checkpoint")
+    data = read_bytes(path, limit=INDEX.num_bytes, remedy=_REMEDY)
+    content = dict(parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY).content)
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; {_REMEDY}")
     if content.get("version") != VERSION:
         raise ConfigError(
             f"{path}: format version {content.get('version')!r}, but this release reads version {VERSION}; "
@@ -178,17 +178,18 @@ def read_manifest(directory: Path) -> Manifest:
         )
     digest = content.pop("digest", None)
     if digest != _digest(content) or data != _encode({**content, "digest": digest}):
-        raise ConfigError(f"{path}: the manifest is damaged (its digest differs); choose another checkpoint")
-    try:
-        return _parse(content, digest)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}: the manifest lacks {error}; choose another checkpoint") from error
+        raise ConfigError(f"{path}: the manifest is damaged (its digest differs); {_REMEDY}")
+    return _parse(Fields(content, str(path), _REMEDY), digest)
 
 
-def verify(directory: Path, *, hashes: bool = True) -> list[Problem]:
+def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
     """Every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
 
-    A delta's base is not looked at, see ``delta.verify_chain``. ``hashes=False`` compares names and sizes only.
+    Whether the manifest names all that a checkpoint needs, and a delta's base, are ``delta.verify_chain``'s to say.
+
+    Args:
+        hashes: false: compare names and sizes only.
+        model: hash the files of this model's directory only, without its training state; of all others compare names and sizes.
     """
     try:
         manifest = read_manifest(directory)
@@ -196,7 +197,12 @@ def verify(directory: Path, *, hashes: bool = True) -> list[Problem]:
         return [Problem(MANIFEST, "manifest", str(error))]
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
-    found = spread(lambda item: _check(root, *item, hashes=hashes), manifest.files.items(), num_bytes)
+
+    def check(item: tuple[str, FileEntry]) -> Problem | None:
+        wanted = model is None or item[0].rpartition("/")[0] == model
+        return _check(root, *item, hashes=hashes and wanted)
+
+    found = spread(check, manifest.files.items(), num_bytes)
     problems = [problem for problem in found if problem is not None]
     known = {*manifest.files, MANIFEST}
     problems += [Problem(name, "extra", "not in the manifest") for name in files_below(root) if name not in known]
@@ -218,6 +224,8 @@ def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem 
         return Problem(name, "outside", "leads out of the checkpoint")
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            return Problem(name, "unreadable", "not a regular file")
         if size != entry.size:
             verb = "truncated" if size < entry.size else "too long"
             return Problem(name, "size", f"{verb}: {size} bytes, the manifest says {entry.size}")
@@ -238,8 +246,20 @@ def _digest(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(_encode(content))
 
 
-def _parse(content: Mapping[str, Any], digest: str) -> Manifest:
-    base = content["base"]
-    about = About(content["step"], content["kind"], Base(**base) if base else None, content["metrics"])
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return Manifest(about, files, content["libraries"], digest)
+def _parse(content: Fields, digest: str) -> Manifest:
+    base, metrics, libraries, files = (
+        content.object("base", None),
+        *map(content.object, ("metrics", "libraries", "files")),
+    )
+    about = About(
+        content.integer("step"),
+        content.text("kind", (FULL, DELTA)),
+        Base(base.text("name"), base.text("digest"), base.integer("position", 1)) if base is not None else None,
+        {name: metrics.number(name) for name in metrics},
+    )
+    entries = {name: _entry(files.object(name)) for name in files}
+    return Manifest(about, entries, {name: libraries.text(name) for name in libraries}, digest)
+
+
+def _entry(content: Fields) -> FileEntry:
+    return FileEntry(content.integer("size"), content.text("xxh3_128"))

@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
+from rlhf_mcore.checkpoint.layout import RNG_FILE
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import gather_bytes
-
-RNG_FILE = "rng.safetensors"
 
 
 def seed_process(seed: int, rank: int) -> None:

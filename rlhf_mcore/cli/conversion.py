@@ -21,7 +21,7 @@ from rlhf_mcore.bridge.formats.megatron_rows import runs
 from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
 from rlhf_mcore.bridge.formats.torch_dist_writer import rope_type, targets
 from rlhf_mcore.bridge.tensor_files import TensorTypes
-from rlhf_mcore.checkpoint import delta, manifest
+from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
@@ -134,13 +134,24 @@ def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometr
         return fsdp.open_fsdp(path, companions, geometry)
     if request.source_format == "hf":
         return HFSource(path, companions)
-    weights = _role_directory(path, request.role)
-    _check_manifest(path, request.role)
-    if delta.base_of(path) is not None:
-        place = request.destination.parent if request.destination and request.destination.parent.is_dir() else None
-        scratch = cleanup.enter_context(TemporaryDirectory(prefix=".convert-", dir=place))
-        weights = delta.readable(path, request.role, Path(scratch))
-    return HFSource(weights, companions)
+    weights = _checked_model(request, path, cleanup)
+    return HFSource(weights, companions if request.hf_config else weights)
+
+
+def _checked_model(request: Request, checkpoint: Path, cleanup: ExitStack) -> Path:
+    """A directory with what a checkpoint's manifest names of the role's model, after its hashes were compared.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    _role_directory(checkpoint, request.role)
+    problems = delta.verify_chain(checkpoint, model=request.role)
+    if any(problem.is_damage for problem in problems):
+        lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
+        raise ConfigError.many(lines)
+    place = request.destination.parent if request.destination and request.destination.parent.is_dir() else None
+    scratch = cleanup.enter_context(TemporaryDirectory(prefix=".convert-", dir=place))
+    return delta.readable(checkpoint, request.role, Path(scratch))
 
 
 def _role_directory(checkpoint: Path, role: str) -> Path:
@@ -152,18 +163,6 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
     if not (checkpoint / role).is_dir():
         raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
     return checkpoint / role
-
-
-def _check_manifest(checkpoint: Path, role: str) -> None:
-    """All files are there, and those of the role's model are what was saved."""
-    problems = [str(problem) for problem in delta.verify_chain(checkpoint, hashes=False) if problem.is_damage]
-    found = manifest.read_manifest(checkpoint).files if not problems else {}
-    for name, entry in found.items():
-        path = Path(name)
-        if path.parent == Path(role) and manifest.hash_file(checkpoint / path) != entry:
-            problems.append(f"{name}: damaged: its content differs from the manifest's hash")
-    if problems:
-        raise ConfigError.many([f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems])
 
 
 def _cast(types: TensorTypes, dtype: str | None) -> TensorTypes:

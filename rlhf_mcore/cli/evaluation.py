@@ -103,23 +103,26 @@ def _model_folders(cfg: Config) -> dict[str, str]:
     for name in ("checkpoint", "compare"):
         path = getattr(cfg.evaluate, name)
         if path is not None:
-            found[name] = _whole(Path(find_model(path, f"evaluate.{name}")))
+            found[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
     return found
 
 
-def _whole(folder: Path) -> str:
-    """``folder`` itself, or a readable copy where it is the model of a delta checkpoint.
+def checked_folder(folder: Path, *, hashes: bool) -> str:
+    """``folder`` itself, or of a checkpoint a directory with what its manifest names of the model and nothing else.
 
     Raises:
         ConfigError: it is in a checkpoint that is damaged.
     """
-    checkpoint = folder.parent
+    checkpoint = folder.resolve().parent
     if not (checkpoint / MANIFEST).is_file():
         return str(folder)
-    damage = [str(problem) for problem in verify_chain(checkpoint, hashes=False) if problem.is_damage]
-    if damage:
+    problems = verify_chain(checkpoint, hashes=hashes, model=folder.resolve().name)
+    if damage := [str(problem) for problem in problems if problem.is_damage]:
         raise ConfigError(f"{checkpoint} is damaged ({'; '.join(damage[:3])}); choose another checkpoint")
-    return str(readable(checkpoint, folder.name))
+    if problems:
+        names = ", ".join(problem.path for problem in problems[:3])
+        print(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr, flush=True)
+    return str(readable(checkpoint, folder.resolve().name))
 
 
 def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.export import Exporter
 from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
 from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.optimizer import MegatronOptimizer
@@ -24,7 +25,6 @@ from rlhf_mcore.mcore.optimizer_state import (
 from rlhf_mcore.roles.role import Role
 from rlhf_mcore.roles.trained import TrainedRole
 
-TRAINING = "training"
 _COUNTS = ("num_updates", "num_bad_updates")
 
 

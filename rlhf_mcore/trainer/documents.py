@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.checkpoint import rng
+from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, TRAINER_STATE
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
 
-TRAINER_STATE = "trainer_state.json"
-DATALOADER = "dataloader.json"
-CONFIG = "config.yaml"
 _FORMAT = 1
 
 
@@ -47,7 +45,7 @@ class RunState:
         return {
             TRAINER_STATE: _encode({**head, "state": self.registry.state_dict(), "recent": recent}),
             DATALOADER: _encode({**head, "state": self.data.state_dict()}),
-            rng.RNG_FILE: rng.encode(generators),
+            RNG_FILE: rng.encode(generators),
             CONFIG: self.config_yaml.encode(),
         }
 

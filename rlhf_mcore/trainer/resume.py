@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import Checkpoint, scan
 from rlhf_mcore.checkpoint.links import BestRule
+from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
 from rlhf_mcore.config.checkpoint_rules import AUTO, NEVER
 from rlhf_mcore.config.differences import compare_configs, refuse
@@ -54,43 +56,69 @@ def find_start(run: Path, cfg: CheckpointConfig, config_yaml: str, disk: Disk | 
         return Start(notes=notes)
     if cfg.resume != AUTO and (not own or Path(cfg.resume).resolve().parent == run.resolve()):
         chosen = Path(cfg.resume).resolve()
-        _check(chosen, cfg)
+        extra = _check(chosen, cfg)
     else:
-        found, skipped = _newest_intact(own, cfg)
+        found, skipped, extra = _newest_intact(own, cfg)
         notes += skipped
         if found is None:
             return Start(notes=notes)
         chosen = found.path
-    notes += _compare(chosen, config_yaml)
+    notes += [*_ignored(chosen, extra), *_compare(chosen, config_yaml), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
         notes += set_aside(run, steps_after(run, step), rule, disk)
-    weights = {role.name: readable(chosen, role.name, run) for role in sorted(chosen.iterdir()) if role.is_dir()}
+    weights = {model: readable(chosen, model, run) for model in model_names(read_manifest(chosen).files)}
     return Start(chosen, step, weights, inside, [f"going on after step {step} from {chosen}", *notes])
 
 
-def _newest_intact(own: list[Checkpoint], cfg: CheckpointConfig) -> tuple[Checkpoint | None, list[str]]:
+def _newest_intact(own: list[Checkpoint], cfg: CheckpointConfig) -> tuple[Checkpoint | None, list[str], list[Problem]]:
+    """The checkpoint, what is to be said about those after it, and the files in it that are not loaded."""
     notes: list[str] = []
     for checkpoint in reversed(own):
         try:
-            _check(checkpoint.path, cfg)
+            extra = _check(checkpoint.path, cfg)
         except ConfigError as error:
             if cfg.on_damaged == "error":
                 raise
             notes.append(f"{error} Falling back to the checkpoint before it.")
         else:
-            return checkpoint, notes
+            return checkpoint, notes, extra
     if own:
         raise ConfigError.many(
             [f"none of the {len(own)} checkpoints in {own[0].path.parent} is intact; start a new experiment", *notes]
         )
-    return None, notes
+    return None, notes, []
 
 
-def _check(checkpoint: Path, cfg: CheckpointConfig) -> None:
-    damaged = [problem for problem in verify_chain(checkpoint, hashes=cfg.verify) if problem.is_damage]
+def _check(checkpoint: Path, cfg: CheckpointConfig) -> list[Problem]:
+    """Files that are not in the manifest."""
+    problems = verify_chain(checkpoint, hashes=cfg.verify)
+    damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
-        raise ConfigError(f"{checkpoint} is damaged: {'; '.join(map(str, damaged))}.")
+        raise ConfigError(f"{checkpoint} is damaged: {_list(damaged)}.")
+    return problems
+
+
+def _ignored(checkpoint: Path, extra: list[Problem]) -> list[str]:
+    return [f"not loaded from {checkpoint.name}: {_list(extra)}"] if extra else []
+
+
+def _list(problems: list[Problem]) -> str:
+    shown = "; ".join(map(str, problems[:MAX_NOTED]))
+    return f"{shown}; and {len(problems) - MAX_NOTED} more" if len(problems) > MAX_NOTED else shown
+
+
+def _other_libraries(checkpoint: Path) -> list[str]:
+    """A line that names what was of another version when the checkpoint was written."""
+    before, now = read_manifest(checkpoint).libraries, library_versions()
+    changed = [
+        f"{name} was {before.get(name, 'not installed')} and is {now.get(name, 'not installed')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if not changed:
+        return []
+    return [f"warning: {'; '.join(changed)}: the last digits of numbers may differ from those of an unbroken run"]
 
 
 def _compare(checkpoint: Path, config_yaml: str) -> list[str]:

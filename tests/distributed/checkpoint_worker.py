@@ -25,7 +25,7 @@ from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
-from tests.unit.checkpoint.saving import FailingDisk
+from tests.unit.checkpoint.saving import FailingDisk, complete
 
 
 class Ranks:
@@ -132,7 +132,11 @@ class Ranks:
         path = partial / "actor" / f"model-{self.rank}.safetensors"
         path.parent.mkdir(exist_ok=True)
         save_file({"w": np.full(4, 10 * step + self.rank, np.float32)}, path)
-        return [path]
+        if self.rank == 1:
+            return [path]
+        index = path.with_name("model.safetensors.index.json")
+        index.write_text(json.dumps({"weight_map": {f"w{rank}": f"model-{rank}.safetensors" for rank in (0, 1)}}))
+        return [path, index, *complete(partial)]
 
     def decisions(self) -> Any:
         run = self.run("decisions")

@@ -15,6 +15,7 @@ from rlhf_mcore.checkpoint.manifest import About, read_manifest, verify
 
 T = TypeVar("T")
 TOKEN = "0a1b"
+DOCUMENTS = {"trainer_state.json": b"{}", "dataloader.json": b"{}", "config.yaml": b"{}", "rng.safetensors": b"states"}
 
 
 def contents(step: int, version: str = "first") -> dict[str, bytes]:
@@ -22,9 +23,20 @@ def contents(step: int, version: str = "first") -> dict[str, bytes]:
     return {
         "actor/config.json": f'{{"step": {step}}}'.encode(),
         "actor/model.safetensors": f"weights {step} {version} ".encode() * 100,
+        "actor/training/index.json": b'{"files": ["moments.safetensors"]}',
         "actor/training/moments.safetensors": f"moments {step} {version} ".encode() * 50,
-        "trainer_state.json": b"{}",
+        **DOCUMENTS,
     }
+
+
+def complete(checkpoint: Path, model: str = "actor") -> list[Path]:
+    """Write what a checkpoint needs beside the weights of a model, where it is not there. Returns the paths."""
+    written = []
+    for name, data in {**DOCUMENTS, f"{model}/config.json": b"{}"}.items():
+        if not (checkpoint / name).exists():
+            (checkpoint / name).write_bytes(data)
+            written.append(checkpoint / name)
+    return written
 
 
 def save(

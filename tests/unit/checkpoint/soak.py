@@ -23,7 +23,7 @@ from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About
 from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.checkpoint.retention import Retention
-from tests.unit.checkpoint.saving import KillingDisk
+from tests.unit.checkpoint.saving import KillingDisk, complete
 
 STEPS_PER_RUN = 12
 NAME = "model.safetensors"
@@ -51,6 +51,7 @@ def save(run: Path, step: int, disk: Disk) -> None:
     path = partial / "actor" / NAME
     disk.perform("write", lambda: save_file({"w": weights(step)}, path), path)
     paths = encode(partial, [path], run / base.name) if base else [path]
+    paths += complete(partial)
     seal(partial, seal_files(partial, paths, disk), About(step, DELTA if base else FULL, base), disk)
     publish(run, step, partial, disk)
 

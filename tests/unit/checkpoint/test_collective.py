@@ -22,7 +22,7 @@ from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
-from tests.unit.checkpoint.saving import FailingDisk
+from tests.unit.checkpoint.saving import FailingDisk, complete
 from tests.unit.parallel.world import world
 
 __all__ = ["world"]
@@ -33,7 +33,7 @@ def write(partial: Path, value: float = 1.0) -> list[Path]:
     (partial / "actor").mkdir()
     path = partial / "actor" / "model.safetensors"
     save_file({"w": np.full(1000, value, np.float32)}, path)
-    return [path]
+    return [path, *complete(partial)]
 
 
 def test_a_save_and_what_the_manifest_says_of_it(tmp_path: Path) -> None:

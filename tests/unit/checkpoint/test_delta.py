@@ -17,6 +17,7 @@ from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base, files_below
 from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
+from tests.unit.checkpoint.saving import complete
 
 Weights = dict[str, np.ndarray]
 
@@ -38,17 +39,18 @@ def updated(before: Weights) -> Weights:
 
 
 def write_model(folder: Path, tensors: Weights, files: int = 1) -> list[Path]:
-    """Weight files, a config and a file of training state, as a rank would write them."""
+    """Weight files with their index, a config and training state, as a rank would write them."""
     (folder / "training").mkdir(parents=True)
-    names = sorted(tensors)
-    paths = []
+    names, shard_of = sorted(tensors), {}
     for k in range(files):
-        path = folder / f"model-{k}.safetensors"
-        save_file({name: tensors[name] for name in names[k::files]}, path, metadata={"format": "pt"})
-        paths.append(path)
+        name = f"model-{k}.safetensors"
+        save_file({name: tensors[name] for name in names[k::files]}, folder / name, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(names[k::files], name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     (folder / "config.json").write_text("{}")
     save_file({"moments": np.ones(3, np.float32)}, folder / "training" / "moments.safetensors")
-    return [*paths, folder / "config.json", folder / "training" / "moments.safetensors"]
+    (folder / "training" / "index.json").write_text('{"files": ["moments.safetensors"]}')
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def save(run: Path, step: int, tensors: Weights, base: Base | None = None, files: int = 1) -> Path:
@@ -57,7 +59,7 @@ def save(run: Path, step: int, tensors: Weights, base: Base | None = None, files
     partial = prepare(run, step, "1", disk)
     paths = write_model(partial / "actor", tensors, files)
     (partial / "trainer_state.json").write_text(json.dumps({"step": step}))
-    paths.append(partial / "trainer_state.json")
+    paths += [partial / "trainer_state.json", *complete(partial)]
     if base is not None:
         paths = encode(partial, paths, run / base.name)
     about = About(step, DELTA if base else FULL, base, {"evaluate/reward": 0.5})
@@ -87,6 +89,7 @@ def test_what_is_read_back_is_the_full_file_bit_for_bit(pair: tuple[Path, Path, 
         "config.json",
         "model-0.safetensors.delta",
         "model-0.safetensors.delta.json",
+        "model.safetensors.index.json",
         "training",
     ]
     got = saved_bytes(readable(delta))

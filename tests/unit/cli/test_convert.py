@@ -24,6 +24,7 @@ from rlhf_mcore.cli import conversion
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli.convert import main
 from tests.distributed.models import make
+from tests.unit.checkpoint.saving import complete
 
 Capture = pytest.CaptureFixture[str]
 
@@ -43,11 +44,13 @@ def checkpoint(tmp_path: Path) -> Path:
     make("qwen3_tied", directory / "actor", seed=1)
     (directory / "actor" / "training").mkdir()
     (directory / "actor" / "training" / "state.safetensors").write_bytes(b"moments")
+    (directory / "actor" / "training" / "index.json").write_text('{"files": ["state.safetensors"]}')
     return seal(directory)
 
 
 def seal(directory: Path, about: manifest.About | None = None) -> Path:
     (directory / "manifest.json").unlink(missing_ok=True)
+    complete(directory)
     files = [path for path in directory.rglob("*") if path.is_file()]
     manifest.write_manifest(directory, manifest.hash_files(directory, files), about or manifest.About(5), Disk())
     return directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rlhf_mcore.checkpoint import manifest
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import Disk
@@ -19,16 +21,24 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.trainer.resume import Start, find_start
+from tests.unit.checkpoint.saving import complete
 
 
 def save(run: Path, step: int, cfg: Config | None = None) -> Path:
     disk = Disk()
     partial = prepare(run, step, "0a", disk)
     state = {"format": 1, "step": step, "world_size": 1, "state": {}}
-    files = {"trainer_state.json": json.dumps(state), "config.yaml": to_yaml(cfg or Config()), "weights": f"of {step}"}
+    files = {
+        "trainer_state.json": json.dumps(state),
+        "config.yaml": to_yaml(cfg or Config()),
+        "weights": f"of {step}",
+        "actor/model.safetensors": "weights",
+    }
+    (partial / "actor").mkdir()
     for name, text in files.items():
         (partial / name).write_text(text)
-    seal(partial, seal_files(partial, files, disk), About(step), disk)
+    paths = [*files, *complete(partial)]
+    seal(partial, seal_files(partial, paths, disk), About(step), disk)
     return publish(run, step, partial, disk)
 
 
@@ -41,6 +51,7 @@ def save_model(run: Path, step: int, base: Base | None = None) -> Path:
     (partial / "trainer_state.json").write_text(json.dumps({"format": 1, "step": step, "world_size": 1, "state": {}}))
     (partial / "config.yaml").write_text(to_yaml(Config()))
     paths = [partial / name for name in ("actor/model.safetensors", "trainer_state.json", "config.yaml")]
+    paths += complete(partial)
     if base is not None:
         paths = encode(partial, paths, run / base.name)
     seal(partial, seal_files(partial, paths, disk), About(step, DELTA if base else FULL, base), disk)
@@ -153,6 +164,25 @@ def test_what_has_changed_is_listed_and_what_cannot_change_is_refused(tmp_path: 
     changed.seed = 5
     with pytest.raises(ConfigError, match=r"seed was 0 and is 5; restore it, or start a new experiment"):
         start(tmp_path, changed)
+
+
+def test_files_that_are_not_in_the_manifest_are_named_and_not_loaded(tmp_path: Path) -> None:
+    (save_model(tmp_path, 1) / "actor" / "model.safetensors.index.json").write_text("{}")
+    found = start(tmp_path)
+    assert "not loaded from checkpoint-1: actor/model.safetensors.index.json: not in the manifest" in found.notes
+    assert [path.name for path in sorted(found.weights["actor"].iterdir())] == ["config.json", "model.safetensors"]
+
+
+def test_libraries_of_another_version_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "1.2.3")
+    manifest.library_versions.cache_clear()
+    save(tmp_path, 1)
+    assert not any("last digits" in note for note in start(tmp_path).notes)
+    monkeypatch.setattr(metadata, "version", lambda name: "1.3" if name == "torch" else "1.2.3")
+    manifest.library_versions.cache_clear()
+    (note,) = (note for note in start(tmp_path).notes if "last digits" in note)
+    assert note.startswith("warning: torch was 1.2.3 and is 1.3: the last digits of numbers may differ")
+    manifest.library_versions.cache_clear()
 
 
 def test_a_partial_directory_is_set_aside_and_said(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""What every checkpoint holds: a manifest that does not name it all is refused, however intact the files are that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX
+from rlhf_mcore.checkpoint.layout import DOCUMENTS, MANIFEST, TRAINING
+from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import INDEX_FILE
+from rlhf_mcore.foreign import INDEX, read_json
+
+SINGLE_FILE = "model.safetensors"
+
+
+def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
+    """What a manifest that names the files ``named`` leaves out; [] if it is all there.
+
+    A checkpoint has the documents of the run and at least one model; a model has its configuration, all weights, and where it was
+    trained the whole state of its optimizer. Indexes are read for the files that they name.
+    """
+    models = model_names(named)
+    found = [name for name in DOCUMENTS if name not in named]
+    problems = [
+        Problem(name, "absent", "the manifest does not name it, and no checkpoint is without") for name in found
+    ]
+    if not models:
+        problems.append(Problem(MANIFEST, "absent", "the manifest names no model"))
+    for model in models:
+        try:
+            problems += [
+                Problem(name, "absent", f"the manifest does not name it, and {model} needs it")
+                for name in _needed(checkpoint, model, named)
+                if not (name in named or {name + DATA_SUFFIX, name + INDEX_SUFFIX} <= set(named))
+            ]
+        except ConfigError as error:
+            problems.append(Problem(model, "unreadable", str(error)))
+    return problems
+
+
+def model_names(named: Collection[str]) -> list[str]:
+    """The models of a checkpoint whose manifest names these files."""
+    return sorted({name.split("/")[0] for name in named if "/" in name})
+
+
+def model_files(named: Collection[str], model: str) -> list[str]:
+    """What makes a model's Hugging Face directory, relative to it: everything but its training state."""
+    inside = (name.removeprefix(f"{model}/") for name in named if name.startswith(f"{model}/"))
+    return [name for name in inside if "/" not in name]
+
+
+def _needed(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[str]:
+    yield f"{model}/config.json"
+    if f"{model}/{INDEX_FILE}" in named:
+        index = read_json(checkpoint / model / INDEX_FILE, limits=INDEX, remedy="choose another checkpoint")
+        weights = index.object("weight_map")
+        yield from sorted({f"{model}/{weights.text(tensor)}" for tensor in weights})
+    else:
+        yield f"{model}/{SINGLE_FILE}"
+    state = f"{model}/{TRAINING}/index.json"
+    if state in named:
+        yield from (f"{model}/{TRAINING}/{name}" for name in _state_files(checkpoint / state))
+    elif any(name.startswith(f"{model}/{TRAINING}/") for name in named):
+        yield state
+
+
+def _state_files(index: Path) -> list[str]:
+    return read_json(index, limits=INDEX, remedy="choose another checkpoint").texts("files")
