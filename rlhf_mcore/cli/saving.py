@@ -6,30 +6,37 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.transfer import load
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.roles import BuiltRoles
 from rlhf_mcore.config.checkpoint_rules import time_left
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.mcore.rng import set_tracker_states, tracker_states
-from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.roles.role import Role
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.roles.trained import TrainedRole
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
 from rlhf_mcore.trainer.record import RunRecord
@@ -47,6 +54,7 @@ class Saving:
     checkpointer: Checkpointer
     state: RunState
     roles: list[RoleFiles]
+    models: Sequence[SavedRole]
 
     def resume(self, start: Start) -> list[str]:
         """Take up everything but the weights, which were loaded when the models were built. Collective over the world.
@@ -59,6 +67,41 @@ class Saving:
         for part in self.roles:
             on_every_rank(lambda part=part: part.load_state(checkpoint))  # type: ignore[misc]
         return on_every_rank(lambda: self.state.load(checkpoint))
+
+    def load_best(self, run: Path, last_step: int, *, hashes: bool) -> int | None:
+        """Bring the process to where it was at the best checkpoint: weights, optimizers, counters. Collective over the world.
+
+        Returns its step; None where there is none, and where it is that of the last step.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+
+        def find() -> tuple[int, dict[str, str]] | None:
+            step = linked_step(run, BEST) if dist.get_rank() == 0 else None
+            if step is None or step == last_step:
+                return None
+            if damage := [str(problem) for problem in verify_chain(checkpoint_path(run, step), hashes=hashes) if problem.is_damage]:
+                raise ConfigError(
+                    f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({'; '.join(damage[:3])}); "
+                    "the last one is whole, use that"
+                )
+            checkpoint = checkpoint_path(run, step)
+            return step, {name: str(readable(checkpoint, name, run)) for name, _, _ in self.models}
+
+        found = broadcast_json(on_every_rank(find), 0)
+        if found is None:
+            return None
+        step, weights = found
+        for name, role, _ in self.models:
+            if isinstance(role, TrainedRole):
+                self._load_weights(role, weights[name])
+        self.resume(Start(checkpoint_path(run, step), step))
+        return int(step)
+
+    @staticmethod
+    def _load_weights(role: TrainedRole, directory: str) -> None:
+        on_every_rank(lambda: load(parameters_of(role), role.spec.geometry, HFReader(directory)))
 
 
 def build_saving(
@@ -92,7 +135,10 @@ def build_saving(
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
     )
-    return Saving(checkpointer, state, roles)
+    saving = Saving(checkpointer, state, roles, models)
+    if cfg.checkpoint.load_best_model_at_end:
+        checkpointer.load_best = partial(saving.load_best, run, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
+    return saving
 
 
 def saved_roles(cfg: Config, built: BuiltRoles) -> list[SavedRole]:

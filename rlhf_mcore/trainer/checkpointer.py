@@ -67,6 +67,7 @@ class Checkpointer:
     in_background: bool = False
     stop_on_failure: bool = True
     at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
+    load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
     _flush: _Flush | None = field(default=None, init=False)
 
     def begin(self) -> None:
@@ -99,8 +100,8 @@ class Checkpointer:
         self.drain()
         self._refuse_not_finite(step)
         started = time.monotonic()
-        # What a run leaves behind is what others use: whole.
-        whole = END in decision.reasons
+        # What ``latest`` and ``best`` name at the end is what others use: whole.
+        whole = END in decision.reasons or decision.best
         about = About(step, metrics=evaluation) if whole else self.writer.about(step, evaluation)
         try:
             if self.in_background:
@@ -140,11 +141,15 @@ class Checkpointer:
         except SaveError as failure:
             self._failed(failure, flush.decision)
 
-    def end(self) -> None:
-        """The last step was made: wait for everything that is under way. Collective over the world."""
+    def end(self) -> int | None:
+        """The last step was made: wait for everything that is under way. Collective over the world.
+
+        Returns the step of the checkpoint that the run's models hold from here on, None where they stay as they are.
+        """
         self.drain()
         if self.triggers is not None:
             self.at_end()
+        return self.load_best()
 
     def _refuse_not_finite(self, step: int) -> None:
         mine = [part.name for part in self.parts if not part.is_finite()]

@@ -59,7 +59,10 @@ class Trainer:
             self.recorder.step(step, metrics)
             if self.checkpointer.after_step(step, metrics):
                 return False
-        self.checkpointer.end()
+        if (best := self.checkpointer.end()) is not None:
+            self.engine.sleep()
+            self._sync(num_steps + 1)
+            self.recorder.final(num_steps, best, self._evaluate(num_steps, num_steps))
         return True
 
     def save_checkpoint(self, directory: Path) -> Path:

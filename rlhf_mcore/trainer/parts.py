@@ -85,8 +85,11 @@ class Checkpointer(Protocol):
         """Save ``<directory>/checkpoint-<step>`` and return its path. Collective."""
         ...
 
-    def end(self) -> None:
-        """The last step was made: wait until everything is on the disk. Collective."""
+    def end(self) -> int | None:
+        """The last step was made: wait until everything is on the disk. Collective.
+
+        Returns the step of the checkpoint that the models hold from here on, None where they stay as they are.
+        """
         ...
 
 
@@ -103,6 +106,10 @@ class Recorder(Protocol):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Close a step and write its metrics. ``step`` counts from 1; 0 is the evaluation before training."""
+        ...
+
+    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the evaluation of the model of an earlier step, with which the run ends."""
         ...
 
 

@@ -72,9 +72,7 @@ class RunRecord:
             self._remember(record["step"], record)
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
-        evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
-        if evaluation:
-            self.evaluations[step] = evaluation
+        self._remember_evaluation(step, metrics)
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
         self._tokens = metrics.get("progress/tokens", self._tokens)
@@ -82,6 +80,11 @@ class RunRecord:
         values = {"time": metrics.get(CLOCK), "loss": loss, "reward": metrics.get("reward/mean")}
         if step:
             self.recent.append({"step": step} | {name: _finite(value) for name, value in values.items()})
+
+    def _remember_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
+        if evaluation:
+            self.evaluations[step] = evaluation
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and show a step's metrics with the time of its phases.
@@ -101,6 +104,16 @@ class RunRecord:
             self.tracker.log(step, everything)
         if self.console is not None:
             self.console.step(step, everything)
+
+    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the evaluation of the model of an earlier step, with which the run ends, as ``final/*`` of the last step."""
+        self.timers.pop()
+        self._remember_evaluation(last_step, metrics)
+        renamed = {name.replace("evaluate/", "final/", 1): value for name, value in metrics.items()}
+        if self.tracker is not None:
+            self.tracker.log(last_step, {"final/step": step, **renamed})
+        shown = ", ".join(f"{name.removeprefix('final/')} {value:.4g}" for name, value in renamed.items())
+        self.note(f"the run ends with the model of checkpoint-{step}, the best one{': ' + shown if shown else ''}")
 
 
 def _finite(value: Any) -> float | None:

@@ -54,7 +54,8 @@ class SupervisedTrainer:
             self.recorder.step(step, metrics)
             if self.checkpointer.after_step(step, metrics):
                 return False
-        self.checkpointer.end()
+        if (best := self.checkpointer.end()) is not None:
+            self.recorder.final(num_steps, best, self._evaluate(num_steps, num_steps))
         return True
 
     def _step(self) -> dict[str, float]:

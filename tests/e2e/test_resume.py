@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,6 +143,28 @@ def test_fault_27_a_killed_run_ends_as_one_that_was_left_alone(tormented: Path) 
     first, last = (metrics(calm)[k] for k in (1, -1))
     assert last["actor/grad_norm"] > 0 and first["critic/grad_norm"] > 0
     assert last["progress/samples"] == STEPS * 8
+
+
+def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, tormented: Path) -> None:
+    """The last step is made again, by a run that looks for a metric by which that step is not the best."""
+    directory = tormented / "best"
+    shutil.copytree(tormented / "x-calm", directory, symlinks=True)
+    shutil.rmtree(directory / f"checkpoint-{STEPS}")
+    value = {row["step"]: row["evaluate/reward"] for row in metrics(directory) if "evaluate/reward" in row}
+    saved = {step: value[step] for step in (2, 4, STEPS)}
+    greater = max(saved.values()) > saved[STEPS]
+    best = (max if greater else min)(saved, key=lambda step: saved[step])
+    assert best != STEPS, saved
+    rule = ["checkpoint.metric_for_best_model=evaluate/reward", f"checkpoint.greater_is_better={greater}"]
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=best", "evaluate.every=2"]
+    done = run(workspace, *arguments, *rule, "checkpoint.load_best_model_at_end=true")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    *_, last, final = metrics(directory)
+    assert last["evaluate/reward"] == saved[STEPS] and verify(directory / f"checkpoint-{STEPS}") == []
+    assert final["final/step"] == best and final["final/reward"] == saved[best]
+    assert final["final/accuracy"] == next(r["evaluate/accuracy"] for r in metrics(directory) if r["step"] == best)
+    assert (directory / "best").readlink() == Path(f"checkpoint-{best}")
+    assert f"the run ends with the model of checkpoint-{best}" in done.stdout and "best/actor" in done.stdout
 
 
 def test_another_layout_goes_on_with_the_same_numbers(workspace: Path, tormented: Path) -> None:

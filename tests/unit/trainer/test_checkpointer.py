@@ -184,14 +184,15 @@ def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background:
     assert run.saved(1) == ("4", "0", 4)
 
 
-def test_the_last_checkpoint_is_a_full_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked = run.make(save_steps=1), []
+def test_the_last_checkpoint_and_the_best_one_are_full_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = run.make(save_steps=1, metric_for_best_model="evaluate/reward"), []
 
     def about(step: int, metrics: Mapping[str, float]) -> About:
         asked.append(step)  # the writer may answer: a delta
         return About(step, metrics=metrics)
 
     monkeypatch.setattr(made.writer, "about", about)
+    made.after_step(98, {"evaluate/reward": 0.5})  # the best so far
     made.after_step(99, {})
     made.after_step(100, {})
     assert asked == [99] and read_manifest(run.directory / "checkpoint-100").about.kind == FULL

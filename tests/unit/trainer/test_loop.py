@@ -117,6 +117,7 @@ class Watch:
         self.log = log
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.stop_after: int | None = None
+        self.best: int | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -142,8 +143,12 @@ class Watch:
         self.log.append(("save", step))
         return directory / f"checkpoint-{step}"
 
-    def end(self) -> None:
+    def end(self) -> int | None:
         self.log.append(("end",))
+        return self.best
+
+    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
+        self.log.append(("final", last_step, step))
 
 
 class Sampler:
@@ -262,6 +267,22 @@ def test_a_run_that_is_over_makes_no_step() -> None:
     which, log = trainer({0, 3})
     assert which.run(3, first_step=4) is True
     assert log == [("phase", "sync"), ("wake",), ("sync", 3), ("begin",), ("end",)]
+
+
+def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
+    which, log = trainer({0, 3})
+    which.checkpointer.best = 2  # type: ignore[attr-defined]
+    assert which.run(3) is True
+    assert log[log.index(("end",)) :] == [
+        ("end",),
+        ("sleep",),
+        ("phase", "sync"),
+        ("wake",),
+        ("sync", 4),  # a version of its own: these weights came after those of step 3
+        ("phase", "evaluate"),
+        ("evaluate", 3),
+        ("final", 3, 2),
+    ]
 
 
 def test_a_checkpoint_on_demand_is_that_of_the_steps_that_were_made() -> None:

@@ -94,6 +94,15 @@ def test_the_last_hundred_steps_are_told_with_loss_and_reward_and_when_they_ende
     assert json.dumps(list(record.recent), allow_nan=False)
 
 
+def test_the_best_models_evaluation_has_names_of_its_own_and_is_the_summarys() -> None:
+    log = Log()
+    record = RunRecord(clock(), 1, tracker=log)  # type: ignore[arg-type]
+    record.step(9, {"evaluate/accuracy": 0.25, "reward/mean": 0.5})
+    record.final(9, 6, {"evaluate/accuracy": 0.75, "evaluate/accuracy/evaluate/x": 0.5})
+    assert log.lines[-1] == ("log", 9, {"final/step": 6, "final/accuracy": 0.75, "final/accuracy/evaluate/x": 0.5})
+    assert record.evaluations[9]["evaluate/accuracy"] == 0.75 and record.rewards == [0.5]
+
+
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
 def test_rollouts_are_written_when_due(directory: RunDirectory, every: int, due: list[int]) -> None:
