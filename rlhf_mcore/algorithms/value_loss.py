@@ -76,6 +76,10 @@ def explained_variance(sums: Mapping[str, float]) -> float:
     return 1.0 - unexplained / variance
 
 
+# How far from the rest a return counts, in units of the spread: a reward of 1e38 may not decide what all later ones are divided by.
+MAX_DEVIATIONS = 100.0
+
+
 @dataclass(slots=True)
 class ReturnNormalizer:
     """Running mean and deviation of the returns, so that a critic predicts numbers around 0 and 1 (value whitening).
@@ -95,10 +99,19 @@ class ReturnNormalizer:
         return math.sqrt(variance) if variance > 1e-12 else 1.0
 
     def update(self, returns: Tensor, mask: Tensor) -> None:
-        """Take in the returns [B, T] of a step, all rows, where the bool mask holds."""
+        """Take in the returns [B, T] of a step, all rows, where the bool mask holds.
+
+        Those that are not finite are left out. Those further than ``MAX_DEVIATIONS`` spreads from the step's median count as that
+        far, where the spread is the running deviation, or the distance within which three quarters of the step are if that is more.
+        """
         inside = returns[mask].double()
+        inside = inside[inside.isfinite()]
         if inside.numel() == 0:
             return
+        median = inside.median()
+        distances = (inside - median).abs()
+        spread = max(float(distances.kthvalue(math.ceil(0.75 * inside.numel())).values), self.deviation)
+        inside = inside.clamp(median - MAX_DEVIATIONS * spread, median + MAX_DEVIATIONS * spread)
         count, mean = float(inside.numel()), float(inside.mean())
         distance, total = mean - self.mean, self.count + count
         self.squares += float((inside - mean).square().sum()) + distance**2 * self.count * count / total

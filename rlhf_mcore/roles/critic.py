@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rlhf_mcore.algorithms.value_loss import ReturnNormalizer, value_loss
+from rlhf_mcore.algorithms.value_loss import MAX_DEVIATIONS, ReturnNormalizer, value_loss
 from rlhf_mcore.mcore.step import Metrics, scalar_head
 from rlhf_mcore.roles.trained import TrainedRole
 from rlhf_mcore.types import Microbatch, TrainBatch
@@ -40,7 +40,8 @@ class Critic(TrainedRole):
             assert batch.old_values is not None and batch.returns is not None
             said = self.normalizer.normalize(batch.old_values)
             self.normalizer.update(batch.returns, batch.loss_mask)
-            batch = replace(batch, old_values=said, returns=self.normalizer.normalize(batch.returns))
+            targets = self.normalizer.normalize(batch.returns).clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+            batch = replace(batch, old_values=said, returns=targets)
         return TrainedRole.update(self, batch)
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:

@@ -126,3 +126,24 @@ def test_a_normalizer_that_has_seen_nothing_or_no_variance():
     assert made.normalize(x).item() == -2.0 and math.isclose(made.deviation, 1.0)
     with pytest.raises(ConfigError, match="return normalizer"):
         made.load_state_dict({"count": 1.0})
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("wild", [3e38, -3e38, float("inf"), NAN])
+def test_one_wild_return_does_not_decide_what_the_others_are_divided_by(first: bool, wild: float):
+    usual = torch.tensor([[0.0, 1.0] * 50])
+    mask = torch.ones_like(usual, dtype=torch.bool)
+    hit = usual.clone()
+    hit[0, 17] = wild
+    made = ReturnNormalizer()
+    for number in range(20):
+        made.update(hit if number == (0 if first else 19) else usual, mask)
+    # 100 spreads of at most 1 among 2000 returns of mean 1/2: the mean moves by 0.05 at most, the variance by 100^2 / 2000 = 5.
+    assert made.mean == pytest.approx(0.5, abs=0.06) and 0.4 < made.deviation < 2.4
+    assert made.normalize(usual).abs().max() < 3
+
+
+def test_returns_of_any_size_are_taken_as_they_are():
+    made = ReturnNormalizer()
+    made.update(torch.tensor([[0.0, 1e6, 2e6, 3e6]]), torch.ones(1, 4).bool())
+    assert made.mean == 1.5e6 and made.deviation == pytest.approx(math.sqrt(1.25) * 1e6)

@@ -161,3 +161,16 @@ def test_a_critic_in_units_of_the_returns_is_the_plain_one_on_returns_in_these_u
     torch.testing.assert_close(values, torch.where(made.loss_mask, raw * deviation + mean, 0.0), rtol=1e-5, atol=1e-5)
     assert last is not None and raw_last is not None
     torch.testing.assert_close(last, raw_last * deviation + mean, rtol=1e-5, atol=1e-5)
+
+
+def test_a_wild_return_does_not_keep_a_critic_with_a_normalizer_from_learning(model: Lookup) -> None:
+    made = batch()
+    assert made.returns is not None
+    row, t = made.loss_mask.nonzero()[0].tolist()
+    made.returns[row, t] = 3e38
+    plain = critic(model, None).update(made)
+    assert plain["critic/skipped_updates"] == 1.0, "its square is not finite"
+    which = critic(model, None)
+    which.normalizer = ReturnNormalizer()
+    found = which.update(made)
+    assert found["critic/skipped_updates"] == 0.0 and found["loss/value"] < 100**2
