@@ -39,12 +39,18 @@ CMD ["rlhf-mcore", "--help"]
 # ------------------------------------------------------------------------------------------------------------------ gpu
 FROM ${GPU_BASE} AS gpu
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# The container's Python is Ubuntu's, which comes without venv and ensurepip; setup.sh makes a virtual environment over it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 rlhf
 WORKDIR /opt/rlhf_mcore
 # vLLM is compiled for these devices (A100, H100 and H200, B200), by so many compilers at a time (each takes a few GB).
-ARG TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
+# The container sets TORCH_CUDA_ARCH_LIST itself, and such a variable wins over an ARG of its name.
+ARG CUDA_ARCHITECTURES="8.0 9.0 10.0"
 ARG MAX_JOBS=16
-ENV RLHF_MCORE_STACK=gpu UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1
+ENV RLHF_MCORE_STACK=gpu UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 TORCH_CUDA_ARCH_LIST="${CUDA_ARCHITECTURES}"
 COPY setup.py pyproject.toml README.md ./
 COPY rlhf_mcore/__init__.py rlhf_mcore/
 COPY requirements requirements

@@ -24,7 +24,7 @@ INSTALL_REQUIRES = [
     "torch>=2.10",
     "megatron-core>=0.16.1,<0.17",  # the CPU platform redirects calls of exactly this minor version
     "transformers>=5",  # tokenizers, chat templates and model configurations
-    "omegaconf>=2.4.0.dev0",  # the typed configuration tree
+    "omegaconf>=2.4",  # the typed configuration tree
     "packaging",  # version ranges, which the doctor compares
     "safetensors",  # the only format weights are written in
     "xxhash",  # what a checkpoint's files are checked by

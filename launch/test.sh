@@ -4,6 +4,8 @@
 #   ./launch/test.sh                     everything
 #   ./launch/test.sh --with slurm        install SLURM first, where apt can, so that tests/slurm does not skip
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
+#
+# The last line is "N passed, N failed, N skipped" over all tiers; a lint that fails counts as one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -41,7 +43,9 @@ export PATH="$venv/bin:$PATH"
 
 if (($#)); then exec python -m pytest "$@"; fi
 
-failed=()
+failed=() failed_lints=0
+reports="$(mktemp -d)"
+trap 'rm -rf "$reports"' EXIT
 
 # section NAME COMMAND...: runs the command under a heading and remembers a failure, so that one run shows all of them.
 section() {
@@ -58,21 +62,25 @@ tier() {
         say "no tests yet"
         return
     fi
-    python -m pytest "$1"
+    touch "$reports/$(basename "$1").xml" # stays empty if pytest is killed, which then counts
+    python -m pytest "$1" --junitxml="$reports/$(basename "$1").xml"
 }
 
 section "ruff" ruff check .
 section "mypy" mypy
 section "import-linter" lint-imports
+failed_lints=${#failed[@]}
+section "tests/gpu (skipped without a GPU)" tier tests/gpu
 section "tests/unit (no processes)" tier tests/unit
 section "tests/distributed (gloo, torchrun)" tier tests/distributed
 section "tests/e2e (real vLLM)" tier tests/e2e
 section "tests/slurm (real SLURM; skipped without it)" tier tests/slurm
-section "tests/gpu (skipped without a GPU)" tier tests/gpu
 
 heading "result"
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}"
-    exit 1
+else
+    say "all sections passed in $SECONDS s"
 fi
-say "all sections passed in $SECONDS s"
+python tools/count_tests.py --failed "$failed_lints" "$reports"/*.xml
+exit $((${#failed[@]} > 0))

@@ -80,6 +80,15 @@ def test_what_setup_sh_reads_is_there_before_it_runs(name: str) -> None:
     assert run < stage.position("COPY", ". ."), "a change of the code does not install everything again"
 
 
+def test_the_gpu_container_gets_what_its_python_lacks_before_setup_runs() -> None:
+    """Ubuntu's Python has neither venv nor ensurepip without a package of its own."""
+    gpu = STAGES["gpu"]
+    assert gpu.position("RUN", "python3-venv") < gpu.position("RUN", "./launch/setup.sh")
+    # An ARG of that name would be ignored: the container has an environment variable of the same name.
+    assert any('TORCH_CUDA_ARCH_LIST="${CUDA_ARCHITECTURES}"' in text for text in gpu.of("ENV"))
+    assert not [text for text in gpu.of("ARG") if text.startswith("TORCH_CUDA_ARCH_LIST")]
+
+
 def test_nothing_that_setup_needs_is_left_out_of_the_context() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert not {"setup.py", "requirements", "launch", "rlhf_mcore", "README.md", "pyproject.toml"}.intersection(ignored)

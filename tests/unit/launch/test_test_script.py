@@ -1,0 +1,66 @@
+"""The last line of launch/test.sh, which is what continuous integration shows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+UNIT = """
+import pytest, os
+
+def test_passes(): pass
+def test_passes_too(): pass
+def test_fails(): assert False
+@pytest.fixture
+def broken(): raise ValueError
+def test_is_an_error(broken): pass
+@pytest.mark.skip
+def test_is_skipped(): pass
+"""
+SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\n"
+KILLED = "import os\ndef test_ends_pytest(): os._exit(9)\n"
+
+
+def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """The script in a checkout of its own, whose tools and tests are these."""
+    (folder / "launch").mkdir()
+    for name in ("test.sh", "common.sh", "env.sh"):
+        shutil.copy(ROOT / "launch" / name, folder / "launch" / name)
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    bin_folder = folder / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    programs = {"ruff": lint, "mypy": "true", "lint-imports": "true", "python": f'exec {sys.executable} "$@"'}
+    for name, script in programs.items():
+        (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (bin_folder / name).chmod(0o755)
+    (folder / "launch" / "setup.sh").write_text("#!/bin/sh\n")
+    (folder / "launch" / "setup.sh").chmod(0o755)
+    for tier in ("unit", "distributed", "e2e", "slurm", "gpu"):
+        (folder / "tests" / tier).mkdir(parents=True)
+        if tier in tiers:
+            (folder / "tests" / tier / f"test_{tier}.py").write_text(tiers[tier])
+    script = str(folder / "launch" / "test.sh")
+    return subprocess.run([script], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    ("lint", "tiers", "last", "code"),
+    [
+        ("true", {"unit": UNIT, "gpu": SKIPPED}, "2 passed, 2 failed, 2 skipped", 1),
+        ("true", {"unit": "def test_passes(): pass", "gpu": SKIPPED}, "1 passed, 0 failed, 1 skipped", 0),
+        ("false", {"unit": "def test_passes(): pass", "e2e": KILLED}, "1 passed, 2 failed", 1),
+    ],
+)
+def test_the_last_line_adds_up_all_tiers(
+    tmp_path: Path, lint: str, tiers: dict[str, str], last: str, code: int
+) -> None:
+    done = run(tmp_path, lint, tiers)
+    assert done.stdout.splitlines()[-1] == last, done.stdout + done.stderr
+    assert done.returncode == code
+    summaries = [line for line in done.stdout.splitlines() if line.startswith("=") and " in " in line]
+    assert "skipped" not in summaries[-1] or "passed" in summaries[-1]  # the last one is not of a tier that was skipped
