@@ -132,12 +132,16 @@ class RolloutGroup:
     trajectories: list[Trajectory]
 
 
+FAILURES = ("error", "timeout")  # why a response may have got no score
+
+
 @dataclass(slots=True)
 class Score:
     """A grader's verdict on one trajectory: the scalar reward and named parts for the metrics."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None  # of FAILURES: there is no score, and ``value`` stands for it
 
 
 @dataclass(slots=True)

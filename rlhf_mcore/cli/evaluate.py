@@ -51,7 +51,9 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     validate_evaluation(cfg, torchrun_world_size())
     if torchrun_world_size() is None:
         from rlhf_mcore.cli.launch import launch
+        from rlhf_mcore.rewards.function import check_function
 
+        check_function(cfg.reward)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE)
     quiet()
     from rlhf_mcore.cli.evaluation import run

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
-    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.derive import default_world_size, is_supervised, resolve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
 
@@ -67,7 +67,10 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
             return exit_codes.REQUEUE
     else:
         from rlhf_mcore.cli.launch import launch
+        from rlhf_mcore.rewards.function import check_function
 
+        if not is_supervised(cfg):
+            check_function(cfg.reward)
         trainer = cfg.trainer
         return launch(
             [path, *overrides],

@@ -266,10 +266,12 @@ class AlgorithmConfig:
 
 @dataclass
 class RuleConfig:
-    """One rule grader and its weight in the sum."""
+    """One rule grader and its weight in the sum. A grade g between 0 and 1 counts as incorrect + g * (correct - incorrect)."""
 
     name: str = "???"
     weight: float = 1.0
+    correct: float = 1.0
+    incorrect: float = 0.0
 
 
 @dataclass
@@ -290,6 +292,11 @@ class RewardConfig:
 
     rules: list[RuleConfig] = field(default_factory=lambda: [RuleConfig(name="final_number")])
     function: Optional[str] = None  # path/to/file.py:name, replaces the rules
+    workers: Optional[int] = None  # processes of a rank that call the function; null: its share of the cores, at most 8
+    timeout_s: float = 60.0  # for one response
+    memory_gib: float = 8.0  # of a worker
+    env: list[str] = field(default_factory=list)  # environment variables that workers see beside PATH, HOME and a few more
+    on_error: str = "fail"  # a response without a score: fail (end the run) | zero (score it 0)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
 

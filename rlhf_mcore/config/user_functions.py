@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -70,12 +71,23 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
     sys.modules[module_name] = module  # dataclasses and annotations look their module up there
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError(
-            f"{key} is {spec!r}, but {path} fails to import ({type(error).__name__}: {error}): mend the file"
+            f"{key} is {spec!r}, but {path} fails to import "
+            f"({type(error).__name__}: {error}){place_of(error, spec)}: mend the file"
         ) from error
     return module
+
+
+def place_of(error: BaseException, spec: str) -> str:
+    """Where in the file of ``path/to/file.py:name`` an exception comes from, as " (file.py, line 7)"; empty where it does not."""
+    path = Path(spec.rpartition(":")[0]).expanduser().resolve()
+    if isinstance(error, SyntaxError):
+        return ""  # its text names file and line
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if Path(frame.f_code.co_filename) == path]
+    return f" ({path.name}, line {lines[-1]})" if lines else ""
 
 
 def _top_level_names(tree: ast.Module) -> Iterator[str]:

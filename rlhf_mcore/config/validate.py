@@ -66,6 +66,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "algorithm.kl.controller.name": ("fixed", "adaptive", "linear"),
     "algorithm.rollout_correction.mode": ("off", "token", "sequence"),
     "algorithm.loss_aggregation": ("token", "sequence", "constant"),
+    "reward.on_error": ("fail", "zero"),
     "data.overlong_prompts": ("error", "drop"),
     "checkpoint.on_damaged": ("fallback", "error"),
     "checkpoint.on_failed_save": ("stop", "continue"),
@@ -171,6 +172,9 @@ RANGES: dict[str, Range] = {
     "algorithm.overlong.cache_tokens": AT_LEAST_1,
     "algorithm.overlong.penalty": AT_LEAST_0,
     "algorithm.dynamic_sampling.max_batches": AT_LEAST_1,
+    "reward.workers": AT_LEAST_1,
+    "reward.timeout_s": ABOVE_0,
+    "reward.memory_gib": ABOVE_0,
     "data.max_prompt_tokens": AT_LEAST_1,
     "data.max_tokens": Range(2),  # a prompt and a response
     "trainer.num_steps": AT_LEAST_1,
@@ -314,8 +318,9 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     for index, rule in enumerate(cfg.reward.rules):
         if rule.name not in RULES:
             yield f"reward.rules[{index}].name={rule.name!r} is not a choice; choose one of: {', '.join(RULES)}"
-        if not math.isfinite(rule.weight):
-            yield f"reward.rules[{index}].weight={rule.weight} is out of range; give a finite number"
+        for key in ("weight", "correct", "incorrect"):
+            if not math.isfinite(value := getattr(rule, key)):
+                yield f"reward.rules[{index}].{key}={value} is out of range; give a finite number"
 
 
 def _data_problems(cfg: Config) -> Iterator[str]:

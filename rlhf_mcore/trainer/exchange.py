@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.types import Prompt, Score, TrainBatch, Trajectory
+from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Exchanged:
 
     batch: TrainBatch
     part_means: dict[str, float]  # mean of each named part of the scores
+    failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
 
 
 @dataclass(slots=True)
@@ -53,7 +55,8 @@ class Exchange:
         gathered = [parts[place] for place in order.tolist()]
         if without := [row for row, part in enumerate(gathered) if not part[-1, 0].isfinite()]:
             raise RuntimeError(f"rows {without} of the step have no finite score")
-        return Exchanged(self._batch(prompts, gathered, table[order, 2].tolist()), _part_means(scores))
+        batch = self._batch(prompts, gathered, table[order, 2].tolist())
+        return Exchanged(batch, _part_means(scores), _failures(scores))
 
     def _batch(self, prompts: Sequence[Prompt], gathered: Sequence[Tensor], truncated: Sequence[int]) -> TrainBatch:
         """``gathered`` has for each row [length + 1, 2] float64: (token id, logprob) per token, then (score, 0)."""
@@ -106,6 +109,12 @@ def _part_means(scores: Sequence[Score]) -> dict[str, float]:
             known[0] += total
             known[1] += count
     return {name: total / count for name, (total, count) in sums.items()}
+
+
+def _failures(scores: Sequence[Score]) -> dict[str, int]:
+    mine = Counter(score.failure for score in scores if score.failure is not None)
+    total = sum((Counter(part) for part in all_gather_json(mine)), Counter())
+    return {kind: total[kind] for kind in FAILURES}
 
 
 def _part_sums(scores: Sequence[Score]) -> dict[str, tuple[float, int]]:

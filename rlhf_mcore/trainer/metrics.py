@@ -18,6 +18,7 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
         "reward/std": float(scores.std(unbiased=False)),
         "reward/max": float(scores.max()),
         "reward/min": float(scores.min()),
+        **{f"reward/{kind}s": float(count) for kind, count in exchanged.failures.items()},
         **{f"reward/{name}_mean": mean for name, mean in exchanged.part_means.items()},
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),

@@ -34,7 +34,7 @@ class ModelReward:
             return []
         said = self.model.compute_scores(batch)[first : first + len(trajectories)].tolist()
         return [
-            Score(other.value + self.weight * value, {**other.parts, PART: value})
+            Score(other.value + self.weight * value, {**other.parts, PART: value}, other.failure)
             for other, value in zip(others, said, strict=True)
         ]
 

@@ -147,3 +147,43 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
         main_module.main(args)
     assert ended.value.code == 2
     assert "rlhf-mcore" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "\n\ndef grade(prompt, answer): return 1.0\n",
+            "error: reward.function is 'grade.py:grade', but its parameters are (prompt, answer), line 3 (too many positional "
+            "arguments): let it take (data_source, solution_str, ground_truth, extra_info)\n",
+        ),
+        (
+            "import torchh\ndef grade(*arguments): return 1.0\n",
+            "error: reward.function is 'grade.py:grade', but {root}/grade.py fails to import (ModuleNotFoundError: No module "
+            "named 'torchh') (grade.py, line 1): mend the file\n",
+        ),
+        (
+            "import os\nos._exit(0)\ndef grade(*arguments): return 1.0\n",
+            "error: reward.function=grade.py:grade ended its process with exit code 0 while it was loaded: mend the file\n",
+        ),
+    ],
+)
+def test_a_reward_function_is_loaded_before_any_rank_starts(
+    workspace: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    source: str,
+    message: str,
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, **options: launched.append(arguments) or 0)
+    (workspace.root / "grade.py").write_text(source)
+    arguments = [command, "run.yaml", "reward.function=grade.py:grade"]
+    arguments += ["data.eval=[train.jsonl]", "evaluate.checkpoint=model"] if command == "evaluate" else []
+    assert main_module.main(arguments) == 2
+    assert capsys.readouterr().err == message.format(root=workspace.root)
+    (workspace.root / "grade.py").write_text("def grade(*arguments): return 1.0")
+    assert main_module.main(arguments) == 0
+    assert len(launched) == 1

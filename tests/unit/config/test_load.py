@@ -113,7 +113,7 @@ def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
         ("actor.optimizer.lr=[1]", "actor.optimizer.lr=[1] is not valid; expected float"),
         ("data.train=a.jsonl", "data.train='a.jsonl' is not valid; expected list of str"),
         ("deterministic=maybe", "deterministic='maybe' is not valid; expected bool"),
-        ("reward.rules=[x]", "reward.rules=['x'] is not valid; expected list of {name, weight}"),
+        ("reward.rules=[x]", "reward.rules=['x'] is not valid; expected list of {name, weight, correct, incorrect}"),
     ],
 )
 def test_a_wrong_type_names_field_value_and_expected(workspace: Any, override: str, expected: str) -> None:

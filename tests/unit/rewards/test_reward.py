@@ -38,8 +38,12 @@ def write(tmp_path: Path):
     return write_file
 
 
+def function_reward(spec: str) -> FunctionReward:
+    return FunctionReward(RewardConfig(function=spec, workers=1))
+
+
 def test_rules_are_a_weighted_sum_with_unweighted_parts():
-    reward = RuleReward([("final_number", 2.0), ("format", 0.25)])
+    reward = RuleReward([RuleConfig("final_number", 2.0), RuleConfig("format", 0.25)])
     scores = reward.score([trajectory("#### 42"), trajectory("#### 41"), trajectory("42")])
     # 2 * 1 + 0.25 * 1; 2 * 0 + 0.25 * 1; 0
     assert [score.value for score in scores] == [2.25, 0.25, 0.0]
@@ -48,7 +52,9 @@ def test_rules_are_a_weighted_sum_with_unweighted_parts():
 
 def test_wrong_rules_are_refused_all_at_once():
     with pytest.raises(ConfigError) as error:
-        RuleReward([("finalnumber", 1.0), ("format", float("nan")), ("boxed", 1.0), ("boxed", 1.0)])
+        RuleReward(
+            [RuleConfig("finalnumber"), RuleConfig("format", float("nan")), RuleConfig("boxed"), RuleConfig("boxed")]
+        )
     message = str(error.value)
     assert "reward.rules[0].name is 'finalnumber'" in message
     assert "did you mean 'final_number'" in message
@@ -65,8 +71,8 @@ def test_a_reward_model_may_be_alone():
 
 def test_a_prompt_without_ground_truth_is_refused_unless_no_rule_needs_it():
     with pytest.raises(ValueError, match=r"'train-7' has no ground truth.*'final_number'.*data\.answer_key"):
-        RuleReward([("format", 1.0), ("final_number", 1.0)]).score([trajectory("#### 42", truth=None)])
-    assert RuleReward([("format", 1.0)]).score([trajectory("#### 42", truth=None)])[0].value == 1.0
+        RuleReward([RuleConfig("format"), RuleConfig("final_number")]).score([trajectory("#### 42", truth=None)])
+    assert RuleReward([RuleConfig("format")]).score([trajectory("#### 42", truth=None)])[0].value == 1.0
 
 
 def test_build_reward_prefers_the_function(write):
@@ -85,7 +91,7 @@ def test_a_function_gets_the_four_arguments_by_position(write):
         "    return 0.5\n"
     )
     sample = trajectory("hi", level=2)
-    assert FunctionReward(spec).score([sample, sample])[1].value == 0.5  # the prompt's own dict was not cleared
+    assert function_reward(spec).score([sample, sample])[1].value == 0.5  # the prompt's own dict was not cleared
 
 
 def test_parameters_of_the_known_names_may_come_in_any_order(write):
@@ -93,12 +99,12 @@ def test_parameters_of_the_known_names_may_come_in_any_order(write):
         "def grade(solution_str, ground_truth, extra_info=None, data_source=None, **kwargs):\n"
         "    return float((data_source, solution_str, ground_truth, extra_info) == ('sums', 'hi', '42', {}))\n"
     )
-    assert FunctionReward(spec).score([trajectory("hi")])[0].value == 1.0
+    assert function_reward(spec).score([trajectory("hi")])[0].value == 1.0
 
 
 def test_a_dict_carries_parts(write):
     spec = write("def grade(*a): return {'score': True, 'length': 12, 'accuracy': 0.5, 'prediction': '41', 'x': None}")
-    (score,) = FunctionReward(spec).score([trajectory("hi")])
+    (score,) = function_reward(spec).score([trajectory("hi")])
     assert score.value == 1.0
     assert score.parts == {"length": 12.0, "accuracy": 0.5}
 
@@ -123,14 +129,14 @@ def test_a_dict_carries_parts(write):
     ],
 )
 def test_a_bad_result_names_function_prompt_and_value(write, returned: str, complaint: str):
-    reward = FunctionReward(write(f"def grade(*a): return {returned}"))
+    reward = function_reward(write(f"def grade(*a): return {returned}"))
     with pytest.raises(ValueError, match=r"my_reward\.py:grade on prompt 'train-7', sample 3, .*" + complaint):
         reward.score([trajectory("hi")])
 
 
 def test_a_huge_result_is_abridged(write):
     with pytest.raises(ValueError) as error:
-        FunctionReward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")])
+        function_reward(write("def grade(*a): return 'x' * 10 ** 6")).score([trajectory("hi")])
     assert len(str(error.value)) < 500
 
 
@@ -145,21 +151,21 @@ def test_a_huge_result_is_abridged(write):
 )
 def test_a_broken_file_is_a_config_error(write, source: str, complaint: str):
     with pytest.raises(ConfigError, match=r"reward\.function is .*" + complaint):
-        FunctionReward(write(source))
+        function_reward(write(source))
 
 
 @pytest.mark.parametrize("spec", ["my_reward.py", ":grade", "my_reward.py:", ""])
 def test_a_spec_without_file_or_name_is_a_config_error(spec: str):
     with pytest.raises(ConfigError, match=r"reward\.function is .*path/to/file\.py:name"):
-        FunctionReward(spec)
+        function_reward(spec)
 
 
 def test_a_missing_file_and_a_file_of_another_kind_are_config_errors(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"reward\.function is .*there is no file .*absent\.py"):
-        FunctionReward(f"{tmp_path}/absent.py:grade")
+        function_reward(f"{tmp_path}/absent.py:grade")
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ConfigError, match=r"reward\.function is .*no Python file"):
-        FunctionReward(f"{tmp_path}/notes.txt:grade")
+        function_reward(f"{tmp_path}/notes.txt:grade")
 
 
 def test_a_file_with_a_dataclass_loads_and_shadows_nothing(tmp_path: Path):
@@ -175,5 +181,5 @@ def test_a_file_with_a_dataclass_loads_and_shadows_nothing(tmp_path: Path):
     )
     import json
 
-    assert FunctionReward(f"{path}:grade").score([trajectory("hi")])[0].value == 0.75
+    assert function_reward(f"{path}:grade").score([trajectory("hi")])[0].value == 0.75
     assert sys.modules["json"] is json

@@ -1,0 +1,114 @@
+"""A reward function in a file of the user's, called in worker processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.rewards.pool import Limits, WorkerPool
+from rlhf_mcore.types import Score, Trajectory
+
+KEY = "reward.function"
+MAX_WORKERS = 8  # where nothing is said; a function that waits for a server wants more
+_log = logging.getLogger(__name__)
+
+
+def check_function(cfg: RewardConfig) -> None:
+    """Load ``reward.function`` in a process of its own, and look at its parameters. Without a function, nothing.
+
+    Raises:
+        ConfigError: it cannot be had, or does not take the four arguments.
+    """
+    if cfg.function is not None:
+        FunctionReward(cfg).close()
+
+
+class FunctionReward:
+    """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
+
+    Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
+    else by position. They travel as JSON. A dict needs the key "score"; its other numeric entries become parts of the score,
+    the rest is ignored.
+
+    Args:
+        cfg: with ``function`` set to ``path/to/file.py:name``.
+
+    Raises:
+        ConfigError: naming ``reward.function``: the file or the name is missing, the file fails to import, or the function
+            does not take the four arguments.
+    """
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        assert cfg.function is not None
+        self._spec, self._on_error = cfg.function, cfg.on_error
+        limits = Limits(num_workers(cfg), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
+        self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
+        self._pool.check()
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in order. With ``reward.on_error: zero`` one without a result has score 0 and a failure.
+
+        Raises:
+            ConfigError: the function raised, gave no result in time or none at all, or returned something other than a finite
+                number or a dict with one; the message names the function, the prompt, the sample and the cause. With
+                ``on_error: zero`` only where response after response gets no result.
+        """
+        fail = self._on_error == "fail"
+        outcomes = self._pool.run([self._item(each) for each in trajectories], stop_at_failure=fail)
+        scores, problems = [], []
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
+            if cause:
+                problems.append(f"{KEY}={self._spec} on {_place(trajectory)} {cause}")
+                scores.append(Score(0.0, failure="timeout" if outcome and outcome.timed_out else "error"))
+            elif outcome is not None:
+                scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
+        if problems and fail:
+            raise ConfigError(f"{problems[0]}. Mend it, or set reward.on_error=zero to score such a response 0")
+        if problems:
+            _log.warning(
+                "%d of %d responses got no score and count as 0; the first: %s", len(problems), len(scores), problems[0]
+            )
+        return scores
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _item(self, trajectory: Trajectory) -> bytes:
+        prompt = trajectory.prompt
+        arguments = [prompt.data_source, trajectory.response_text, prompt.ground_truth, prompt.extra_info]
+        name = f"{prompt.prompt_id}\0{trajectory.sample}\0{trajectory.policy_version}"
+        seed = int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=4).digest(), "big")
+        try:
+            return json.dumps({"arguments": arguments, "seed": seed}, default=_plain).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{KEY}={self._spec} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
+                f"{error}. Store such values as texts or numbers"
+            ) from error
+
+
+def num_workers(cfg: RewardConfig) -> int:
+    """``reward.workers``, or this rank's share of the cores of its machine."""
+    if cfg.workers is not None:
+        return cfg.workers
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _place(trajectory: Trajectory) -> str:
+    return f"prompt {trajectory.prompt.prompt_id!r}, sample {trajectory.sample},"
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of numpy as lists and numbers; they are what parquet files hold."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} is a {type(value).__name__}")

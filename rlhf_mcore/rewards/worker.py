@@ -1,0 +1,213 @@
+"""A worker process: it calls what must not run in the trainer, one item at a time, and sends back what came of each.
+
+Started by ``rlhf_mcore.rewards.pool``. Apart from what it is told to load, it imports a few small modules and nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import numbers
+import os
+import random
+import reprlib
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function, place_of
+from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
+
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+MAX_FLOAT32 = 3.4e38  # scores travel as float32: what overflows there is as useless as inf
+_PR_SET_PDEATHSIG = 1
+_RECEIVE_BYTES = 2**16
+
+# Takes an item, returns what is sent back for it: {"score", "parts"}, or {"error": what is wrong}.
+Call = Callable[[Any], "dict[str, Any]"]
+
+
+def main(descriptor: int) -> None:
+    """Serve the pool at the other end of a socket until it is closed.
+
+    The first message says what to load (``{"load", "options", "memory_bytes"}``); it is answered by ``{"ready": true}`` or
+    ``{"problem": text}``. Every later one is a list of items, each of which is answered in turn. ``{"lost": cause}`` instead
+    of an answer means that the worker ends.
+    """
+    _end_with(descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)  # programs that a function starts do not get it
+    messages = _messages(connection)
+    order = next(messages)
+    _limit(order["memory_bytes"])
+    sys.path.append(os.getcwd())  # where the trainer finds modules of the user's, too; last, so that it hides nothing
+    try:
+        call = LOADERS[order["load"]](**order["options"])
+    except ConfigError as error:
+        connection.sendall(encode({"problem": str(error)}))
+        return
+    connection.sendall(encode({"ready": True}))
+    directory, process = os.getcwd(), os.getpid()
+    for items in messages:
+        for item in items:
+            answer = _answer(call, item, process)
+            try:
+                connection.sendall(encode(answer))
+            except OSError:
+                os._exit(DISCONNECTED)
+            if "lost" in answer:
+                return
+            with suppress(OSError):
+                os.chdir(directory)
+
+
+def _answer(call: Call, item: Any, process: int) -> dict[str, Any]:
+    try:
+        answer = call(item)
+    except MemoryError:
+        answer = {"lost": "ran out of memory"}
+    if os.getpid() != process:  # the function has forked, and this is the child, which has nothing to say
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the function may have closed or replaced it
+            stream.flush()
+    return answer
+
+
+def _messages(connection: socket.socket) -> Iterator[Any]:
+    buffer = bytearray()
+    while data := connection.recv(_RECEIVE_BYTES):
+        buffer += data
+        yield from decode(buffer)
+
+
+def _end_with(descriptor: int) -> None:
+    """Nothing of this process group outlives the trainer, whatever the function is doing and whatever it has started.
+
+    The kernel ends this process with the thread that has started it. Its children are ended by a second process, which waits
+    until the trainer's end of the socket is closed.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.fork() == 0:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        closed = select.poll()
+        closed.register(descriptor, select.POLLRDHUP)
+        closed.poll()
+        os.killpg(0, signal.SIGKILL)
+
+
+def _limit(memory_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Of the data, not of the address space: libraries reserve much of that and use little.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+# ----------------------------------------------------------------------------------------------- a function of the user's
+def load_reward(spec: str, key: str) -> Call:
+    """The function ``spec`` as something that takes items ``{"arguments", "seed"}``.
+
+    Raises:
+        ConfigError: the file or the function cannot be had, or does not take the four arguments.
+    """
+    try:
+        function = load_function(spec, key)
+    except KeyboardInterrupt as error:
+        raise ConfigError(f"{key} is {spec!r}, but its file raises KeyboardInterrupt: mend the file") from error
+    by_keyword = _takes_keywords(function)
+    if problem := _signature_problem(function, by_keyword):
+        raise ConfigError(f"{key} is {spec!r}, but {problem}")
+
+    def call(item: Mapping[str, Any]) -> dict[str, Any]:
+        # A function that draws random numbers gives a response the same score in whatever process and order it is scored.
+        random.seed(item["seed"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(item["seed"])
+        arguments = item["arguments"]
+        try:
+            result = function(**dict(zip(PARAMETERS, arguments, strict=True))) if by_keyword else function(*arguments)
+            problem = _result_problem(result)
+            return {"error": f"returned {_shown(result)}: {problem}"} if problem else _score(result)
+        except MemoryError:
+            raise
+        except SystemExit as error:
+            return {"error": f"called sys.exit({error.code!r}){place_of(error, spec)}"}
+        except BaseException as error:  # KeyboardInterrupt too: it is raised by the function, Ctrl-C does not come here
+            text = traceback.format_exception_only(error)[-1].strip()
+            return {"error": f"raised {text[:2000]}{place_of(error, spec)}"}
+
+    return call
+
+
+def _takes_keywords(function: Callable[..., Any]) -> bool:
+    """Whether a function knows the arguments by their names: it has one of them at least, and takes the others too."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(PARAMETERS))
+    except (TypeError, ValueError):  # ValueError: some builtins have no signature
+        return False
+    return any(name in signature.parameters for name in PARAMETERS)
+
+
+def _signature_problem(function: Callable[..., Any], by_keyword: bool) -> str | None:
+    """Why a function cannot be called with the four arguments, or None."""
+    code = getattr(function, "__code__", None)
+    where = f", line {code.co_firstlineno}" if code is not None else ""
+    if inspect.iscoroutinefunction(function):
+        return f"it is a coroutine function{where}, which returns no score: make it an ordinary one"
+    if by_keyword:
+        return None
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*PARAMETERS)
+    except TypeError as error:
+        return f"its parameters are {signature}{where} ({error}): let it take ({', '.join(PARAMETERS)})"
+    return None
+
+
+def _result_problem(result: Any) -> str | None:
+    """What is wrong with a function's result, or None."""
+    if not isinstance(result, Mapping):
+        return _number_problem(result, "the score")
+    if "score" not in result:
+        return "a dict needs the key 'score'"
+    problems = [_number_problem(result["score"], "the entry 'score'")]
+    problems += [_number_problem(value, f"the entry {key!r}") for key, value in result.items() if _is_number(value)]
+    return next((problem for problem in problems if problem), None)
+
+
+def _number_problem(value: Any, what: str) -> str | None:
+    if not _is_number(value):
+        return f"{what} must be a number"
+    # Compared, not converted: float() of a huge int raises. NaN fails every comparison.
+    return None if -MAX_FLOAT32 <= value <= MAX_FLOAT32 else f"{what} must be finite"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _shown(result: Any) -> str:
+    return f"{reprlib.repr(result)} ({type(result).__name__})"
+
+
+def _score(result: Any) -> dict[str, Any]:
+    if not isinstance(result, Mapping):
+        return {"score": float(result), "parts": {}}
+    parts = {str(key): float(value) for key, value in result.items() if key != "score" and _is_number(value)}
+    return {"score": float(result["score"]), "parts": parts}
+
+
+LOADERS: dict[str, Callable[..., Call]] = {"reward": load_reward}

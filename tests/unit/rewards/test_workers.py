@@ -1,0 +1,325 @@
+"""Reward functions in worker processes: whatever one does, it ends in its policy with one message, and nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
+from rlhf_mcore.rewards.function import FunctionReward, check_function, num_workers
+from rlhf_mcore.types import Prompt, Score, Trajectory
+
+HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
+
+
+def trajectory(text: str, index: int = 0, **extra: Any) -> Trajectory:
+    prompt = Prompt(f"train-{index}", index, [1], "What?", data_source="sums", ground_truth="42", extra_info=extra)
+    return Trajectory(prompt, 3, [5], [-0.1], text, "stop", 0)
+
+
+@pytest.fixture
+def reward(tmp_path: Path):
+    """Makes the reward of a file; with ``body``, of a function with that body."""
+    made: list[FunctionReward] = []
+
+    def make(body: str = "", source: str = "", **settings: Any) -> FunctionReward:
+        path = tmp_path / "my_reward.py"
+        path.write_text(source or HEAD + body)
+        made.append(FunctionReward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def processes_with(word: str) -> list[int]:
+    """Numbers of processes whose environment or command line holds ``word``."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                text = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if word.encode() in text:
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until(reached: Callable[[], bool]) -> bool:
+    """Whether a state has come about. What another process does is seen a little later than it is done."""
+    for _ in range(300):
+        if reached():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# body of the function; what the message says of it. The response is "bad"; "good" ones get 1 (see below).
+BAD = {
+    "raises": ("raise ValueError('no such unit')", r"raised ValueError: no such unit \(my_reward\.py, line 4\)"),
+    "none": ("return None", r"returned None \(NoneType\): the score must be a number"),
+    "nan": ("return float('nan')", r"returned nan \(float\): the score must be finite"),
+    "string": ("return '1.0'", r"returned '1\.0' \(str\)"),
+    "keyboard interrupt": ("raise KeyboardInterrupt", r"raised KeyboardInterrupt"),
+    "generator exit": ("raise GeneratorExit", r"raised GeneratorExit"),
+    "a base exception": ("raise BaseException('x')", r"raised BaseException: x"),
+    "sys.exit(0)": ("sys.exit(0)", r"called sys\.exit\(0\)"),
+    "os._exit(0)": ("os._exit(0)", r"ended its process with exit code 0"),
+    "os._exit(7)": ("os._exit(7)", r"ended its process with exit code 7"),
+    "a crash": ("os.kill(os.getpid(), signal.SIGSEGV)", r"was ended by SIGSEGV"),
+    "a kill of its group": ("os.killpg(0, signal.SIGKILL)", r"was ended by SIGKILL"),
+    "closed descriptors": ("os.closerange(0, 256)", r"closed the descriptors of its process"),
+    "memory": ("hoard = [bytearray(2**24) for _ in range(2**20)]", r"ran out of memory \(reward\.memory_gib=0\.25\)"),
+    "one huge block": ("return len(bytes(2**40))", r"ran out of memory"),
+    "sleep": ("time.sleep(10**6)", r"gave no result within reward\.timeout_s=0\.7 s"),
+    "ignores signals": (
+        "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(10**6)",
+        r"gave no result within",
+    ),
+    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(10**6)", r"gave no result within"),
+    "a child, and signals are ignored": (
+        "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; os.fork(); time.sleep(10**6)",
+        r"gave no result within",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_function_ends_in_its_policy(reward: Callable[..., FunctionReward], name: str, capfd: Any) -> None:
+    body, cause = BAD[name]
+    guarded = "if solution_str == 'good': return 1\n    " + body
+    texts = ["good", "bad", "good"]
+    rows = [trajectory(text, index) for index, text in enumerate(texts)]
+    limits = {"timeout_s": 0.7, "memory_gib": 0.25}
+    with pytest.raises(ConfigError, match=r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause) as error:
+        reward(guarded, on_error="fail", **limits).score(rows)
+    assert "set reward.on_error=zero" in str(error.value)
+    kind = "timeout" if "gave no result" in cause else "error"
+    scores = reward(guarded, on_error="zero", **limits).score(rows)
+    assert scores == [Score(1.0), Score(0.0, failure=kind), Score(1.0)]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+HARMLESS = {
+    "chdir": "os.chdir('/'); return 1",
+    "prints": "print('x' * 100_000); os.write(1, b'y' * 100_000); return 1",
+    "a child that returns too": "os.fork(); return 1",
+    "a thread that stays": "import threading; threading.Thread(target=time.sleep, args=(10**6,), daemon=True).start(); return 1",
+    "no standard output": "sys.stdout.close(); sys.stderr = None; return 1",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_a_function_does_beside_its_score_does_no_harm(reward: Callable[..., FunctionReward], name: str) -> None:
+    here = os.getcwd()
+    scores = reward(HARMLESS[name]).score([trajectory("hi", index) for index in range(5)])
+    assert [score.value for score in scores] == [1.0] * 5
+    assert os.getcwd() == here
+
+
+def test_every_call_begins_in_the_directory_of_the_trainer(reward: Callable[..., FunctionReward]) -> None:
+    body = "here = os.getcwd(); os.chdir('/'); return float(here == ground_truth)"
+    rows = [trajectory("hi", index) for index in range(3)]
+    for row in rows:
+        row.prompt.ground_truth = os.getcwd()
+    assert [score.value for score in reward(body).score(rows)] == [1.0] * 3
+
+
+def test_what_a_function_prints_is_seen(reward: Callable[..., FunctionReward], capfd: Any) -> None:
+    reward("print('seen', solution_str); return 1").score([trajectory("here")])
+    assert "seen here" in capfd.readouterr().err
+
+
+def test_workers_see_no_credentials(reward: Callable[..., FunctionReward], monkeypatch: Any) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    body = "return {'score': 0, **{name: 1 for name, value in os.environ.items() if value == 'secret'}}"
+    assert reward(body).score([trajectory("hi")])[0].parts == {}
+    assert reward(body, env=["JUDGE_KEY"]).score([trajectory("hi")])[0].parts == {"JUDGE_KEY": 1.0}
+    (started_with,) = reward("return float('secret' in open('/proc/self/environ').read())").score([trajectory("hi")])
+    assert started_with.value == 0.0
+
+
+def test_scores_come_in_order_from_several_workers(reward: Callable[..., FunctionReward]) -> None:
+    body = "time.sleep(0.002 * (int(solution_str) % 3)); return {'score': int(solution_str), 'pid': os.getpid()}"
+    scores = reward(body, workers=3).score([trajectory(str(number), number) for number in range(200)])
+    assert [score.value for score in scores] == list(map(float, range(200)))
+    assert len({score.parts["pid"] for score in scores}) == 3
+
+
+def test_one_worker_keeps_state_between_calls(reward: Callable[..., FunctionReward]) -> None:
+    source = "seen = 0\ndef grade(*arguments):\n    global seen\n    seen += 1\n    return seen"
+    counting = reward(source=source)
+    assert [score.value for score in counting.score([trajectory("a", i) for i in range(40)])] == list(range(1, 41))
+    assert counting.score([trajectory("a")])[0].value == 41.0
+
+
+def test_a_random_score_is_that_of_the_response(reward: Callable[..., FunctionReward]) -> None:
+    source = "import random\nimport numpy\ndef grade(*arguments): return random.random() + numpy.random.rand()"
+    rows = [trajectory("a", index) for index in range(9)]
+    first = [score.value for score in reward(source=source, workers=1).score(rows)]
+    second = [score.value for score in reward(source=source, workers=2).score(rows[::-1])][::-1]
+    assert first == second and len(set(first)) == 9
+
+
+def test_arguments_travel_unchanged(reward: Callable[..., FunctionReward]) -> None:
+    extra = {"list": [1, 2.5, None, True], "deep": {"a": {"b": "é\ud800\x00"}}, "number": 2**80, "long": "x" * 300_000}
+    body = f"extra_info['list'].append(1); return float(extra_info == {extra | {'list': [*extra['list'], 1]}!r})"
+    row = trajectory("\ud800\n\x00é", **extra)
+    assert [score.value for score in reward(body).score([row, row])] == [1.0, 1.0]
+    assert row.prompt.extra_info == extra  # the prompt's own dict was not touched
+    row = trajectory("x", array=np.arange(3), scalar=np.float32(0.5), nested=[np.int64(7)])
+    body = "return float(extra_info == {'array': [0, 1, 2], 'scalar': 0.5, 'nested': [7]})"
+    assert reward(body).score([row])[0].value == 1.0
+
+
+def test_what_is_no_json_is_named(reward: Callable[..., FunctionReward]) -> None:
+    with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, are not: \{1\} is a set"):
+        reward("return 1").score([trajectory("x", tags={1})])
+
+
+def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
+    reward: Callable[..., FunctionReward], tmp_path: Path
+) -> None:
+    mark = tmp_path / "been here"
+    body = f"if solution_str == '7' and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w'); os._exit(1)\n    return 1"
+    scores = reward(body, workers=2).score([trajectory(str(number), number) for number in range(40)])
+    assert scores == [Score(1.0)] * 40
+
+
+def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: Callable[..., FunctionReward]) -> None:
+    rows = [trajectory("a", index) for index in range(1000)]
+    with pytest.raises(ConfigError, match=r"gave no result for 10 responses in a row; for the last of them it ended"):
+        reward("os._exit(3)", on_error="zero").score(rows)
+
+
+def test_failures_are_told_but_not_one_by_one(reward: Callable[..., FunctionReward], caplog: Any) -> None:
+    reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
+    (record,) = caplog.records
+    assert "50 of 50 responses got no score" in record.getMessage()
+    assert "on prompt 'train-0', sample 3, raised ValueError: 0" in record.getMessage()
+
+
+def test_children_end_with_their_worker(reward: Callable[..., FunctionReward]) -> None:
+    word = f"sleep-{random.getrandbits(64)}"
+    body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); return 1"
+    failing = reward(body)
+    failing.score([trajectory("hi")])
+    assert wait_until(lambda: len(processes_with(word)) == 1)
+    failing.close()
+    assert wait_until(lambda: not processes_with(word))
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    word = f"word-{random.getrandbits(64)}"
+    path = tmp_path / "my_reward.py"
+    body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); print('at it', flush=True)\n"
+    path.write_text(HEAD + body + "    while True: pass")
+    program = (
+        "from rlhf_mcore.config.schema import RewardConfig\n"
+        "from rlhf_mcore.rewards.function import FunctionReward\n"
+        "from rlhf_mcore.types import Prompt, Trajectory\n"
+        f"reward = FunctionReward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
+        "rows = [Trajectory(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
+        "reward.score(rows)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, env=os.environ | {"WORD": word}, text=True
+    ) as trainer:
+        assert trainer.stderr is not None
+        assert trainer.stderr.readline() == "at it\n"
+        assert wait_until(lambda: len(processes_with(word)) > 3)  # trainer, two workers, what they have started
+        trainer.kill()
+    assert wait_until(lambda: not processes_with(word))
+
+
+def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., FunctionReward]) -> None:
+    source = (
+        "import os, threading, time\ndef grade(source, text, truth, info):\n"
+        "    if text == 'last': threading.Timer(0.05, os._exit, (1,)).start()\n    return os.getpid()"
+    )
+    scored = reward(source=source)
+    first = scored.score([trajectory("last")])[0].value
+    status = Path(f"/proc/{int(first)}/status")
+    assert wait_until(lambda: not status.exists() or "zombie" in status.read_text())
+    assert scored.score([trajectory("next")])[0] != Score(first)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (
+            "def grade(a, b): return 1",
+            r"parameters are \(a, b\), line 1 .*let it take \(data_source, solution_str, ground_truth",
+        ),
+        ("x = 1\n\ndef grade(): return 1", r"parameters are \(\), line 3"),
+        ("def grade(a, b, c, d, e): return 1", r"parameters are \(a, b, c, d, e\)"),
+        ("def grade(data_source, solution_str, ground_truth, extra_info, more): return 1", r"'?more'?"),
+        ("async def grade(a, b, c, d): return 1", r"coroutine function, line 1"),
+        ("\nimport no_such_module", r"fails to import \(ModuleNotFoundError.*\(my_reward\.py, line 2\)"),
+        ("1 / 0", r"fails to import \(ZeroDivisionError: division by zero\) \(my_reward\.py, line 1\)"),
+        ("import sys; sys.exit(0)", r"fails to import \(SystemExit: 0\)"),
+        ("import os; os._exit(0)", r"ended its process with exit code 0 while it was loaded"),
+        ("raise KeyboardInterrupt", r"raises KeyboardInterrupt"),
+        ("grade = 3", r"'grade' is a int"),
+    ],
+)
+def test_a_function_is_checked_in_a_process_of_its_own(tmp_path: Path, source: str, complaint: str) -> None:
+    path = tmp_path / "my_reward.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=r"reward\.function.*" + complaint):
+        check_function(RewardConfig(function=f"{path}:grade"))
+
+
+def test_what_takes_the_four_arguments_passes_the_check(tmp_path: Path) -> None:
+    path = tmp_path / "my_reward.py"
+    for parameters in ("a, b, c, d", "*rest", "a, b, c, d=1, e=2", "ground_truth, solution_str, **rest", "a, b, *rest"):
+        path.write_text(f"def grade({parameters}): return 1")
+        check_function(RewardConfig(function=f"{path}:grade"))
+    path.write_text("class Grader:\n    def __call__(self, a, b, c, d): return 1\ngrade = Grader()")
+    check_function(RewardConfig(function=f"{path}:grade"))
+    check_function(RewardConfig(function=None))
+
+
+def test_a_file_of_the_working_directory_hides_no_module(
+    reward: Callable[..., FunctionReward], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "socket", "random"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "my_helper.py").write_text("VALUE = 5")
+    source = "import json\nimport my_helper\ndef grade(a, b, c, d): return json.loads(str(my_helper.VALUE))"
+    assert reward(source=source).score([trajectory("x")])[0].value == 5.0
+
+
+def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
+    for ranks, expected in (("1", 8), ("8", 3), ("48", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert num_workers(RewardConfig()) == expected
+    assert num_workers(RewardConfig(workers=64)) == 64
+
+
+def test_frames_come_in_pieces_and_rubbish_is_refused() -> None:
+    data, buffer, seen = encode([1, "é\ud800"]) + encode({"a": None}), bytearray(), []
+    for byte in data:
+        buffer.append(byte)
+        seen += decode(buffer)
+    assert seen == [[1, "é\ud800"], {"a": None}] and not buffer
+    with pytest.raises(FrameError, match="announced"):
+        list(decode(bytearray((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))))
+    with pytest.raises(FrameError, match="not JSON"):
+        list(decode(bytearray(b"\0\0\0\1{")))
