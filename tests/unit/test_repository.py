@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -111,6 +112,17 @@ def test_floors_0_and_1_know_no_process_groups() -> None:
     assert len(files) > 4
     offenders = [str(path.relative_to(ROOT)) for path in files if "torch.distributed" in imported_modules(path)]
     assert offenders == []
+
+
+@pytest.mark.parametrize(("contract", "free"), [("megatron", {"mcore", "platform"}), ("vllm", {"rollout"})])
+def test_every_package_stands_under_the_import_contracts(contract: str, free: set[str]) -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (sources,) = (each["source_modules"] for each in contracts if each["id"] == contract)
+    packages = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    expected = packages - {"__init__", "__pycache__"} - free
+    assert set(sources) == {f"rlhf_mcore.{name}" for name in expected}
 
 
 def test_readme_opens_with_the_two_commands() -> None:
