@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import CHOICES
