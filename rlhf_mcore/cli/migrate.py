@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.config import ConfigError
+from rlhf_mcore.config import Config, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf-mcore migrate",
         description=(
             "Carry a configuration of verl (YAML, or a launch script with key=value overrides) or of OpenRLHF (a launch script) "
-            "over as far as both have the same thing. Every key that could not be is named, in the file and here."
+            "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
+            "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run."
         ),
         epilog=exit_codes.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _migrate(source: Path, output: Path, kind: str) -> int:
     from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.migration.convert import migrate, to_text
+    from rlhf_mcore.config.migration.convert import migrate, shown, to_text
     from rlhf_mcore.config.validate import validate
 
     if output.exists():
@@ -47,15 +48,47 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
     migration = migrate(source, kind)
     output.write_text(to_text(migration), encoding="utf-8")
     print(f"{len(migration.carried)} keys of {migration.source} carried over to {output}")
+    for note in migration.decisions:
+        print(f"decided: {note}")
     for key, (value, reason) in migration.lost.items():
-        print(f"not carried over: {key}={value}: {reason}")
+        print(f"not carried over: {shown(key, value)}: {reason}")
     for note in migration.notes:
         print(f"to do: {note}")
     try:
-        validate(load_config(output))
+        cfg = load_config(output)
     except ConfigError as error:
         print("\n".join(f"to mend: {problem}" for problem in error.problems))
+        return exit_codes.DONE
+    try:
+        validate(cfg)
+    except ConfigError as error:
+        print("\n".join(f"to mend: {problem}" for problem in error.problems))
+    print(_planned(cfg, output))
     return exit_codes.DONE
+
+
+def _planned(cfg: Config, output: Path) -> str:
+    """What the run will need, where the model is here; else what it takes to find out."""
+    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.validate import validate
+    from rlhf_mcore.planning.hardware import GPUS, Assumptions
+    from rlhf_mcore.planning.plan import make_plan
+    from rlhf_mcore.planning.report import as_text, refusal
+
+    command = f"rlhf-mcore plan {output}"
+    if not Path(cfg.model.path, "config.json").is_file():
+        return (
+            f"plan: not made, {cfg.model.path} is not here; its config.json is enough: `{command} model.path=DIRECTORY`, with "
+            "--gpu for your devices and --suggest for layouts that fit"
+        )
+    try:
+        world_size = default_world_size(cfg)
+        validate(cfg, world_size, check_files=False)
+        plan = make_plan(resolve(cfg), world_size, GPUS["H100"], Assumptions())
+    except ConfigError:
+        return f"plan: not made; mend what is named above, then `{command}`"
+    fits = "" if plan.fits else f"\nplan: {refusal(plan)}; `{command} --suggest` lists layouts that fit"
+    return f"plan, for H100 (`{command} --gpu` has others):\n{as_text(plan)}{fits}"
 
 
 if __name__ == "__main__":

@@ -109,6 +109,10 @@ def resolve(cfg: Config) -> Config:
         cfg.actor.optimizer.schedule.total_updates = steps
     if critic.optimizer.schedule.total_updates is None:
         critic.optimizer.schedule.total_updates = updates_per_run(cfg, critic.minibatch_size, critic.ppo_epochs)
+    for schedule in (cfg.actor.optimizer.schedule, critic.optimizer.schedule):
+        if schedule.warmup_ratio:
+            assert schedule.total_updates is not None
+            schedule.warmup_updates = math.ceil(schedule.warmup_ratio * schedule.total_updates)
     if cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path
     return cfg

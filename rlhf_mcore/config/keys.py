@@ -52,6 +52,8 @@ def is_text(hint: Any) -> bool:
 
 def type_name(hint: Any) -> str:
     """A type in a user's words: "int", "int or null", "list of str"."""
+    if hint is Any:
+        return "str or list of str"
     if get_origin(hint) is list:
         return f"list of {_item_name(hint)}"
     names = [kind.__name__ for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]

@@ -33,6 +33,8 @@ class ModelConfig:
 
     path: str = "???"
     tokenizer_path: Optional[str] = None  # null: model.path
+    allow_other_tokenizer: bool = False  # a tokenizer_path whose tokens are not those of model.path's own tokenizer
+    attention: str = "auto"  # rollout.engine=hf: auto (as transformers decides) | eager | sdpa | flash_attention_2
     dtype: str = "auto"  # auto (fp32 on the CPU, bf16 on CUDA) | fp32 | bf16 | fp16
     layer_spec: str = "auto"  # auto | te | local
 
@@ -53,6 +55,7 @@ class ScheduleConfig:
 
     name: str = "constant"  # constant | linear | cosine
     warmup_updates: int = 0
+    warmup_ratio: float = 0.0  # warmup as a share of total_updates, instead; 0: warmup_updates
     total_updates: Optional[int] = None  # null: as many as the run makes
     min_lr: float = 0.0
 
@@ -295,7 +298,9 @@ class RewardConfig:
     workers: Optional[int] = None  # processes of a rank that call the function; null: its share of the cores, at most 8
     timeout_s: float = 60.0  # for one response
     memory_gib: float = 8.0  # of a worker
-    env: list[str] = field(default_factory=list)  # environment variables that workers see beside PATH, HOME and a few more
+    env: list[str] = field(
+        default_factory=list
+    )  # environment variables that workers see beside PATH, HOME and a few more
     on_error: str = "fail"  # a response without a score: fail (end the run) | zero (score it 0)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
@@ -306,17 +311,29 @@ class DataConfig:
 
     train: list[str] = field(default_factory=list)
     eval: list[str] = field(default_factory=list)
-    prompt_key: str = "prompt"
-    answer_key: Optional[str] = None  # null: reward_model.ground_truth, then "answer"
+    prompt_key: Any = "prompt"  # a column, or a list with one for each file of train
+    answer_key: Any = None  # a column, or a list as prompt_key; null: reward_model.ground_truth, then "answer"
+    eval_prompt_key: Any = None  # of the files of eval: a column, or a list with one for each; null: prompt_key
+    eval_answer_key: Any = None  # likewise; null: answer_key
     response_key: str = "response"  # sft
     chosen_key: str = "chosen"  # reward_model
     rejected_key: str = "rejected"  # reward_model
+    # prompts that are texts: auto (as one message of the user, where the tokenizer has a template and the text none of its special
+    # tokens) | true (always) | false (as they are). Lists of messages always go through the template.
+    apply_chat_template: str = "auto"
+    transform: Optional[str] = (
+        None  # path/to/file.py:name, called with every row; returns it, changed, or None to drop it
+    )
     max_prompt_tokens: int = 512
     # sft, reward_model: of prompt and response together, instead of max_prompt_tokens; null: as many as a microbatch has room for
     max_tokens: Optional[int] = None
     overlong_prompts: str = "error"  # error | drop
     shuffle: bool = True
     weights: Optional[list[float]] = None  # share of each file of train in a step; null: one data set of all rows
+    # Bounds: every rank holds all rows in memory.
+    max_row_bytes: int = 16777216  # of a line of jsonl, or a cell of parquet
+    max_rows: int = 2000000  # of all files of train, or of eval
+    max_bytes: int = 8589934592  # of the rows of all files of train, or of eval
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, verl, verl_source
-from rlhf_mcore.config.migration.shell import script_words
-from rlhf_mcore.config.migration.table import Migration, apply
+from rlhf_mcore.config.migration import openrlhf, openrlhf_supervised, verl, verl_source
+from rlhf_mcore.config.migration.shell import read_script
+from rlhf_mcore.config.migration.table import Migration, Table, apply
+from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text
-
-SOURCES = ("verl", "openrlhf")
 
 
 def migrate(path: Path, source: str = "auto") -> Migration:
@@ -44,27 +44,59 @@ def _tree(text: str, path: Path) -> dict[str, Any]:
 
 
 def _of_script(text: str, path: Path, source: str) -> Migration:
-    words = script_words(text)
-    overrides, flags = verl_source.read_overrides(words), openrlhf.read_flags(words)
-    if source == "auto":
-        source = "openrlhf" if any("openrlhf" in word for word in words) else "verl" if overrides else ""
-    if source == "openrlhf" and flags:
-        return apply(openrlhf.TABLE, flags)
-    if source == "verl" and overrides:
-        return apply(verl.TABLE, overrides)
-    raise ConfigError(
-        f"{path}: found neither overrides of verl (actor_rollout_ref.model.path=...) nor flags of OpenRLHF"
-    )
+    """The training of a script that sets the most, the first of those; more of them are reported."""
+    script = read_script(text)
+    found = [(command, _table_and_values(command, source)) for command in script.commands]
+    launches = [(command, *made) for command, made in found if made is not None]
+    if not launches:
+        raise ConfigError(
+            f"{path}: found neither overrides of verl (actor_rollout_ref.model.path=...) nor flags of OpenRLHF "
+            "(openrlhf.cli.train_ppo_ray --...), following the script as a shell does in which no variable is set"
+        )
+    command, table, values = max(launches, key=lambda launch: len(launch[2]))
+    migration = apply(table, values)
+    migration.decisions += script.notes
+    if len(launches) > 1:
+        migration.decisions.append(
+            f"the script starts {len(launches)} trainings; this is the first of those that set the most"
+        )
+    if foreign := [word for word in command if word.startswith("--config-name") and "ppo_" not in word]:
+        migration.decisions.append(
+            f"{foreign[0]}: that file was not read; `rlhf-mcore migrate` takes it by itself, too"
+        )
+    return migration
+
+
+def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[str, Any]] | None:
+    """How a command of a script is carried over, and what it sets; None where it starts no training."""
+    program = openrlhf.command_of(command)
+    if program is not None and source in ("auto", "openrlhf"):
+        flags = openrlhf.read_flags(command)
+        if program.startswith("train_ppo"):
+            return openrlhf.TABLE, flags
+        if program in openrlhf_supervised.TABLES:
+            return openrlhf_supervised.TABLES[program], openrlhf_supervised.read(flags)
+        if program.startswith("train_"):
+            raise ConfigError(
+                f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft and train_rm have"
+            )
+    if source not in ("auto", "verl"):
+        return None
+    if any("sft_trainer" in word for word in command):
+        raise ConfigError("verl's sft_trainer is not carried over: see docs/supervised.md, it is a dozen keys")
+    overrides = verl_source.read_overrides(command)
+    return (verl.TABLE, overrides) if any(key.startswith("actor_rollout_ref.") for key in overrides) else None
 
 
 def _note(migration: Migration) -> None:
     settings = migration.settings
+    supervised = settings.get("algorithm.preset") in ("sft", "reward_model")
     if "reward.model.path" in settings:
         migration.notes.append("reward.model: a *ForSequenceClassification directory with one label")
-    elif "reward.function" not in settings:
-        migration.notes.append("reward: not in the source as such; set reward.rules or reward.function")
-    else:
+    elif "reward.function" in settings:
         migration.notes.append("reward.function: called as f(data_source, solution_str, ground_truth, extra_info)")
+    elif not supervised:
+        migration.notes.append("reward: not in the source as such; set reward.rules or reward.function")
     if "trainer.num_steps" not in settings:
         migration.notes.append("trainer.num_steps: there, it follows from epochs and rows; set it")
     model = str(settings.get("model.path", ""))
@@ -72,22 +104,45 @@ def _note(migration: Migration) -> None:
         migration.notes.append(f"model.path: {model} looks like the id of a model; download it and give its directory")
     if "model.path" not in settings:
         migration.notes.append("model.path: not in the source; set it to a Hugging Face directory")
+    if not settings.get("data.train"):
+        migration.notes.append("data.train: not in the source; set it to .parquet or .jsonl files")
+    for key in ("data.train", "data.eval"):
+        if key in migration.stand_ins:
+            migration.notes.append(f"{key}: {migration.stand_ins[key]}")
+    unset = sorted(set(re.findall(r"\$\{oc\.env:(\w+),", str(list(settings.values())))))
+    if unset:
+        migration.notes.append(
+            f"environment: the script takes {', '.join(unset)} from there; set them, or write values"
+        )
+    if "_is_not_known" in str(list(settings.values())):
+        migration.notes.append(
+            "..._is_not_known: stands where the script has the output of a command or an argument; write values"
+        )
 
 
 def to_text(migration: Migration) -> str:
     """The configuration as YAML; what is lost and what is left to do stands above it as comments."""
     lines = [f"# Carried over from {migration.source} by rlhf-mcore migrate: {len(migration.carried)} keys."]
+    if migration.decisions:
+        lines += [
+            "#",
+            "# Decided to read the script:",
+            *(f"#   {' '.join(note.split())}" for note in migration.decisions),
+        ]
     if migration.notes:
         lines += ["#", "# To do:", *(f"#   {note}" for note in migration.notes)]
     if migration.lost:
         lines += ["#", f"# Not carried over, {len(migration.lost)} keys:"]
-        lines += [f"#   {_one_line(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
+        lines += [f"#   {shown(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
     body = yaml.safe_dump(_nested(migration.settings), sort_keys=False, allow_unicode=True, default_flow_style=False)
     return "\n".join([*lines, "", body])
 
 
-def _one_line(key: str, value: Any) -> str:
-    return " ".join(f"{key}={value}".split())
+def shown(key: str, value: Any) -> str:
+    """``key=value`` on one line, without secrets: configurations are committed and sent around."""
+    name = key.rpartition(".")[2]
+    hidden = redact({f"api_{name}" if name == "key" else name: value})
+    return " ".join(f"{key}={next(iter(hidden.values()))}".split())
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
-from rlhf_mcore.config.migration.table import Joint, Lost, Row, Table, Values, choose, divided, pair, path, positive
+from rlhf_mcore.config.migration.table import (
+    Joint,
+    Lost,
+    Row,
+    Table,
+    Values,
+    choose,
+    context_parallel,
+    divided,
+    pair,
+    path,
+    positive,
+)
+from rlhf_mcore.config.migration.verl_source import named
 
 # Plain flags (until 0.9) -> today's.
 OLD_NAMES = {
@@ -112,6 +127,15 @@ OLD_NAMES = {
     "label_key": "data.label_key",
     "input_template": "data.input_template",
     "apply_chat_template": "data.apply_chat_template",
+    # sft, rm
+    "dataset": "data.dataset",
+    "dataset_probs": "data.dataset_probs",
+    "dataset_split": "data.dataset_split",
+    "output_key": "data.output_key",
+    "chosen_key": "data.chosen_key",
+    "rejected_key": "data.rejected_key",
+    "multiturn": "data.multiturn",
+    "learning_rate": "adam.lr",
 }
 ESTIMATORS = {
     "gae": "gae",
@@ -122,11 +146,18 @@ ESTIMATORS = {
     "dr_grpo": "grpo",
 }
 PRESETS = {"gae": "ppo"}
+_PROGRAM = re.compile(r"openrlhf[./]cli[./](\w+)")
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """Which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
+    named = [word for word in words if _PROGRAM.search(word)]
+    return _PROGRAM.findall(named[-1])[-1] if named else None
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Any]:
     """Flags with their values under today's names; a flag without a value is True."""
-    starts = [place for place, word in enumerate(words) if "openrlhf.cli." in word]
+    starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
     found: dict[str, list[str]] = {}
     name = None
     for word in words[starts[-1] + 1 if starts else 0 :]:
@@ -135,7 +166,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
             found[name] = [value] if equals else []
         elif name is not None:
             found[name].append(word)
-    return {OLD_NAMES.get(name, name): _value(given) for name, given in found.items()}
+    return {OLD_NAMES.get(name, name): named(_value(given)) for name, given in found.items()}
 
 
 def _value(words: Sequence[str]) -> Any:
@@ -168,7 +199,9 @@ def _lengths(values: Values) -> dict[str, Any]:
     total = int(values.get("data.max_len", 2048))
     if new is None and prompt is None:
         raise Lost(
-            "a limit of prompt and response together: set data.max_prompt_tokens and rollout.sampling.max_new_tokens"
+            "a limit of prompt and response together, which was halved: set data.max_prompt_tokens and "
+            "rollout.sampling.max_new_tokens as your prompts need it",
+            {"data.max_prompt_tokens": total // 2, "rollout.sampling.max_new_tokens": total - total // 2},
         )
     longest = int(new) if new is not None else total - int(prompt or 0)
     return {
@@ -229,10 +262,11 @@ def _schedule(values: Values) -> dict[str, Any]:
     return {"actor.optimizer.schedule.name": name, "actor.optimizer.schedule.min_lr": floor}
 
 
-def _no_warmup(share: Any) -> int:
-    if float(share) == 0:
-        return 0
-    raise Lost("a share of the updates, whose number depends on the data: set actor.optimizer.schedule.warmup_updates")
+def warmup(share: Any) -> float:
+    """A share of the updates."""
+    if not 0 <= float(share) <= 1:
+        raise Lost("not a share of the updates: set actor.optimizer.schedule.warmup_updates")
+    return float(share)
 
 
 def _overlong(values: Values) -> dict[str, Any]:
@@ -250,18 +284,26 @@ def _evaluation(values: Values) -> dict[str, Any]:
         return {}
     temperature = float(values["eval.temperature"])
     return {
-        "data.eval": _data_files(values["eval.dataset"]),
+        "data.eval": data_files(values["eval.dataset"], "data.eval"),
         "evaluate.temperature": temperature,
         "evaluate.samples": int(values["eval.n_samples_per_prompt"]) if temperature else 1,
     }
 
 
-def _data_files(names: Any) -> list[str]:
-    found = [path(name) for name in str(names).split(",")]
-    if all(name.endswith((".parquet", ".jsonl")) for name in found):
-        return found
+def data_files(names: Any, field: str = "data.train") -> list[str]:
+    """Files of a comma-separated list. Ids of data sets are lost; ours are the files that prepare_data makes of them."""
+    found = [path(name.strip()) for name in str(names).split(",") if name.strip()]
+    files = [
+        name if name.endswith((".parquet", ".jsonl")) else f"data/{PurePosixPath(name).name}/train.parquet"
+        for name in found
+    ]
+    if files == found:
+        return files
+    commands = [
+        f"tools/prepare_data.py {name} --out data/{PurePosixPath(name).name}" for name in found if name not in files
+    ]
     raise Lost(
-        "not a list of .parquet or .jsonl files: make them with tools/prepare_data.py and set data.train or data.eval"
+        f"not .parquet or .jsonl files; make those that {field} names with {' and '.join(commands)}", {field: files}
     )
 
 
@@ -301,14 +343,14 @@ ROWS = (
     Row("ds.param_dtype", "model.dtype", choose({"bf16": "bf16", "fp16": "fp16"})),
     Row("bf16", "model.dtype", lambda on: "bf16" if on else "auto"),
     Row("ds.tensor_parallel_size", "actor.layout.tp", int),
-    Row("ds.ring_attn_size", "actor.layout.cp", int),
+    Row("ds.ring_attn_size", "actor.layout.cp", context_parallel),
     Row("ds.packing_samples", "trainer.packing", bool),
     Row("actor.gradient_checkpointing_enable", "actor.recompute.granularity", lambda on: "full" if on else "off"),
     Row("actor.adam.lr", "actor.optimizer.lr", float),
     Row("actor.adam.eps", "actor.optimizer.eps", float),
     Row("actor.adam.weight_decay", "actor.optimizer.weight_decay", float),
     Row("actor.max_norm", "actor.optimizer.clip_grad", float),
-    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_updates", _no_warmup),
+    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_ratio", warmup),
     Row("critic.model_name_or_path", "critic.path", path),
     Row("critic.freezing_steps", "critic.warmup_steps", positive),
     Row("actor.dual_clip", "algorithm.dual_clip", float),
@@ -329,9 +371,10 @@ ROWS = (
     Row("train.max_epochs", "trainer.ppo_epochs", int),
     Row("train.seed", "seed", int),
     Row("train.full_determinism_enable", "deterministic", bool),
-    Row("data.prompt_dataset", "data.train", _data_files),
+    Row("data.prompt_dataset", "data.train", data_files),
     Row("data.input_key", "data.prompt_key", str),
     Row("data.label_key", "data.answer_key", str),
+    Row("data.apply_chat_template", "data.apply_chat_template", lambda on: "true" if on else "false"),
     Row("eval.steps", "evaluate.every", positive),
     Row("ckpt.output_dir", "output_dir", str),
     Row("ckpt.save_steps", "checkpoint.save_steps", positive),
@@ -379,6 +422,7 @@ DEFAULTS = {
     "actor.adam.lr": 1e-6,
     "actor.adam.betas": (0.9, 0.95),
     "actor.lr_scheduler": "cosine_with_min_lr",
+    "actor.lr_warmup_ratio": 0.03,
     "actor.min_lr_ratio": 0.1,
     "actor.eps_clip": 0.2,
     "algo.advantage.estimator": "gae",
@@ -402,6 +446,7 @@ DEFAULTS = {
     "train.max_tokens_per_gpu": 16192,
     "train.seed": 42,
     "data.input_key": "input",
+    "data.apply_chat_template": False,
     "data.max_len": 2048,
     "vllm.gpu_memory_utilization": 0.95,
     "vllm.enable_prefix_caching": False,
@@ -413,7 +458,6 @@ REASONS = {
     "algo.dynamic_filtering_range": "prompts whose responses all have the same score are replaced here",
     "algo.kl.horizon": "see algorithm.kl.controller.gain",
     "critic": "see the keys of critic",
-    "data.apply_chat_template": "prompts that are lists of messages go through the template here, texts are used as they are",
     "data.input_template": "write the template into the prompts, or use messages",
     "data.max_samples": "all rows are used here; cut the file",
     "data.prompt_probs": "rows are drawn alike here; weigh the files by their rows",

@@ -14,7 +14,11 @@ Values = Mapping[str, Any]  # their dotted keys -> values
 
 
 class Lost(Exception):
-    """A key cannot be carried over, for the reason in the message."""
+    """A key cannot be carried over, for the reason in the message. ``settings`` of ours come closest to it."""
+
+    def __init__(self, reason: str, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.settings = dict(settings or {})
 
 
 def same(value: Any) -> Any:
@@ -65,7 +69,9 @@ class Migration:
     settings: dict[str, Any] = field(default_factory=dict)
     carried: set[str] = field(default_factory=set)
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)  # key -> value, reason
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what is left to do
+    decisions: list[str] = field(default_factory=list)  # what had to be decided to read a script
+    stand_ins: dict[str, str] = field(default_factory=dict)  # keys of ours that come close to what is lost -> why it is
 
 
 def apply(table: Table, said: Values) -> Migration:
@@ -95,14 +101,22 @@ def _carry(migration: Migration, joint: Joint, everything: Values, said: Values)
         found = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
     except Lost as reason:
         migration.lost.update({key: (said[key], str(reason)) for key in lost})
+        migration.settings.update(reason.settings)
+        migration.stand_ins.update(dict.fromkeys(reason.settings, str(reason)))
         return
-    except (TypeError, ValueError, ArithmeticError):
-        migration.lost.update({key: (said[key], "a value of a kind that this key does not have") for key in lost})
+    except (TypeError, ValueError, ArithmeticError, KeyError):
+        migration.lost.update({key: (said[key], _unfit(said[key])) for key in lost})
         return
     unknown = sorted(key for key in found if key not in KEYS)
     assert not unknown, unknown
     migration.settings.update(found)
     migration.carried.update(key for key in here if key not in migration.lost)
+
+
+def _unfit(value: Any) -> str:
+    if "${oc.env:" in str(value) or "_is_not_known" in str(value):
+        return "its value is not in the script but in what runs it: set it"
+    return "a value of a kind that this key does not have"
 
 
 def _reason(table: Table, key: str) -> str:
@@ -134,6 +148,13 @@ def files(value: Any) -> list[str]:
 def positive(value: Any) -> int:
     """A number of steps of which 0 and less mean never."""
     return max(int(value), 0)
+
+
+def context_parallel(size: Any) -> int:
+    """Context-parallel size, which is 1 so far."""
+    if int(size) != 1:
+        raise Lost("context parallelism is not supported yet; long sequences are shared by tp with sequence_parallel")
+    return 1
 
 
 def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:

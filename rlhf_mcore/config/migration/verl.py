@@ -12,6 +12,7 @@ from rlhf_mcore.config.migration.table import (
     Table,
     Values,
     choose,
+    context_parallel,
     divided,
     files,
     pair,
@@ -46,11 +47,21 @@ def _advantage(values: Values) -> dict[str, Any]:
     }
 
 
+def _samples(values: Values) -> dict[str, Any]:
+    """Responses per prompt. With a single one theirs falls back to the bare score, ours compares."""
+    count, estimator = int(values[ROLLOUT + "n"]), values["algorithm.adv_estimator"]
+    if count == 1 and estimator in ADVANTAGES and estimator not in ("gae", "reinforce_plus_plus"):
+        raise Lost(
+            f"{estimator} compares the responses to one prompt with each other: 2 are drawn", {"rollout.sampling.n": 2}
+        )
+    return {"rollout.sampling.n": count}
+
+
 def _clip(values: Values) -> dict[str, Any]:
     both = values.get(ACTOR + "clip_ratio", 0.2)
     low, high = values.get(ACTOR + "clip_ratio_low"), values.get(ACTOR + "clip_ratio_high")
     return {
-        "algorithm.clip_low": float(both if low is None else low),
+        "algorithm.clip_low": min(float(both if low is None else low), 1.0),  # 1 and more: no lower bound
         "algorithm.clip_high": float(both if high is None else high),
     }
 
@@ -136,23 +147,22 @@ def _reward_model(values: Values) -> dict[str, Any]:
     return {"reward.model.path": path(values["reward_model.model.path"]), "reward.rules": []}
 
 
-def _warmup(values: Values) -> dict[str, Any]:
-    steps = int(values.get(OPTIM + "lr_warmup_steps", -1))
-    if steps < 0:
-        share, total = values.get(OPTIM + "lr_warmup_steps_ratio", 0), values.get("trainer.total_training_steps")
-        if share and not total:
-            raise Lost(
-                "a share of the steps, whose number depends on the data: set actor.optimizer.schedule.warmup_updates"
-            )
-        steps = int(float(share) * int(total or 0))
-    per_step = int(values[ACTOR + "ppo_epochs"]) * divided(
-        values["data.train_batch_size"],
-        values[ACTOR + "ppo_mini_batch_size"],
-        "data.train_batch_size over ppo_mini_batch_size",
-    )
-    return {
-        "actor.optimizer.schedule.warmup_updates": steps * per_step
-    }  # theirs is stepped once per step, ours per update
+def _warmup(theirs: str, ours: str) -> Joint:
+    """Theirs is counted in steps, ours in updates, of which a step may make several."""
+
+    def convert(values: Values) -> dict[str, Any]:
+        steps = int(values.get(theirs + "lr_warmup_steps", -1))
+        if steps < 0:
+            return {ours + "schedule.warmup_ratio": float(values.get(theirs + "lr_warmup_steps_ratio") or 0)}
+        per_step = int(values[ACTOR + "ppo_epochs"]) * divided(
+            values["data.train_batch_size"],
+            values[ACTOR + "ppo_mini_batch_size"],
+            "data.train_batch_size over ppo_mini_batch_size",
+        )
+        return {ours + "schedule.warmup_updates": steps * per_step}
+
+    sizes = ("data.train_batch_size", ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_epochs")
+    return Joint((theirs + "lr_warmup_steps", theirs + "lr_warmup_steps_ratio", *sizes), convert)
 
 
 def _microbatch(values: Values) -> dict[str, Any]:
@@ -182,7 +192,7 @@ def _reward(values: Values) -> dict[str, Any]:
 
 def _overlong_prompts(values: Values) -> dict[str, Any]:
     if not values["data.filter_overlong_prompts"] and values.get("data.truncation", "error") != "error":
-        raise Lost("prompts are never cut here: data.overlong_prompts is error or drop")
+        raise Lost("prompts are never cut here, longer ones are left out", {"data.overlong_prompts": "drop"})
     return {"data.overlong_prompts": "drop" if values["data.filter_overlong_prompts"] else "error"}
 
 
@@ -200,6 +210,49 @@ def _output(values: Values) -> dict[str, Any]:
     return {"output_dir": str(folder.parent.parent)}
 
 
+def _logger(names: Any) -> bool:
+    names = [names] if isinstance(names, str) else list(names)
+    if foreign := sorted(set(map(str, names)) - {"console", "tensorboard", "file"}):
+        reason = f"{', '.join(foreign)} cannot be written to; metrics go to metrics.jsonl and TensorBoard"
+        raise Lost(reason, {"logging.tensorboard": True})
+    return "tensorboard" in names
+
+
+OVERLONG = (
+    "reward_model.overlong_buffer.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+)
+
+
+def _overlong(prefix: str) -> Joint:
+    """DAPO's soft punishment of long responses; its place in their configuration has moved twice."""
+    length = prefix.replace("overlong_buffer_cfg.", "max_resp_len")
+
+    def convert(values: Values) -> dict[str, Any]:
+        if not values[prefix + "enable"]:
+            return {"algorithm.overlong.enabled": False}
+        found = {
+            "algorithm.overlong.enabled": True,
+            "algorithm.overlong.cache_tokens": int(values[prefix + "len"]),
+            "algorithm.overlong.penalty": float(values.get(prefix + "penalty_factor", 1.0)),
+        }
+        if values.get(length) is not None:
+            found["algorithm.overlong.max_tokens"] = int(values[length])
+        return found
+
+    names = [prefix + name for name in ("enable", "len", "penalty_factor")]
+    return Joint((*names, length) if length != prefix else tuple(names), convert)
+
+
+def _filter_groups(values: Values) -> dict[str, Any]:
+    found: dict[str, Any] = {"algorithm.dynamic_sampling.enabled": bool(values["algorithm.filter_groups.enable"])}
+    limit = int(values.get("algorithm.filter_groups.max_num_gen_batches", 0))
+    if limit > 0:  # 0 and less: no limit there
+        found["algorithm.dynamic_sampling.max_batches"] = limit
+    return found
+
+
 def _resume(values: Values) -> dict[str, Any]:
     mode = values["trainer.resume_mode"]
     if mode == "resume_path":
@@ -212,7 +265,7 @@ def _layout_rows(theirs: str, ours: str) -> list[Row]:
         Row(theirs + "tensor_model_parallel_size", ours + "tp", int),
         Row(theirs + "pipeline_model_parallel_size", ours + "pp", int),
         Row(theirs + "virtual_pipeline_model_parallel_size", ours + "vpp"),
-        Row(theirs + "context_parallel_size", ours + "cp", int),
+        Row(theirs + "context_parallel_size", ours + "cp", context_parallel),
         Row(theirs + "expert_model_parallel_size", ours + "ep", int),
         Row(theirs + "expert_tensor_parallel_size", ours + "etp"),
     ]
@@ -265,7 +318,6 @@ ROWS = (
     Row(ACTOR + "entropy_coeff", "algorithm.entropy_coef", float),
     Row(ROLLOUT + "name", "rollout.engine", choose({"vllm": "vllm", "hf": "hf"})),
     Row(ROLLOUT + "tensor_model_parallel_size", "rollout.layout.tp", int),
-    Row(ROLLOUT + "n", "rollout.sampling.n", int),
     Row(ROLLOUT + "temperature", "rollout.sampling.temperature", float),
     Row(ROLLOUT + "top_p", "rollout.sampling.top_p", float),
     Row(ROLLOUT + "top_k", "rollout.sampling.top_k", int),
@@ -294,11 +346,12 @@ ROWS = (
     Row("trainer.save_freq", "checkpoint.save_steps", positive),
     Row("trainer.test_freq", "evaluate.every", positive),
     Row("trainer.max_actor_ckpt_to_keep", "checkpoint.save_total_limit"),
-    Row("trainer.logger", "logging.tensorboard", lambda names: "tensorboard" in names),
+    Row("trainer.logger", "logging.tensorboard", _logger),
     Row(ACTOR + "checkpoint.async_save", "checkpoint.async_save", bool),
 )
 JOINTS = (
     Joint(("algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"), _advantage),
+    Joint((ROLLOUT + "n", "algorithm.adv_estimator"), _samples),
     Joint((ACTOR + "clip_ratio", ACTOR + "clip_ratio_low", ACTOR + "clip_ratio_high"), _clip),
     Joint((ACTOR + "policy_loss.loss_mode", ACTOR + "clip_ratio_c"), _policy_loss),
     Joint((ACTOR + "loss_agg_mode", ACTOR + "loss_scale_factor"), _aggregation),
@@ -325,17 +378,8 @@ JOINTS = (
         (OPTIM + "betas",),
         pair("actor.optimizer.beta1", "actor.optimizer.beta2"),
     ),
-    Joint(
-        (
-            OPTIM + "lr_warmup_steps",
-            OPTIM + "lr_warmup_steps_ratio",
-            "trainer.total_training_steps",
-            "data.train_batch_size",
-            ACTOR + "ppo_mini_batch_size",
-            ACTOR + "ppo_epochs",
-        ),
-        _warmup,
-    ),
+    _warmup(OPTIM, "actor.optimizer."),
+    _warmup("critic.optim.", "critic.optimizer."),
     Joint(
         (
             *(
@@ -351,6 +395,8 @@ JOINTS = (
     Joint(("custom_reward_function.path", "custom_reward_function.name"), _reward),
     Joint(tuple(ROLLOUT + "val_kwargs." + name for name in ("n", "do_sample", "temperature")), _validation),
     Joint(("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"), _output),
+    *(_overlong(prefix) for prefix in OVERLONG),
+    Joint(("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"), _filter_groups),
     Joint(("trainer.resume_mode", "trainer.resume_from_path"), _resume),
 )
 DEFAULTS = {
@@ -377,6 +423,7 @@ DEFAULTS = {
     ACTOR + "ppo_max_token_len_per_gpu": 16384,
     OPTIM + "weight_decay": 0.01,
     OPTIM + "lr_warmup_steps": -1,
+    "critic.optim.lr_warmup_steps": -1,
     MEGATRON + "sequence_parallel": True,
     "critic.megatron.sequence_parallel": True,
     "reward_model.megatron.sequence_parallel": True,
@@ -420,6 +467,27 @@ REASONS = {
     ROLLOUT + "load_format": "the bridge hands the weights over here",
     MODEL + "trust_remote_code": "code that comes with a model is never run here",
     MODEL + "lora_rank": "LoRA is not supported",
+    "algorithm.filter_groups.metric": "prompts whose responses all have the same score are replaced here",
+    **{prefix + "log": "reward/overlong is among the metrics" for prefix in OVERLONG},
+    "reward_model.reward_manager": "set reward.rules or reward.function",
+    "reward_model.launch_reward_fn_async": "rewards are computed in the step here",
+    "reward_model.rollout": "a reward model is a Megatron model here; set reward.model.layout",
+    "reward_model": "see the keys of reward",
+    "reward": "see the keys of reward",
+    "data.gen_batch_size": "every batch of prompts has trainer.prompts_per_step here",
+    "data.val_batch_size": "see evaluate.prompts_per_batch",
+    "data.image_key": "text models only",
+    "data.trust_remote_code": "code that comes with a model is never run here",
+    "global_profiler": "profiling is not configured here",
+    "ray_kwargs": "training does not run on Ray here",
+    "ray_init": "training does not run on Ray here",
+    ACTOR + "use_torch_compile": "Megatron-core's own kernels are used",
+    ACTOR
+    + "megatron.param_offload": "parameters stay on the device here; the optimizer is sharded over data-parallel ranks",
+    ACTOR + "megatron.optimizer_offload": "the optimizer is sharded over data-parallel ranks here",
+    ACTOR + "megatron.grad_offload": "gradients stay on the device here",
+    ROLLOUT + "enable_chunked_prefill": "the engine always cuts prefills",
+    ROLLOUT + "calculate_log_probs": _ALWAYS,
     "algorithm.kl_ctrl.horizon": "see algorithm.kl.controller.gain",
     "algorithm.rollout_correction": "see algorithm.rollout_correction",
     "critic.strategy": "models are trained by Megatron-core here; choose critic.layout",

@@ -10,9 +10,23 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.migration.shell_words import named_unknowns
 from rlhf_mcore.config.yaml_text import load_yaml
 
-ROOTS = ("actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm", "data", "trainer")
+ROOTS = (
+    "actor_rollout_ref",
+    "critic",
+    "reward_model",
+    "reward",
+    "custom_reward_function",
+    "algorithm",
+    "data",
+    "trainer",
+    "global_profiler",
+    "ray_kwargs",
+    "ray_init",
+    "transfer_queue",
+)
 _OVERRIDE = re.compile(rf"^\+{{0,2}}((?:{'|'.join(ROOTS)})(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 
 
@@ -22,7 +36,7 @@ def read_overrides(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         match = _OVERRIDE.match(word)
         if match:
-            found[match[1]] = _parsed(match[2])
+            found[match[1]] = named(_parsed(match[2]))
     return found
 
 
@@ -32,6 +46,15 @@ def _parsed(text: str) -> Any:
     except ConfigError:
         return text
     return _number(value)
+
+
+def named(value: Any) -> Any:
+    """A value of a script, with what is not in the script as text that our configuration understands."""
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): named(item) for key, item in value.items()}
+    return named_unknowns(value) if isinstance(value, str) else value
 
 
 def _number(value: Any) -> Any:

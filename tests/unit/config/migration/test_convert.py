@@ -116,6 +116,7 @@ def test_what_is_wrong_with_the_result_is_said(
         ("s.yaml", "model: {path: x}\n", "not a configuration of verl"),
         ("s.yaml", "a: [\n", "not valid YAML"),
         ("gone.sh", None, "no such file"),
+        ("s.sh", "python -m openrlhf.cli.train_dpo --a 1\n", "train_dpo has no counterpart"),
     ],
 )
 def test_mistakes(

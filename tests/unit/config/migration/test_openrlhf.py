@@ -27,6 +27,8 @@ def test_flags() -> None:
             "",
             {
                 "seed": 42,
+                "actor.optimizer.schedule.warmup_ratio": 0.03,
+                "data.apply_chat_template": "false",
                 "algorithm.advantage": "gae",
                 "algorithm.kl.coef": 0.01,
                 "algorithm.kl.estimator": "k1",
@@ -101,6 +103,8 @@ def test_flags() -> None:
         ),
         ("--vllm_tensor_parallel_size 2 --enforce_eager", {"rollout.layout.tp": 2, "rollout.enforce_eager": True}),
         ("--load_checkpoint --max_ckpt_num 5", {"checkpoint.resume": "auto", "checkpoint.save_total_limit": 5}),
+        ("--actor.lr_warmup_ratio 0.1", {"actor.optimizer.schedule.warmup_ratio": 0.1}),
+        ("--apply_chat_template", {"data.apply_chat_template": "true"}),
         ("--actor.optim adam", {}),
         (
             "--critic_pretrain c --value_clip 0.3 --freezing_actor_steps 4",
@@ -132,7 +136,9 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
             "algo.advantage.is_correction_type",
             "no counterpart",
         ),
-        ("--actor.lr_warmup_ratio 0.03", "actor.lr_warmup_ratio", "warmup_updates"),
+        ("--data.max_len 4096", "data.max_len", "was halved"),
+        ("--use_wandb key --wandb_project p", "logger.wandb.key", "metrics.jsonl"),
+        ("--ds.ring_attn_size 2", "ds.ring_attn_size", "not supported yet"),
         ("--unheard_of 1", "unheard_of", "there is no such key here"),
         ("--ref_num_nodes 1", "ref.num_nodes", "share the processes"),
     ],

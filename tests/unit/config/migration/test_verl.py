@@ -90,7 +90,7 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         ),
         (
             [ACTOR + "optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
-            {"actor.optimizer.schedule.warmup_updates": 20, "trainer.num_steps": 50},
+            {"actor.optimizer.schedule.warmup_ratio": 0.1, "trainer.num_steps": 50},
         ),
         (
             [ACTOR + "use_dynamic_bsz=True", ACTOR + "ppo_max_token_len_per_gpu=9000"],
@@ -102,6 +102,26 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         (["data.train_files=['a','b']"], {"data.train": ["a", "b"]}),
         (["trainer.save_freq=-1", "trainer.test_freq=5"], {"checkpoint.save_steps": 0, "evaluate.every": 5}),
         (["trainer.nnodes=2"], {"trainer.world_size": 16}),
+        ([ACTOR + "optim.lr_warmup_steps_ratio=0.1"], {"actor.optimizer.schedule.warmup_ratio": 0.1}),
+        (["critic.optim.lr_warmup_steps_ratio=0.05"], {"critic.optimizer.schedule.warmup_ratio": 0.05}),
+        (["trainer.logger=['console','tensorboard']"], {"logging.tensorboard": True}),
+        (["trainer.logger=console"], {"logging.tensorboard": False}),
+        *(
+            (
+                [f"+{prefix}.enable=True", f"{prefix}.len=4096", f"{prefix}.penalty_factor=0.5"],
+                {
+                    "algorithm.overlong.enabled": True,
+                    "algorithm.overlong.cache_tokens": 4096,
+                    "algorithm.overlong.penalty": 0.5,
+                },
+            )
+            for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+        ),
+        (
+            ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=7"],
+            {"algorithm.dynamic_sampling.enabled": True, "algorithm.dynamic_sampling.max_batches": 7},
+        ),
+        ([ACTOR + "clip_ratio_low=10"], {"algorithm.clip_low": 1.0}),
         (["trainer.resume_mode=disable"], {"checkpoint.resume": "never"}),
         (["trainer.resume_mode=resume_path", "trainer.resume_from_path=x/y"], {"checkpoint.resume": "x/y"}),
         (
@@ -163,7 +183,9 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("trainer.something_new=1", "there is no such key here"),
         ("data.truncation=left", "prompts are never cut"),
         ("data.train_batch_size=many", "a value of a kind"),
-        (ACTOR + "optim.lr_warmup_steps_ratio=0.1", "set actor.optimizer.schedule.warmup_updates"),
+        ("data.gen_batch_size=1536", "every batch of prompts"),
+        ("trainer.logger=['console','wandb']", "wandb cannot be written to"),
+        (ACTOR + "megatron.context_parallel_size=2", "not supported yet"),
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
@@ -180,9 +202,9 @@ def test_k1_in_the_loss_is_refused_where_it_would_do_nothing() -> None:
 
 
 def test_a_key_that_one_use_of_it_needs_is_not_lost_by_another() -> None:
-    migration = migrated("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps_ratio=0.1")
+    migration = migrated("data.train_batch_size=64", ACTOR + "optim.lr_warmup_steps=10")
     assert migration.settings["trainer.prompts_per_step"] == 64
-    assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps_ratio"}
+    assert migration.lost.keys() == {ACTOR + "optim.lr_warmup_steps"}  # 64 prompts are no multiple of 256
 
 
 def test_every_key_ends_in_one_place() -> None:
