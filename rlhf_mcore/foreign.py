@@ -28,7 +28,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 _BLOCK_BYTES = 2**20
-_MAX_INTEGER = 2**64  # beyond it no size, count, seed or offset is meant, and arithmetic gets slow
+MAX_INTEGER = 2**63 - 1  # beyond it no size, count, seed or offset is meant
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 80, 80
 
@@ -75,7 +75,7 @@ def open_file(path: str | Path, *, where: str = "", remedy: str = "correct the p
         except BaseException:
             os.close(handle)
             raise
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFile(f"{where}: no such file (looked from {_here()}); {remedy}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL or a lone surrogate in the path
         raise _wrapped(error, where, remedy) from error
@@ -180,9 +180,9 @@ class Fields:
     def __len__(self) -> int:
         return len(self.content)
 
-    def integer(self, key: str, minimum: int = 0, maximum: int = 2**63 - 1, default: T = _REQUIRED) -> int | T:
+    def integer(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> int | T:
         """An integer from ``minimum`` to ``maximum``."""
-        expected = f"an integer from {minimum} to {maximum}"
+        expected = f"an integer {_span(minimum, maximum)}"
         return self._take(key, expected, lambda value: _is_integer(value, minimum, maximum), default)
 
     def number(
@@ -209,9 +209,9 @@ class Fields:
             key, "a list of texts", lambda value: _is_list(value, lambda item: isinstance(item, str)), default
         )
 
-    def integers(self, key: str, minimum: int = 0, maximum: int = 2**63 - 1, default: T = _REQUIRED) -> list[int] | T:
+    def integers(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> list[int] | T:
         """A list of integers from ``minimum`` to ``maximum``."""
-        expected = f"a list of integers from {minimum} to {maximum}"
+        expected = f"a list of integers {_span(minimum, maximum)}"
         return self._take(
             key, expected, lambda value: _is_list(value, lambda item: _is_integer(item, minimum, maximum)), default
         )
@@ -274,6 +274,10 @@ def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(fits, value))
 
 
+def _span(minimum: int, maximum: int) -> str:
+    return f"from {minimum} to {maximum}" if maximum < MAX_INTEGER else f"of at least {minimum}"
+
+
 def _check_kind(mode: int, where: str, remedy: str) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -310,7 +314,7 @@ def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], dept
             _check_values(child, path, depth)
         elif isinstance(child, float) and not math.isfinite(child):
             raise ValueError(f"{_place(path)} is {child}, not a finite number")
-        elif isinstance(child, int) and not -_MAX_INTEGER < child < _MAX_INTEGER:
+        elif isinstance(child, int) and abs(child) > 2 * MAX_INTEGER:
             raise ValueError(f"{_place(path)} is an integer of {child.bit_length()} bits, beyond 64")
         if not all(is_plain(text) for text in (key, child) if isinstance(text, str)):
             raise ValueError(f"{_place(path)} holds a NUL or a lone surrogate")

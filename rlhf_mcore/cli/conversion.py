@@ -19,14 +19,14 @@ from rlhf_mcore.bridge.formats.checks import agree, checked_types, num_parameter
 from rlhf_mcore.bridge.formats.convert import Reading, whole_directory, write_hf, write_megatron
 from rlhf_mcore.bridge.formats.megatron_rows import runs
 from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
-from rlhf_mcore.bridge.formats.torch_dist_writer import rope_type, targets
+from rlhf_mcore.bridge.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.tensor_files import TensorTypes
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
-from rlhf_mcore.config.model_files import read_json
+from rlhf_mcore.config.model_files import read_config, rope_type
 from rlhf_mcore.types import ModelGeometry
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,7 +97,7 @@ def _convert(request: Request, companions: Path, geometry: ModelGeometry, consol
 
 
 def _note_rope(console: Console, companions: Path) -> None:
-    kind = rope_type(read_json(companions / "config.json", str(companions)))
+    kind = rope_type(read_config(companions, str(companions)))
     if kind not in ("default", "llama3"):
         console.print(
             f"note: Megatron-LM's arguments cannot say rope type {kind!r}; set it where you load the checkpoint"
@@ -115,7 +115,7 @@ def _companions(request: Request) -> Path:
         raise ConfigError(
             f"{places[0]}: no config.json; name the directory of the Hugging Face model with --hf-config DIR"
         )
-    config = read_json(found / "config.json", str(found))
+    config = read_config(found, str(found))
     if "auto_map" in config:
         raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")
     if "quantization_config" in config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from os.path import isfile
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
@@ -97,7 +98,7 @@ def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     resume = checkpoint.resume
     if resume in (AUTO, NEVER):
         return
-    if not (Path(resume) / "manifest.json").is_file():
+    if not isfile(Path(resume) / "manifest.json"):
         yield (
             f"checkpoint.resume={resume!r} is neither auto, never nor a directory with a checkpoint (it has a manifest.json); "
             "choose one of them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from os.path import isfile
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
@@ -42,7 +43,7 @@ def read_columns(file: Path, field: str) -> list[str]:
     readers = {".parquet": _parquet_columns, ".jsonl": _jsonl_columns}
     if file.suffix not in readers:
         raise ConfigError(f"{field}: {file} is of an unknown kind {file.suffix!r}; convert it to .parquet or .jsonl")
-    if not file.is_file():
+    if not isfile(file):
         raise ConfigError(f"{field}: {file} does not exist (looked from {Path.cwd()}); correct the path")
     try:
         return readers[file.suffix](file, field)

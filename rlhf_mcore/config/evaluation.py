@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from os.path import isdir, isfile
 from pathlib import Path
 
 from rlhf_mcore.config import validate as checks
@@ -26,9 +27,9 @@ def find_model(path: str, field: str) -> str:
     """
     for inside in CANDIDATES:
         folder = Path(path, inside)
-        if (folder / "config.json").is_file():
+        if isfile(folder / "config.json"):
             return str(folder)
-    problem = "holds no config.json" if Path(path).is_dir() else f"is not a directory (looked from {Path.cwd()})"
+    problem = "holds no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
         f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N) or a run directory"
     )
@@ -41,7 +42,7 @@ def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
     """
     cfg = copy.deepcopy(cfg)
     folder = find_model(path, field)
-    if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+    if any(isfile(Path(folder) / name) for name in TOKENIZER_FILES):
         cfg.model.tokenizer_path = None
     elif cfg.model.tokenizer_path is None:
         cfg.model.tokenizer_path = cfg.model.path

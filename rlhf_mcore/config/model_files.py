@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, read_json, shorten
 
 _MODELS = {  # as the names of Hugging Face architectures begin -> model family
     "Llama": "llama",
@@ -31,9 +32,28 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What transformers takes for a key that the file leaves out, where it matters here.
+_HEAD_DIM = {"qwen3": 128}  # elsewhere hidden_size / num_attention_heads
 _MISTRAL_WINDOW = 4096
 _QWEN_MAX_WINDOW_LAYERS = 28
 TOP_K = {"qwen3_moe": 8, "mixtral": 2}
+# Two to eight times the largest that is published. Tables of layers, heads, experts and tokens are made before any weight is
+# read, so beyond these a config.json that is damaged, or wants to be, would take the memory of the machine.
+MAX_SIZES = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "vocab_size": 2**20,
+    "max_position_embeddings": 2**31,
+}
+MAX_EXPERTS = 2**16  # of all layers together
+_EXPORT = "export the model again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +83,22 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     ``field`` is the config key that names the directory, ``heads`` the kinds of head that it may have.
     """
     prefix = f"{field}={path}"
-    if not Path(path).is_dir():
-        where = "is not a directory" if Path(path).exists() else f"does not exist (looked from {Path.cwd()})"
+    if not isdir(path):
+        where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
         return None, [f"{prefix} {where}; give the path of a Hugging Face model directory"]
     problems: list[str] = [FileProblem(problem) for problem in _weight_problems(Path(path), prefix)]
     try:
-        hf_config = read_json(Path(path) / "config.json", prefix)
+        hf_config = read_config(path, prefix)
         problems += _config_problems(hf_config, prefix, heads)
-        return _shape(hf_config, prefix), problems
+        return _shape(hf_config), problems
     except ConfigError as error:
         return None, [*error.problems, *problems]
-    except (TypeError, AttributeError, ValueError) as error:  # a value of a kind that no exporter writes
-        return None, [f"{prefix}: config.json is malformed ({error}); export the model again", *problems]
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
     """What is wrong with a directory that should hold a tokenizer. A missing directory is reported elsewhere."""
     folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if isdir(folder) and not any(isfile(folder / name) for name in TOKENIZER_FILES):
         yield (
             f"{field}={path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
             "copy the model's tokenizer files there or set model.tokenizer_path"
@@ -96,7 +114,7 @@ def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[st
     is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
     problems = [] if is_delta else list(_weight_problems(Path(path), prefix))
     try:
-        hf_config = read_json(Path(path) / "config.json", prefix)
+        hf_config = read_config(path, prefix)
     except ConfigError as error:
         return None, [*error.problems, *problems]
     if "auto_map" in hf_config:
@@ -106,27 +124,29 @@ def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[st
             f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
         )
     try:
-        return _shape(hf_config, prefix), problems
-    except (ConfigError, TypeError, AttributeError, ValueError):
+        return _shape(hf_config), problems
+    except ConfigError:
         return None, problems
 
 
-def read_json(file: Path, prefix: str) -> dict[str, Any]:
+def read_config(directory: str | Path, prefix: str) -> Fields:
+    """``config.json`` of a model directory. ``prefix`` says which directory that is, for messages.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    return _read(Path(directory) / "config.json", prefix, SMALL)
+
+
+def _read(file: Path, prefix: str, limits: Limits) -> Fields:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        return read_json(file, limits=limits, where=f"{prefix}: {file.name}", remedy=f"download or {_EXPORT}")
+    except MissingFile as error:
         raise ConfigError(f"{prefix} has no {file.name}; it is not a Hugging Face model directory") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{prefix}: {file.name} cannot be read ({error}); download or export the model again"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{prefix}: {file.name} is not a JSON object; download or export the model again")
-    return content
 
 
 def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
-    if (folder / INDEX_FILE).is_file():
+    if isfile(folder / INDEX_FILE):
         yield from _index_problems(folder, prefix)
     elif not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
@@ -136,129 +156,197 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
     try:
-        weight_map = read_json(folder / INDEX_FILE, prefix).get("weight_map")
+        weight_map = _read(folder / INDEX_FILE, prefix, INDEX).object("weight_map", default=None)
+        shards = sorted({weight_map.text(name) for name in weight_map}) if weight_map else []
     except ConfigError as error:
         yield str(error)
         return
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not shards:
         yield f"{prefix}: {INDEX_FILE} has no weight_map; download or export the model again"
-        return
-    for shard in sorted(set(map(str, weight_map.values()))):
+    for shard in shards:
         if PurePosixPath(shard).name != shard:
-            yield f"{prefix}: {INDEX_FILE} names {shard!r}, a path outside the directory; it must name files beside it"
-        elif not (folder / shard).is_file():
-            yield f"{prefix}: {INDEX_FILE} names {shard}, which is not there; download the model again"
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)!r}, a path outside the directory; it must name files beside it"
+        elif not isfile(folder / shard):
+            yield f"{prefix}: {INDEX_FILE} names {shorten(shard)}, which is not there; download the model again"
 
 
-def _config_problems(hf_config: Mapping[str, Any], prefix: str, heads: Collection[str]) -> Iterator[str]:
+def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
     if "quantization_config" in hf_config:
         yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
-    architecture = (hf_config.get("architectures") or ["none"])[0]
-    family, head = ARCHITECTURES.get(architecture, ("", ""))
+    name = architecture(hf_config)
+    family, head = ARCHITECTURES.get(name, ("", ""))
     if head not in heads:
-        supported = (name for name, (_, kind) in ARCHITECTURES.items() if kind in heads)
-        yield f"{prefix}: architecture {architecture} is not supported; supported are: {', '.join(supported)}"
+        supported = (known for known, (_, kind) in ARCHITECTURES.items() if kind in heads)
+        yield f"{prefix}: architecture {shorten(name)} is not supported; supported are: {', '.join(supported)}"
         return
-    num_labels = hf_config.get("num_labels", len(hf_config.get("id2label") or (0, 1)))  # transformers' default is two
+    labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two
+    num_labels = hf_config.integer("num_labels", default=len(labels))
     if head != "lm" and num_labels != 1:
-        yield f"{prefix}: {architecture} with {num_labels} labels; a value or a score is one number: use a model with one label"
-    if hf_config.get("hidden_act", "silu") != "silu":
-        yield f"{prefix}: hidden_act {hf_config['hidden_act']!r} is not supported, only 'silu'; use another model"
-    rope_type = _rope(hf_config).get("rope_type") or _rope(hf_config).get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        yield f"{prefix}: rope type {rope_type!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
+        yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number: use a model with one label"
+    activation = hf_config.text("hidden_act", default="silu")
+    if activation != "silu":
+        yield f"{prefix}: hidden_act {shorten(activation)!r} is not supported, only 'silu'; use another model"
+    yield from _rope_problems(hf_config, prefix)
     for key in ("attention_bias", "mlp_bias"):
-        if hf_config.get(key) and family in ("llama", "qwen3", "qwen3_moe"):
-            yield f"{prefix}: {key} is not supported for {architecture}; use another model"
+        if hf_config.flag(key, default=False) and family in ("llama", "qwen3", "qwen3_moe"):
+            yield f"{prefix}: {key} is not supported for {name}; use another model"
+    hf_config.number("rms_norm_eps", 0.0, 1.0, default=None)
+    head_dim(hf_config, family)
     window = _active_window(hf_config, family)
     if window is not None:
-        yield f"{prefix}: {architecture} with an active sliding_window {window} is not supported; use another model"
+        yield f"{prefix}: {name} with an active sliding_window {window} is not supported; use another model"
     if family in MOE_FAMILIES:
         yield from _routing_problems(hf_config, prefix, family)
 
 
-def _routing_problems(hf_config: Mapping[str, Any], prefix: str, family: str) -> Iterator[str]:
-    top_k = hf_config.get("num_experts_per_tok", TOP_K[family])
-    num_experts = _num_experts(hf_config)
-    if isinstance(num_experts, int) and not 1 <= top_k <= num_experts:
-        yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={num_experts}; export the model again"
-    if top_k == 1 and (family == "mixtral" or hf_config.get("norm_topk_prob")):
+def _rope_problems(hf_config: Fields, prefix: str) -> Iterator[str]:
+    hf_config.number("rope_theta", 1.0, 1e15, default=None)
+    rope, kind = rotary(hf_config), rope_type(hf_config)
+    if kind not in ROPE_TYPES:
+        yield f"{prefix}: rope type {shorten(kind)!r} is not supported; supported are: {', '.join(ROPE_TYPES)}"
+        return
+    rope.number("rope_theta", 1.0, 1e15, default=None)
+    needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
+    for key in needed.get(kind, []):
+        rope.number(key, 1e-6, 1e6)
+    if kind == "llama3":
+        rope.integer("original_max_position_embeddings", 1, MAX_SIZES["max_position_embeddings"])
+
+
+def _routing_problems(hf_config: Fields, prefix: str, family: str) -> Iterator[str]:
+    top_k = size(hf_config, "num_experts_per_tok", TOP_K[family])
+    found = num_experts(hf_config)
+    if top_k > found:
+        yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={found}; {_EXPORT}"
+    renormalised = hf_config.flag("norm_topk_prob", default=family == "mixtral") or family == "mixtral"
+    if top_k == 1 and renormalised:
         yield f"{prefix}: num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
-    if hf_config.get("shared_expert_intermediate_size"):
+    if hf_config.integer("shared_expert_intermediate_size", default=0):
         yield f"{prefix}: shared experts (shared_expert_intermediate_size) are not supported; use another model"
 
 
-def _num_experts(hf_config: Mapping[str, Any]) -> Any:
-    """Under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors."""
-    return hf_config.get("num_local_experts", hf_config.get("num_experts"))
+def architecture(hf_config: Fields) -> str:
+    """The name of the architecture, "none" where config.json does not say it."""
+    names = hf_config.texts("architectures", default=None)
+    return names[0] if names else "none"
 
 
-def dense_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+def size(hf_config: Fields, key: str, default: int | None = None) -> int:
+    """A size of the model, from 1 to its entry in ``MAX_SIZES``.
+
+    Raises:
+        ConfigError: it is absent without a default, no integer or out of range.
+    """
+    found = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
+    if found is None:
+        raise hf_config.wrong(key, f"an integer from 1 to {MAX_SIZES[key]}")
+    return found
+
+
+def num_experts(hf_config: Fields) -> int:
+    """Experts of a layer, under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors.
+
+    Raises:
+        ConfigError: as ``size``, or all layers have too many together.
+    """
+    key = "num_local_experts" if "num_local_experts" in hf_config else "num_experts"
+    found, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
+    if found * num_layers > MAX_EXPERTS:
+        raise hf_config.wrong(
+            key, f"at most {MAX_EXPERTS // num_layers}: {num_layers} layers have up to {MAX_EXPERTS} experts"
+        )
+    return found
+
+
+def dense_layers(hf_config: Fields) -> tuple[int, ...]:
     """Layers of a mixture-of-experts model that have a dense MLP (Qwen3-MoE's ``decoder_sparse_step``, ``mlp_only_layers``)."""
-    step, listed = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
-    if step < 1:
-        raise ValueError(f"decoder_sparse_step={step}")
-    return tuple(i for i in range(hf_config["num_hidden_layers"]) if i in listed or (i + 1) % step)
+    step = hf_config.integer("decoder_sparse_step", 1, default=1)
+    listed = set(hf_config.integers("mlp_only_layers", default=()))
+    return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
 
 
-def _active_window(hf_config: Mapping[str, Any], family: str) -> int | None:
+def _active_window(hf_config: Fields, family: str) -> int | None:
     """The sliding window if some layer of the model really uses it."""
-    window = hf_config.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
-    if not window or window >= hf_config.get("max_position_embeddings", window + 1):
+    window = hf_config.integer("sliding_window", default=_MISTRAL_WINDOW if family == "mistral" else 0)
+    if not window or window >= hf_config.integer("max_position_embeddings", default=window + 1):
         return None
     if family in ("mistral", "mixtral"):
-        return int(window)
-    if not hf_config.get("use_sliding_window"):
+        return window
+    if not hf_config.flag("use_sliding_window", default=False):
         return None
     if family == "qwen3_moe":
-        return int(window)
-    first = hf_config.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
-    listed = "sliding_attention" in (hf_config.get("layer_types") or [])
-    return int(window) if listed or first < hf_config.get("num_hidden_layers", 0) else None
+        return window
+    first = hf_config.integer("max_window_layers", default=_QWEN_MAX_WINDOW_LAYERS)
+    listed = "sliding_attention" in hf_config.texts("layer_types", default=())
+    return window if listed or first < size(hf_config, "num_hidden_layers") else None
 
 
-def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+def rotary(hf_config: Fields) -> Fields:
+    """How rotary embeddings are scaled; empty where config.json does not say it."""
+    found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
+    return found or Fields({}, hf_config.where, hf_config.remedy)
 
 
-def _shape(hf_config: Mapping[str, Any], prefix: str) -> ModelShape:
-    def size(key: str) -> int:
-        value = hf_config.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(
-                f"{prefix}: config.json has {key}={value!r}, not a positive integer; export the model again"
-            )
-        return value
+def rope_type(hf_config: Fields) -> str:
+    """The kind of rotary scaling."""
+    rope = rotary(hf_config)
+    return rope.text("rope_type", default=rope.text("type", default="default"))
 
-    num_heads = size("num_attention_heads")
+
+def _shape(hf_config: Fields) -> ModelShape:
+    num_heads = size(hf_config, "num_attention_heads")
+    expert_shape: dict[str, Any] = {}
+    family, _ = ARCHITECTURES.get(architecture(hf_config), ("", ""))
+    if family in MOE_FAMILIES:
+        expert_shape = dict(
+            num_experts=num_experts(hf_config),
+            expert_size=size(hf_config, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
+            has_dense_mlp=bool(dense_layers(hf_config)),
+        )
     return ModelShape(
-        num_layers=size("num_hidden_layers"),
+        num_layers=size(hf_config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=size("num_key_value_heads") if hf_config.get("num_key_value_heads") is not None else num_heads,
-        intermediate_size=size("intermediate_size"),
-        vocab_size=size("vocab_size"),
-        max_positions=_max_positions(hf_config, size("max_position_embeddings")),
-        **_expert_shape(hf_config, size),
+        num_kv_heads=num_kv_heads(hf_config),
+        intermediate_size=size(hf_config, "intermediate_size"),
+        vocab_size=size(hf_config, "vocab_size"),
+        max_positions=_max_positions(hf_config, size(hf_config, "max_position_embeddings")),
+        **expert_shape,
     )
 
 
-def _expert_shape(hf_config: Mapping[str, Any], size: Callable[[str], int]) -> dict[str, Any]:
-    family, _ = ARCHITECTURES.get((hf_config.get("architectures") or ["none"])[0], ("", ""))
-    if family not in MOE_FAMILIES:
-        return {}
-    return dict(
-        num_experts=size("num_local_experts" if "num_local_experts" in hf_config else "num_experts"),
-        expert_size=size("moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
-        has_dense_mlp=bool(dense_layers(hf_config)),
-    )
+def num_kv_heads(hf_config: Fields) -> int:
+    """Heads of keys and values: a divisor of the query heads.
+
+    Raises:
+        ConfigError: as ``size``, or it is no divisor.
+    """
+    num_heads = size(hf_config, "num_attention_heads")
+    found = size(hf_config, "num_key_value_heads", num_heads)
+    if num_heads % found:
+        raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    return found
 
 
-def _max_positions(hf_config: Mapping[str, Any], stated: int) -> int:
+def head_dim(hf_config: Fields, family: str) -> int:
+    """Elements of a head, even as rotary embeddings need them.
+
+    Raises:
+        ConfigError: as ``size``, or it is odd.
+    """
+    num_heads, hidden = size(hf_config, "num_attention_heads"), size(hf_config, "hidden_size")
+    if hidden < num_heads:
+        raise hf_config.wrong("hidden_size", f"at least num_attention_heads={num_heads}")
+    found = size(hf_config, "head_dim", _HEAD_DIM.get(family, hidden // num_heads))
+    if found % 2:
+        raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
+    return found
+
+
+def _max_positions(hf_config: Fields, stated: int) -> int:
     """yarn and linear scaling stretch a model beyond the length in config.json; with llama3 it is stated stretched."""
-    rope = _rope(hf_config)
-    kind = rope.get("rope_type") or rope.get("type")
-    original = rope.get("original_max_position_embeddings") or stated
-    factor = rope.get("factor") or 1.0
-    return max(stated, int(original * factor)) if kind in ("yarn", "linear") else stated
+    rope = rotary(hf_config)
+    original = rope.integer("original_max_position_embeddings", 1, default=stated)
+    factor = rope.number("factor", 0.0, 1e6, default=1.0)
+    return max(stated, int(original * factor)) if rope_type(hf_config) in ("yarn", "linear") else stated

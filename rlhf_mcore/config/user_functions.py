@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from os.path import isfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,7 +52,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if not file or not name:
         raise ConfigError(f"{key} is {spec!r}: write it as path/to/file.py:name")
     path = Path(file).expanduser().resolve()
-    if not path.is_file():
+    if not isfile(path):
         raise ConfigError(f"{key} is {spec!r}, but there is no file {path}: correct the path")
     function = getattr(_load_module(path, spec, key), name, None)
     if function is None:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os.path import exists, isdir
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +304,8 @@ def _path_problems(cfg: Config) -> Iterator[str]:
         if value in ("", ".", "..") or "/" in value or "\0" in value:
             yield f"{key}={value!r} is the name of a directory of the run; use a name without slashes"
     folder = Path(cfg.output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
+    existing = next(parent for parent in (folder, *folder.parents) if exists(parent))
+    if not isdir(existing):
         yield f"output_dir={cfg.output_dir}: {existing} is a file, not a directory; choose another output_dir"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"output_dir={cfg.output_dir}: {existing} is not writable; choose another output_dir"
@@ -364,7 +365,7 @@ def _tokenizer_problems(cfg: Config) -> Iterator[str]:
     yield from token_problems(cfg.model.path, tokenizer_size(owner), "model.path", owner)
     if path is None:
         yield from tokenizer_problems(cfg.model.path, "model.path")
-    elif not Path(path).is_dir():
+    elif not isdir(path):
         yield f"model.tokenizer_path={path} is not a directory; give the path of a directory with tokenizer files"
     else:
         yield from tokenizer_problems(path, "model.tokenizer_path")

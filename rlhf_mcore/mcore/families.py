@@ -21,6 +21,7 @@ from rlhf_mcore.config.model_files import (
     inspect_model,
 )
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.stages import UnevenStages
 from rlhf_mcore.platform import Platform
@@ -76,10 +77,19 @@ def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> 
     _, problems = inspect_model(str(path), field, (head, "lm"))
     if problems:
         raise ConfigError.many(problems)
-    hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    inv_freq, rope_scale = _rotary(hf)
+    try:
+        hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+        inv_freq, rope_scale = _rotary(hf)
+    except ConfigError:
+        raise
+    except Exception as error:  # of whatever kind: a key that only transformers reads is not what it expects
+        reason = shorten(f"{type(error).__name__}: {error}", 300)
+        raise ConfigError(
+            f"{field}={path}: transformers does not take config.json ({reason}); export the model again"
+        ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
-    return ModelSpec(geometry_of(hf.to_dict(), family, head), hf, inv_freq, rope_scale)
+    found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
+    return ModelSpec(geometry_of(found, family, head), hf, inv_freq, rope_scale)
 
 
 def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:

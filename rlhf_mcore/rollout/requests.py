@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.tokenizer_files import end_tokens
+from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.rollout.seeds import request_seed
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
 
@@ -115,10 +116,8 @@ def stop_token_ids(model_dir: str, tokenizer: PreTrainedTokenizerBase) -> list[i
     """The tokens that end a response, sorted: the tokenizer's and those of generation_config.json."""
     stops = {int(tokenizer.eos_token_id)}
     path = Path(model_dir) / "generation_config.json"
-    declared = _read_json(path).get("eos_token_id") if path.is_file() else None
-    if declared is not None:
-        stops.update(declared if isinstance(declared, list) else [declared])
-    return sorted(stops)
+    declared = end_tokens(_read(path)) if path.is_file() else []
+    return sorted(stops.union(declared))
 
 
 def refuse_foreign_code(model_dir: str) -> None:
@@ -130,18 +129,12 @@ def refuse_foreign_code(model_dir: str) -> None:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ConfigError(f"model.path={model_dir!r}: no config.json there; give a Hugging Face model directory")
-    if "auto_map" in _read_json(path):
+    if "auto_map" in _read(path):
         raise ConfigError(
             f"model.path={model_dir!r}: config.json asks to run code of its own (auto_map), which is refused; "
             "use an architecture that transformers knows"
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.path={str(path.parent)!r}: {path.name} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"model.path={str(path.parent)!r}: {path.name} does not hold a JSON object")
-    return content
+def _read(path: Path) -> Fields:
+    return read_json(path, where=f"model.path={str(path.parent)!r}: {path.name}")

@@ -11,6 +11,7 @@ import pytest
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "num_hidden_layers": 4,
+    "hidden_size": 192,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "intermediate_size": 96,

@@ -151,7 +151,7 @@ def test_typed_access() -> None:
     ("read", "message"),
     [
         (lambda f: f.integer("n", 4, 9), "x.json has n=3, not an integer from 4 to 9; export it again"),
-        (lambda f: f.integer("x"), "x.json has x=0.5, not an integer from 0"),
+        (lambda f: f.integer("x"), "x.json has x=0.5, not an integer of at least 0"),
         (lambda f: f.integer("f"), "has f=True, not an integer"),
         (lambda f: f.integer("t"), "has t='mean', not an integer"),
         (lambda f: f.integer("z"), "has no z, which is an integer"),

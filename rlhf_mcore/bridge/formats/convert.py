@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import os
 import shutil
 from collections import Counter
@@ -25,6 +24,7 @@ from rlhf_mcore.bridge.hf_files import copy_companions
 from rlhf_mcore.bridge.hf_writer import ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.tensor_files import TensorTypes, bytes_of
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.types import ModelGeometry
 
 BLOCK_BYTES = 16 * 2**20
@@ -113,7 +113,7 @@ def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, f
     companions.mkdir()
     dtype = main_dtype(reading.types)
     copy_companions([reading.source.companions], companions, dtype)
-    hf_config = json.loads((companions / "config.json").read_text())
+    hf_config = read_config(companions, str(companions))
     writer = TorchDistWriter(weights, geometry, reading.types, block_bytes=BLOCK_BYTES, file_bytes=file_bytes)
     writer.write(reading.rows)
     write_common(weights, geometry, hf_config, dtype)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +29,8 @@ from rlhf_mcore.bridge.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.rules import parameter_names
 from rlhf_mcore.bridge.tensor_files import TensorTypes
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import rope_type, rotary, size
+from rlhf_mcore.foreign import Fields
 from rlhf_mcore.types import ModelGeometry
 
 VOCAB_MULTIPLE = 128  # Megatron-LM's default; the embedding may be loaded at any other padded size
@@ -157,7 +159,7 @@ def padded_vocab(geometry: ModelGeometry) -> int:
     return -(-geometry.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def write_common(directory: Path, geometry: ModelGeometry, hf_config: Mapping[str, Any], dtype: torch.dtype) -> None:
+def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dtype: torch.dtype) -> None:
     """``common.pt``: the arguments from which Megatron-LM and Megatron-Bridge build the model."""
     values = {
         "args": Namespace(**_sizes(geometry, hf_config), **_fixed(dtype)),
@@ -169,18 +171,9 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Mapping[st
     save_values(values, directory / "common.pt")
 
 
-def rope_type(hf_config: Mapping[str, Any]) -> str:
-    """The kind of rotary scaling. The arguments of Megatron-LM have words for "default" and "llama3" only."""
-    return str(_rope(hf_config).get("rope_type") or _rope(hf_config).get("type") or "default")
-
-
-def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-
-
-def _sizes(geometry: ModelGeometry, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
     g = geometry
-    rope = _rope(hf_config)
+    rope, positions = rotary(hf_config), size(hf_config, "max_position_embeddings")
     return dict(
         num_layers=g.num_layers,
         hidden_size=g.hidden_size,
@@ -192,20 +185,20 @@ def _sizes(geometry: ModelGeometry, hf_config: Mapping[str, Any]) -> dict[str, A
         padded_vocab_size=padded_vocab(g),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         vocab_size=g.vocab_size,
-        max_position_embeddings=hf_config["max_position_embeddings"],
-        seq_length=hf_config["max_position_embeddings"],
-        norm_epsilon=hf_config["rms_norm_eps"],
-        rotary_base=int(rope.get("rope_theta") or hf_config.get("rope_theta") or 10000),
+        max_position_embeddings=positions,
+        seq_length=positions,
+        norm_epsilon=hf_config.number("rms_norm_eps", 0.0, 1.0),
+        rotary_base=int(rope.number("rope_theta", default=hf_config.number("rope_theta", default=10000.0))),
         use_rope_scaling=rope_type(hf_config) == "llama3",
-        rope_scaling_factor=float(rope.get("factor") or 8.0),
+        rope_scaling_factor=rope.number("factor", default=8.0),
         untie_embeddings_and_output_weights=not g.tied_embeddings,
         add_qkv_bias=g.family == "qwen2",
         qk_layernorm=g.family in ("qwen3", "qwen3_moe"),
         num_experts=g.num_experts or None,
         moe_ffn_hidden_size=g.expert_ffn_size or None,
         moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
-        moe_router_topk=hf_config.get("num_experts_per_tok") or 2,
-        moe_router_pre_softmax=g.family == "qwen3_moe" and not hf_config.get("norm_topk_prob", False),
+        moe_router_topk=size(hf_config, "num_experts_per_tok", 2),
+        moe_router_pre_softmax=g.family == "qwen3_moe" and not hf_config.flag("norm_topk_prob", default=False),
         moe_grouped_gemm=g.num_experts > 0,
     )
 

@@ -49,5 +49,5 @@ def test_sizes(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])
 def test_a_size_that_is_none(tmp_path: Path, value: object) -> None:
     write(tmp_path, **{**SIZES, "num_hidden_layers": value}, architectures=["LlamaForCausalLM"])
-    with pytest.raises(ConfigError, match=r"config.json is malformed \(num_hidden_layers=.* is not a positive integer"):
+    with pytest.raises(ConfigError, match=r"config.json has num_hidden_layers=.*, not an integer from 1 to 1024"):
         read_geometry(tmp_path)

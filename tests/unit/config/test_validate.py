@@ -249,10 +249,10 @@ def test_intermediate_size_against_tensor_parallel(workspace: Any) -> None:
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"num_hidden_layers": None}, "config.json has no num_hidden_layers, which is an integer from 1 to 1024"),
         ({"num_attention_heads": "8"}, "num_attention_heads='8'"),
-        ({"rope_scaling": "yarn"}, "config.json is malformed"),
-        ({"architectures": 5}, "config.json is malformed"),
+        ({"rope_scaling": "yarn"}, "config.json has rope_scaling='yarn', not an object"),
+        ({"architectures": 5}, "config.json has architectures=5, not a list of texts"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, "sliding_window 512"),
         ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window 4096"),
         (
@@ -272,10 +272,19 @@ def test_models_that_are_refused(workspace: Any, changes: dict[str, Any], word: 
     assert problem.startswith("model.path=model") and word in problem
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"architectures": ["LlamaForCausalLM"], "rope_scaling": LLAMA3},
         {"architectures": ["MistralForCausalLM"]},  # the default window, 4096, is longer than the 1024 positions
         {"architectures": ["MistralForCausalLM"], "sliding_window": 512, "max_position_embeddings": 512},
         {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": False},

@@ -102,7 +102,7 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(
     ("config", "message"),
     [
         ('{"auto_map": {"AutoModel": "evil.py"}}', "auto_map"),
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", "JSON object"),
         (None, "no config"),
     ],

@@ -184,8 +184,8 @@ def test_pickle_where_safetensors_are_expected(llama: Path, capsys: Capture) -> 
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"quantization_config": {}}, "quantised weights"),
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-        ({"num_hidden_layers": "4"}, "config.json is malformed"),
-        ({"hidden_size": None}, "config.json is malformed"),
+        ({"num_hidden_layers": "4"}, "config.json has num_hidden_layers='4', not an integer"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
         ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding, but config.json ties them"),
     ],
 )

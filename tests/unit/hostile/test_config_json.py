@@ -1,0 +1,299 @@
+"""config.json and generation_config.json that lie about a model: through train's checks, plan's and convert's reader."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry, read_sizes
+from rlhf_mcore.config.model_files import inspect_generator, inspect_model
+from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+from tests.unit.hostile.refusals import refusal
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    **SIZES,
+}
+HUGE = (3_000_000, 10**9, 10**18, 2**63, 10**30)
+OTHER_TYPES: tuple[Any, ...] = ({}, [], [1], {"a": 1}, "12", "", 1.5, -1, 0, True, [[]], "\x07")
+
+
+def write(folder: Path, config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def problems(folder: Path) -> str:
+    """What validation says of a model."""
+    return "\n".join(inspect_model(str(folder), "model.path")[1])
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("key", [key for key in QWEN_MOE if isinstance(QWEN_MOE[key], int) and key != "norm_topk_prob"])
+def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
+    """Tables of layers, heads, experts and tokens are made before a weight is read: these would take all memory."""
+    folder = write(tmp_path, {**QWEN_MOE, key: value})
+    if value < 2**31 and key == "max_position_embeddings":
+        return  # a length takes nothing
+    assert f"config.json has {key}={value}, not an integer from 1 to" in problems(
+        folder
+    ) or "bits, beyond 64" in problems(folder)
+    if key != "max_position_embeddings":
+        assert key in refusal(lambda: read_sizes(folder, "lm"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 1024, "num_experts": 1024}, "at most 64: 1024 layers have up to 65536 experts"),
+        ({"num_hidden_layers": 17, "num_experts": 4096}, "at most 3855: 17 layers"),
+        ({"num_attention_heads": 6}, "num_key_value_heads=4, not a divisor of num_attention_heads=6"),
+        ({"head_dim": 7}, "head_dim=7, not an even number"),
+        ({"num_attention_heads": 1024, "head_dim": None}, "hidden_size=64, not at least num_attention_heads=1024"),
+        ({"mlp_only_layers": [10**9]}, None),
+        ({"mlp_only_layers": list(range(100_000))}, None),
+        ({"layer_types": ["full_attention"] * 100_000}, None),
+        ({"decoder_sparse_step": 10**15}, None),
+    ],
+)
+def test_sizes_that_do_not_go_together(tmp_path: Path, change: dict[str, Any], message: str | None) -> None:
+    folder = write(tmp_path, {**QWEN_MOE, "num_key_value_heads": 4, **change})
+    if message is None:
+        assert read_geometry(folder).num_layers == 2
+    else:
+        assert message in refusal(lambda: read_geometry(folder))
+
+
+# -------------------------------------------------------------------------------------------------------------- types
+TYPED = (
+    *SIZES,
+    "architectures",
+    "attention_bias",
+    "decoder_sparse_step",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "id2label",
+    "layer_types",
+    "max_window_layers",
+    "mlp_only_layers",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_labels",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "use_sliding_window",
+)
+
+
+@pytest.mark.parametrize("key", TYPED)
+def test_values_of_other_types(tmp_path: Path, key: str) -> None:
+    """A value of every other JSON type in every key: all of them end in messages, or do not matter."""
+    for number, value in enumerate(OTHER_TYPES):
+        for name, config in {"dense": LLAMA, "moe": QWEN_MOE}.items():
+            for architecture in (config["architectures"], ["Qwen2ForCausalLM"], ["MistralForCausalLM"]):
+                folder = write(tmp_path / f"{number}-{name}", {**config, "architectures": architecture, key: value})
+                _read_everything(folder)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key in TYPED if key not in ("layer_types", "id2label", "num_labels", "max_window_layers")]
+)
+def test_a_text_where_none_is_meant_is_named(tmp_path: Path, key: str) -> None:
+    change = {"architectures": ["Qwen2ForCausalLM"]} if key in ("sliding_window", "use_sliding_window") else {}
+    if key == "use_sliding_window":
+        change["sliding_window"] = 16
+    folder = write(tmp_path, {**QWEN_MOE, **change, key: "\u00e9t\u00e9"})
+    (folder / "generation_config.json").write_text("{}")
+    ends = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
+    found = (
+        problems(folder)
+        + ends
+        + (refusal(lambda: read_geometry(folder)) if key in ("head_dim", "hidden_size", "tie_word_embeddings") else "")
+    )
+    if key == "eos_token_id":
+        (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        found = "\n".join(token_problems(str(folder), 5, "model.path", "t"))
+    assert key in found
+
+
+def _read_everything(folder: Path) -> None:
+    """All readers of config.json; nothing but ConfigError may leave them."""
+    for head in ("lm", "token", "sequence"):
+        shape, found = inspect_model(str(folder), "model.path", (head,))
+        assert shape is not None or found
+        assert all(len(problem) < 2000 for problem in found)
+    inspect_generator(str(folder), "evaluate.checkpoint")
+    list(token_problems(str(folder), tokenizer_size(str(folder)), "model.path", str(folder)))
+    list(token_problems(str(folder), 50, "model.path", str(folder)))
+    for read in (read_geometry, lambda path: read_sizes(path, "token")):
+        try:
+            read(folder)
+        except ConfigError as error:
+            assert len(str(error)) < 2000
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+DOCUMENTS = {
+    "nothing": ("", "not valid JSON"),
+    "a list": ("[]", "is not a JSON object"),
+    "a number": ("1", "is not a JSON object"),
+    "NaN": ('{"rope_theta": NaN}', "rope_theta is nan, not a finite number"),
+    "Infinity": ('{"rope_scaling": {"factor": -Infinity}}', "rope_scaling.factor is -inf"),
+    "a number without end": ('{"rms_norm_eps": 1e999}', "rms_norm_eps is inf"),
+    "a NUL": ('{"architectures": ["Llama\\u0000"]}', "architectures[0] holds a NUL"),
+    "half a character": ('{"model_type": "\\udc00"}', "model_type holds a NUL or a lone surrogate"),
+    "half a character in a key": ('{"\\ud800": 1}', "holds a NUL or a lone surrogate"),
+    "a key twice": ('{"vocab_size": 1, "vocab_size": 100}', "key 'vocab_size' appears twice"),
+    "depth": ('{"a":' * 50 + "1" + "}" * 50, "nested deeper than 32"),
+    "depth beyond the parser": ("[" * 200_000, "nested deeper than 32"),
+    "a million layers by name": ('{"layer_types": [' + '"a",' * 1_000_000 + '"a"]}', "more than 500,000 values"),
+    "forty thousand keys": (json.dumps({f"k{n}": n for n in range(40_000)}), "architecture none"),
+    "digits": ('{"vocab_size": ' + "9" * 5000 + "}", "Exceeds the limit"),
+    "a long architecture": (json.dumps({"architectures": ["x" * 100_000]}), "architecture xxx"),
+    "a long activation": (json.dumps({**LLAMA, "hidden_act": "y" * 100_000}), "hidden_act 'yyy"),
+    "a long rope type": (json.dumps({**LLAMA, "rope_scaling": {"rope_type": "z" * 100_000}}), "rope type 'zzz"),
+    "escapes": (json.dumps({"architectures": ["\x1b[2J"]}), "architecture \\x1b[2J"),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(tmp_path: Path, name: str) -> None:
+    text, message = DOCUMENTS[name]
+    folder = write(tmp_path, text)
+    assert message in problems(folder)
+    if "hidden_act" not in text and "rope_type" not in text:  # no part of the geometry
+        assert message in refusal(lambda: read_geometry(folder))
+    assert problems(folder).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "a FIFO, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "a device, not a regular file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        (lambda path: path.mkdir(), "a directory, not a regular file"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "bytes, but at most"),
+        (lambda path: path.write_bytes(b"\xff\xfe{\0}\0"), "a NUL at byte 3"),
+        (lambda path: path.write_bytes(b'{"a": "\xe9"}'), "not UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_files(tmp_path: Path, file: str, make: Callable[[Path], object], message: str) -> None:
+    folder = write(tmp_path / "model", LLAMA)
+    (folder / file).unlink(missing_ok=True)
+    make(folder / file)
+    found = problems(folder) + "\n".join(token_problems(str(folder), 50, "model.path", "t"))
+    if file == "model.safetensors.index.json" and not (folder / file).is_file():
+        assert found == ""  # no index: the weights are in one file
+    else:
+        assert message in found
+        assert found.count(file) == 1
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": null}}',
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        '{"weight_map": {"a": "b\\u0000"}}',
+        '{"weight_map": {"a": "b", "a": "c"}}',
+        '{"weight_map": {"a": "' + "n" * 5000 + '"}}',
+        '{"weight_map": {"\\ud800": "model.safetensors"}}',
+        "[" * 100_000,
+    ],
+)
+def test_indexes(tmp_path: Path, index: str) -> None:
+    folder = write(tmp_path, LLAMA)
+    (folder / "model.safetensors.index.json").write_text(index)
+    shape, found = inspect_model(str(folder), "model.path")
+    assert shape is not None
+    assert len(found) == 1 and "model.safetensors.index.json" in found[0] and len(found[0]) < 1000
+
+
+@pytest.mark.parametrize("end", [{}, "2", 2.5, True, [[1]], ["2"], -1, 10**30, 99])
+def test_end_tokens(tmp_path: Path, end: object) -> None:
+    folder = write(tmp_path, LLAMA)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (found,) = token_problems(str(folder), 50, "model.path", "t")
+    assert "eos_token_id" in found or "token 99" in found
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzzing
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from([10**9, 2**64, "1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(
+    [*TYPED, "auto_map", "quantization_config", "shared_expert_intermediate_size", "num_local_experts"]
+)
+ROPE = st.dictionaries(
+    st.sampled_from(
+        ["rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    ),
+    VALUES | st.sampled_from(["yarn", "linear", "llama3", "default"]),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([LLAMA, QWEN_MOE]), st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), st.none() | ROPE)
+def test_changed_configs(
+    tmp_path: Path, base: Mapping[str, Any], change: dict[str, Any], rope: dict[str, Any] | None
+) -> None:
+    config = {**deepcopy(dict(base)), **change, **({"rope_scaling": rope} if rope else {})}
+    _read_everything(write(tmp_path, json.dumps(config)))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_damaged_bytes(tmp_path: Path, data: st.DataObject) -> None:
+    text = bytearray(json.dumps(QWEN_MOE).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    folder = write(tmp_path, QWEN_MOE)
+    (folder / "config.json").write_bytes(bytes(text))
+    _read_everything(folder)
