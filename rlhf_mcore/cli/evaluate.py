@@ -30,8 +30,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf-mcore evaluate",
         description=(
             "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
-            "a Hugging Face directory, a checkpoint or a run directory; evaluate.compare=DIR a second one to compare it "
-            "with. Killed and started again, it goes on where it was."
+            "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
+            "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
+            "an improvement on that is positive. Killed and started again, it continues where it was."
         ),
         epilog=exit_codes.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,10 +45,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _evaluate(path: str, overrides: Sequence[str]) -> int:
     from rlhf_mcore.config.derive import default_world_size
-    from rlhf_mcore.config.evaluation import validate_evaluation
+    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
     from rlhf_mcore.config.load import load_config
 
     cfg = load_config(path, overrides)
+    if cfg.evaluate.checkpoint is None:
+        cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
     if torchrun_world_size() is None:
         from rlhf_mcore.cli.launch import launch

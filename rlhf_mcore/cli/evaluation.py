@@ -15,18 +15,19 @@ from typing import Any
 import torch.distributed as dist
 from rich.progress import Progress, TextColumn
 
-from rlhf_mcore.bridge.hf_files import COMPANIONS, HFReader
+from rlhf_mcore.bridge.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import checkpoint_config, find_model
+from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.digests import digest_of_file, digest_of_json, sketch_of_file
+from rlhf_mcore.observability.digests import digest_of_file, digest_of_json
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import pretty_json, write_atomically
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
@@ -67,6 +68,7 @@ class _Task:
     subject: Path  # what results are called after, and beside which they go
     prompts: list[Prompt]
     output: Path | None  # null: beside the checkpoint
+    sharded: ShardedModel | None = None  # where the weights are, if not in ``cfg.model.path``
     settings: dict[str, Any] = field(default_factory=dict)  # on rank 0, as is the directory
     directory: EvaluationDirectory | None = None
 
@@ -102,7 +104,11 @@ def _model_folders(cfg: Config) -> dict[str, str]:
     found = {}
     for name in ("checkpoint", "compare"):
         path = getattr(cfg.evaluate, name)
-        if path is not None:
+        if path is None:
+            continue
+        if find_sharded(path, f"evaluate.{name}", cfg.model.path) is not None:
+            found[name] = path
+        else:
             found[name] = checked_folder(Path(find_model(path, f"evaluate.{name}")), hashes=cfg.checkpoint.verify)
     return found
 
@@ -132,8 +138,10 @@ def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
         given = getattr(cfg.evaluate, name)
         model_cfg = checkpoint_config(cfg, folder, f"evaluate.{name}")
         prompts = _load_prompts(model_cfg, f"evaluate.{name}")
-        subject = _subject(find_model(given, f"evaluate.{name}"))
-        tasks.append(_Task(model_cfg, given, subject, prompts, output / "compare" if output and tasks else output))
+        sharded = find_sharded(given, f"evaluate.{name}", cfg.model.path)
+        subject = _subject(sharded.weights if sharded is not None else find_model(given, f"evaluate.{name}"))
+        place = output / "compare" if output and tasks else output
+        tasks.append(_Task(model_cfg, given, subject, prompts, place, sharded))
     return tasks
 
 
@@ -151,7 +159,7 @@ def _evaluate(task: _Task, engines: _Engines, reward: RewardFunction, stack: Exi
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
     path, done = broadcast_json(opened, 0)
     if len(done) < len(task.prompts):
-        engine, sampling = engines.start(task.cfg), evaluation_sampling(task.cfg)
+        engine, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
 
@@ -237,7 +245,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
     return {
         "model": {
-            "weights": _weights(cfg.model.path),
+            "weights": weight_sketches(cfg.model.path, task.sharded),
             "files": _companions(cfg.model.path),
             "tokenizer": _companions(cfg.model.tokenizer_path or cfg.model.path),
         },
@@ -250,7 +258,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             },
         },
         "sampling": asdict(evaluation_sampling(cfg)),
-        "reward": {**asdict(cfg.reward), "code": code, "weights": _weights(cfg.reward.model.path)},
+        "reward": {**asdict(cfg.reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,
@@ -258,10 +266,6 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             "prompts_per_batch": prompts_per_batch(cfg),
         },
     }
-
-
-def _weights(directory: str | None) -> list[str]:
-    return [sketch_of_file(file) for file in sorted(Path(directory).glob("*.safetensors"))] if directory else []
 
 
 def _companions(directory: str) -> dict[str, str]:
@@ -292,12 +296,13 @@ def _report(cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
             _show(console, "by data source", by_source)
         console.note(f"results   {os.path.relpath(task.directory.path)}")
     if len(tasks) == 2:
-        first, second = tasks
-        assert first.directory is not None
-        content = comparison((first.given, second.given), graded[0], graded[1], cfg.seed)
-        file = first.directory.path / f"comparison-{second.subject.name}.json"
+        ours, other = tasks
+        assert ours.directory is not None
+        # What is evaluated comes second, so that an improvement on what it is compared with is positive.
+        content = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
+        file = ours.directory.path / f"comparison-{other.subject.name}.json"
         write_atomically(file, pretty_json(content))
-        _show(console, "difference (second - first)", comparison_table(content))
+        _show(console, f"{ours.given} (second) against {other.given} (first)", comparison_table(content))
         console.note(f"written   {os.path.relpath(file)}")
 
 
@@ -315,9 +320,9 @@ class _Engines:
         self._built_for: dict[str, Any] = {}
         self._version = 0
 
-    def start(self, cfg: Config) -> RolloutEngine:
-        """An engine with the weights of ``cfg.model``. Collective."""
-        reader = on_every_rank(lambda: HFReader(cfg.model.path))
+    def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutEngine:
+        """An engine with the weights of ``cfg.model``, or the sharded ones in their place. Collective."""
+        reader = on_every_rank(lambda: open_weights(cfg.model.path, sharded))
         shapes = {name: reader.shape(name) for name in sorted(reader.names)}
         tokenizer = cfg.model.tokenizer_path or cfg.model.path
         wanted = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
@@ -337,7 +342,7 @@ class _Engines:
         engine: RolloutEngine = self._engine
         return engine
 
-    def _load(self, path: str, reader: HFReader) -> None:
+    def _load(self, path: str, reader: Weights) -> None:
         try:
             self._engine.load_weights(reader.tensors(), version=self._version)
         except ValueError as error:

@@ -81,7 +81,9 @@ class Saving:
             step = linked_step(run, BEST) if dist.get_rank() == 0 else None
             if step is None or step == last_step:
                 return None
-            if damage := [str(problem) for problem in verify_chain(checkpoint_path(run, step), hashes=hashes) if problem.is_damage]:
+            if damage := [
+                str(problem) for problem in verify_chain(checkpoint_path(run, step), hashes=hashes) if problem.is_damage
+            ]:
                 raise ConfigError(
                     f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({'; '.join(damage[:3])}); "
                     "the last one is whole, use that"

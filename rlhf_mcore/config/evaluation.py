@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
@@ -17,6 +19,45 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
 
 CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
+SHARDED_CANDIDATES = ("", "actor")
+COMPANIONS = "huggingface"  # where trainers that save shards keep config.json and the tokenizer
+_FSDP_SHARD = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_MEGATRON = (".metadata", "latest_checkpointed_iteration.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedModel:
+    """A model that another trainer has saved in shards: read as it is, by the readers of ``rlhf-mcore convert``."""
+
+    format: str  # fsdp | megatron
+    weights: str  # directory of the shards
+    files: str  # directory of config.json and, where there is one, the tokenizer
+
+
+def find_sharded(path: str, field: str, base: str) -> ShardedModel | None:
+    """The sharded model that a user means by ``path``, None where it is something else.
+
+    ``base``: the Hugging Face model that it was trained from, for a directory without a config.json of its own.
+
+    Raises:
+        ConfigError: there are shards, and no config.json for them.
+    """
+    for folder in (Path(path, inside) for inside in SHARDED_CANDIDATES):
+        if not isdir(folder) or any(folder.glob("*.safetensors")):
+            continue
+        names = [file.name for file in folder.iterdir()]
+        kind = "fsdp" if any(map(_FSDP_SHARD.fullmatch, names)) else "megatron" if set(_MEGATRON) & set(names) else None
+        if kind is None:
+            continue
+        places = [folder, folder / COMPANIONS, folder.parent / COMPANIONS, Path(base)]
+        found = next((place for place in places if isfile(place / "config.json")), None)
+        if found is None:
+            raise ConfigError(
+                f"{field}={path} holds {kind} shards and no config.json, and model.path={base} has none; "
+                f"put that of the model into {folder / COMPANIONS}, or set model.path"
+            )
+        return ShardedModel(kind, str(folder), str(found))
+    return None
 
 
 def find_model(path: str, field: str) -> str:
@@ -31,8 +72,16 @@ def find_model(path: str, field: str) -> str:
             return str(folder)
     problem = "holds no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
-        f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N) or a run directory"
+        f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or one with "
+        "shards of FSDP (model_world_size_X_rank_Y.pt) or of Megatron (torch_dist)"
     )
+
+
+def default_checkpoint(cfg: Config) -> str | None:
+    """What is evaluated where nobody says it: the configuration's own run, its best model if it ends with that."""
+    run = Path(cfg.output_dir) / cfg.project / cfg.experiment
+    links = ["best", "latest"] if cfg.checkpoint.load_best_model_at_end else ["latest"]
+    return next((str(run / link) for link in links if isfile(run / link / "actor" / "config.json")), None)
 
 
 def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
@@ -41,7 +90,8 @@ def checkpoint_config(cfg: Config, path: str, field: str) -> Config:
     The model's own tokenizer is used where it has one.
     """
     cfg = copy.deepcopy(cfg)
-    folder = find_model(path, field)
+    sharded = find_sharded(path, field, cfg.model.path)
+    folder = sharded.files if sharded is not None else find_model(path, field)
     if any(isfile(Path(folder) / name) for name in TOKENIZER_FILES):
         cfg.model.tokenizer_path = None
     elif cfg.model.tokenizer_path is None:
@@ -65,7 +115,11 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         if path is not None:
             problems += _checkpoint_problems(cfg, path, f"evaluate.{field}", check_sizes=not out_of_range)
     if cfg.evaluate.checkpoint is None:
-        problems.append("evaluate.checkpoint is not set; name a model directory, as in evaluate.checkpoint=DIR")
+        run = Path(cfg.output_dir) / cfg.project / cfg.experiment
+        problems.append(
+            f"evaluate.checkpoint is not set, and the configuration's own run {run} has no checkpoint; "
+            "name a model directory, as in evaluate.checkpoint=DIR"
+        )
     if problems:
         raise ConfigError.many(problems)
 
@@ -95,7 +149,8 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
         yield str(error)
         return
     folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
-    shape, problems = inspect_generator(folder, field)
+    is_sharded = find_sharded(path, field, cfg.model.path) is not None
+    shape, problems = inspect_generator(folder, field, needs_weights=not is_sharded)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
     if shape is None or not check_sizes:

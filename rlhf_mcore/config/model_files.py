@@ -105,14 +105,15 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
         )
 
 
-def inspect_generator(path: str, field: str) -> tuple[ModelShape | None, list[str]]:
+def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelShape | None, list[str]]:
     """As ``inspect_model``, of a directory that only has to generate: any architecture will do that the engine knows.
 
+    ``needs_weights``: whether it holds the weights too.
     The shape is None also where config.json does not say it in the usual keys.
     """
     prefix = f"{field}={path}"
     is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
-    problems = [] if is_delta else list(_weight_problems(Path(path), prefix))
+    problems = [] if is_delta or not needs_weights else list(_weight_problems(Path(path), prefix))
     try:
         hf_config = read_config(path, prefix)
     except ConfigError as error:

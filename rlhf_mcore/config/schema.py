@@ -397,8 +397,8 @@ class EvaluateConfig:
     max_new_tokens: Optional[int] = None  # null: rollout.sampling.max_new_tokens
     prompts_per_batch: Optional[int] = None  # of an engine; null: as many as keep it busy
     # of the command only
-    checkpoint: Optional[str] = None  # Hugging Face directory, checkpoint or run directory
-    compare: Optional[str] = None  # a second one, on the same prompts
+    checkpoint: Optional[str] = None  # Hugging Face directory, checkpoint, run directory, shards; null: this run
+    compare: Optional[str] = None  # what it is compared with, on the same prompts
     output_dir: Optional[str] = None  # null: evaluations/ beside the checkpoint
 
 

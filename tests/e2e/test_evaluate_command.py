@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+
+from tests.unit.bridge.formats.foreign import write_flat
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
@@ -122,10 +125,28 @@ def uninterrupted(workspace: Path) -> Path:
 def test_a_model_compared_with_itself_is_no_better(uninterrupted: Path) -> None:
     (file,) = uninterrupted.glob("comparison-*.json")
     content = json.loads(file.read_text())
-    assert (content["second"], content["num_prompts"]) == ("copy", PROMPTS)
+    assert (content["first"], content["second"]) == ("copy", "quickstart/model") and content["num_prompts"] == PROMPTS
     assert content["reward"]["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert (content["reward"]["ties"], content["reward"]["sign_test_p"]) == (PROMPTS, 1.0)
     assert (uninterrupted / "compare" / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()
+
+
+def test_shards_of_other_trainers_are_read_as_they_are(workspace: Path, uninterrupted: Path) -> None:
+    """FSDP's and Megatron's forms of a model draw what the model draws; nothing is written beside results."""
+    model = workspace / "quickstart" / "model"
+    write_flat(workspace / "fsdp", load_file(model / "model.safetensors"), 2, padded=True)
+    convert = ["-m", "rlhf_mcore.cli.main", "convert", "--from", "hf", "--to", "megatron", str(model), "megatron"]
+    assert rlhf_mcore(workspace, *convert).returncode == 0
+    before = sorted(workspace.rglob("*.safetensors"))
+    options = ["evaluate.checkpoint=fsdp", "evaluate.compare=megatron", "evaluate.output_dir=sharded"]
+    done = evaluate(workspace, "rollout.engine=hf", "trainer.world_size=1", "actor.layout.tp=1", *options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for folder in ("sharded", "sharded/compare"):
+        assert (workspace / folder / "samples.jsonl").read_bytes() == (uninterrupted / "samples.jsonl").read_bytes()
+    first, second = (results(workspace / folder)["settings"]["model"] for folder in ("sharded", "sharded/compare"))
+    assert first["weights"] != second["weights"] and len(first["weights"]) == 2
+    assert sorted(workspace.rglob("*.safetensors")) == before
+    assert "fsdp (second) against megatron (first)" in done.stdout
 
 
 def test_killed_and_started_again_on_two_processes_the_files_are_the_same(workspace: Path, uninterrupted: Path) -> None:

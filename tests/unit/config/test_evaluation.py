@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.evaluation import checkpoint_config, find_model, validate_evaluation
+from rlhf_mcore.config.evaluation import (
+    ShardedModel,
+    checkpoint_config,
+    default_checkpoint,
+    find_model,
+    find_sharded,
+    validate_evaluation,
+)
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
 
@@ -40,7 +47,10 @@ def test_what_only_training_needs_is_not_asked_for(workspace: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["evaluate.checkpoint=null"], "evaluate.checkpoint is not set"),
+        (
+            ["evaluate.checkpoint=null"],
+            "is not set, and the configuration's own run outputs/rlhf_mcore/default has no checkpoint",
+        ),
         (["evaluate.checkpoint=gone"], "evaluate.checkpoint=gone is not a directory"),
         (["evaluate.compare=."], "evaluate.compare=. holds no config.json; give a Hugging Face directory"),
         (["data.eval=[]"], "data.eval=[] names no file"),
@@ -62,6 +72,44 @@ def test_what_only_training_needs_is_not_asked_for(workspace: Any) -> None:
 )
 def test_mistakes_name_field_and_remedy(workspace: Any, overrides: list[str], expected: str) -> None:
     assert any(expected in problem for problem in problems(*overrides)), problems(*overrides)
+
+
+def test_without_a_checkpoint_the_configurations_own_run_is_evaluated(workspace: Any) -> None:
+    cfg = load_config("run.yaml", ["checkpoint.load_best_model_at_end=true"])
+    assert default_checkpoint(cfg) is None
+    run = "outputs/rlhf_mcore/default"
+    for step, link in ((3, "latest"), (2, "best")):
+        workspace.write_hf_config(f"{run}/checkpoint-{step}/actor")
+        (workspace.root / run / link).symlink_to(f"checkpoint-{step}")
+    assert default_checkpoint(cfg) == f"{run}/best"
+    cfg.checkpoint.load_best_model_at_end = False
+    assert default_checkpoint(cfg) == f"{run}/latest"
+
+
+@pytest.mark.parametrize(
+    ("shards", "kind", "weights"),
+    [
+        (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "fsdp", "other"),
+        (["actor/model_world_size_1_rank_0.pt"], "fsdp", "other/actor"),
+        (["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "megatron", "other"),
+        ([".metadata"], "megatron", "other"),
+    ],
+)
+def test_shards_of_other_trainers_are_found(workspace: Any, shards: list[str], kind: str, weights: str) -> None:
+    for name in shards:
+        workspace.write(f"other/{name}", "")
+    assert find_sharded("other", "f", "model") == ShardedModel(kind, weights, "model")  # the model it was trained from
+    assert problems("evaluate.checkpoint=other") == []
+    workspace.write_hf_config(f"{weights}/huggingface", num_attention_heads=6, num_key_value_heads=6)
+    assert find_sharded("other", "f", "model") == ShardedModel(kind, weights, f"{weights}/huggingface")
+    assert any("num_attention_heads=6" in p for p in problems("evaluate.checkpoint=other", "rollout.layout.tp=4"))
+
+
+def test_shards_without_any_config_are_refused_with_the_remedy(workspace: Any) -> None:
+    workspace.write("other/model_world_size_1_rank_0.pt", "")
+    found = problems("evaluate.checkpoint=other", "model.path=gone")
+    assert any("other holds fsdp shards and no config.json" in p and "other/huggingface" in p for p in found)
+    assert find_sharded("model", "f", "model") is None and find_sharded("gone", "f", "model") is None
 
 
 def test_sizes_are_those_of_the_checkpoint(workspace: Any) -> None:

@@ -1,0 +1,84 @@
+"""Weights of a model that is evaluated, handed to the engine tensor by tensor, from whatever format they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from rlhf_mcore.bridge.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.formats.checks import checked_types
+from rlhf_mcore.bridge.formats.source import Source
+from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.config.evaluation import ShardedModel
+from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.observability.digests import sketch_of_file
+
+RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
+_FILES = {"hf": "*.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}
+
+
+class Weights(Protocol):
+    """Full Hugging Face tensors by name."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class ShardedWeights:
+    """Shards of another trainer as whole tensors, put together one at a time: nothing is written, no second copy is made.
+
+    Raises:
+        ConfigError: shards are absent or unsafe, or do not make the tensors that config.json asks for.
+    """
+
+    def __init__(self, model: ShardedModel):
+        directory, files = Path(model.weights), Path(model.files)
+        geometry = read_geometry(files)
+        if model.format == "fsdp":
+            self._source: Source = fsdp.open_fsdp(directory, files, geometry)
+        else:
+            self._source = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), files, geometry)
+        self._types = checked_types(self._source, geometry)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._types)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._types[name][1]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in the dtype of the shards."""
+        since_release = 0
+        for name, (_, shape) in self._types.items():
+            tensor = self._source.read(name, 0, shape[0])
+            yield name, tensor
+            since_release += tensor.nbytes
+            if since_release >= RELEASE_BYTES:
+                self._source.release()
+                since_release = 0
+
+
+def open_weights(directory: str, sharded: ShardedModel | None) -> Weights:
+    """Weights of a Hugging Face directory, or of shards that take their place."""
+    return HFReader(directory) if sharded is None else ShardedWeights(sharded)
+
+
+def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) -> list[str]:
+    """What tells one set of weights from another: a sketch of each of their files."""
+    if sharded is not None:
+        place = Path(sharded.weights)
+        directory = str(torch_dist.find_checkpoint(place) if sharded.format == "megatron" else place)
+    if directory is None:
+        return []
+    pattern = _FILES[sharded.format if sharded is not None else "hf"]
+    return [sketch_of_file(file) for file in sorted(Path(directory).glob(pattern))]
