@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
 from rlhf_mcore.bridge.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.tensor_files import TensorTypes
 from rlhf_mcore.checkpoint import delta
-from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
@@ -58,9 +58,15 @@ def run(request: Request) -> None:
     """
     if request.destination is None and not request.dry_run:
         raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+    given = request.source
+    if request.source_format == "checkpoint":
+        average = [newest_checkpoint(path) for path in request.average]
+        request = replace(request, source=newest_checkpoint(request.source), average=average)
     # Meshes of other processes are read here, and never compiled for.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     console = Console(stderr=True)
+    if request.source != given:
+        console.print(f"{given}: a run directory; converting {request.source.name}", soft_wrap=True, highlight=False)
     companions = _companions(request)
     geometry = read_geometry(companions)
     with ExitStack() as cleanup:
@@ -154,11 +160,18 @@ def _checked_model(request: Request, checkpoint: Path, cleanup: ExitStack) -> Pa
     return delta.readable(checkpoint, request.role, Path(scratch))
 
 
+def newest_checkpoint(directory: Path) -> Path:
+    """A checkpoint itself, or the newest one of a run directory."""
+    found = scan(directory) if not (directory / MANIFEST).is_file() else []
+    return found[-1].path if found else directory
+
+
 def _role_directory(checkpoint: Path, role: str) -> Path:
     """The model of a role in ``checkpoint-<step>``."""
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(
-            f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step>, or use --from hf"
+            f"{checkpoint}: no {MANIFEST}, so no committed checkpoint is here; give a checkpoint-<step> or a run directory, "
+            "or use --from hf"
         )
     if not (checkpoint / role).is_dir():
         raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")

@@ -57,9 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlhf-mcore convert",
         description=(
-            "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here), hf "
-            "(safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything is checked against "
-            "config.json before and after; DST appears whole or not at all."
+            "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
+            "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
+            "is checked against config.json before and after; DST appears whole or not at all."
         ),
         epilog=exit_codes.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

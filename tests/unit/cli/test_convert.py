@@ -74,6 +74,16 @@ def test_checkpoint_to_hf_is_bitwise_and_leaves_training_state_behind(checkpoint
     }
 
 
+def test_of_a_run_directory_the_newest_checkpoint_is_converted(
+    checkpoint: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "checkpoint-12").mkdir()  # no manifest: not committed
+    assert main(["--from", "checkpoint", "--to", "hf", str(tmp_path), str(tmp_path / "hf")]) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (checkpoint / "actor", tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "a run directory; converting checkpoint-5" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

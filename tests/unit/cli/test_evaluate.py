@@ -12,7 +12,8 @@ from rlhf_mcore.cli import main as main_module
 def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_module.main(["evaluate", "run.yaml", "data.eval=[train.jsonl]"]) == 2
     assert capsys.readouterr().err == (
-        "error: evaluate.checkpoint is not set; name a model directory, as in evaluate.checkpoint=DIR\n"
+        "error: evaluate.checkpoint is not set, and the configuration's own run outputs/rlhf_mcore/default has no checkpoint; "
+        "name a model directory, as in evaluate.checkpoint=DIR\n"
     )
 
 

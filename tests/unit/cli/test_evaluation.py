@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_mcore.checkpoint.delta import choose_base
-from rlhf_mcore.cli.evaluation import _subject, _whole
+from rlhf_mcore.cli.evaluation import _subject, checked_folder
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import inspect_generator
 from tests.unit.checkpoint.test_delta import save, updated, weights
@@ -24,14 +24,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_full_checkpoint_is_read_where_it_is(run: Path) -> None:
-    assert _whole(run / "checkpoint-10" / "actor") == str(run / "checkpoint-10" / "actor")
+    assert checked_folder(run / "checkpoint-10" / "actor", hashes=True) == str(run / "checkpoint-10" / "actor")
 
 
 def test_a_delta_is_made_whole(run: Path) -> None:
     folder = run / "checkpoint-20" / "actor"
     assert not list(folder.glob("*.safetensors"))
     assert inspect_generator(str(folder), "evaluate.checkpoint")[1] == []
-    found = load_file(Path(_whole(folder)) / "model-0.safetensors")
+    found = load_file(Path(checked_folder(folder, hashes=True)) / "model-0.safetensors")
     expected = updated(weights())
     assert {name: value.tobytes() for name, value in found.items()} == {
         name: value.tobytes() for name, value in expected.items()
@@ -43,11 +43,11 @@ def test_a_damaged_checkpoint_is_refused_with_the_file(run: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     for step in (10, 20):  # the delta leans on it
         with pytest.raises(ConfigError, match=rf"checkpoint-{step} is damaged .*model-0\.safetensors"):
-            _whole(run / f"checkpoint-{step}" / "actor")
+            checked_folder(run / f"checkpoint-{step}" / "actor", hashes=True)
 
 
 def test_a_directory_that_is_no_checkpoint_is_not_looked_into(tmp_path: Path) -> None:
-    assert _whole(tmp_path / "model") == str(tmp_path / "model")
+    assert checked_folder(tmp_path / "model", hashes=True) == str(tmp_path / "model")
 
 
 @pytest.mark.parametrize(("model", "name"), [("run/checkpoint-10/actor", "checkpoint-10"), ("models/Qwen3", "Qwen3")])
