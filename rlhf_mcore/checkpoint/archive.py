@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import tarfile
 import threading
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import IO
 
@@ -117,8 +120,10 @@ class Archiver:
 
 
 def _write(checkpoint: Path, target: Path) -> None:
+    # An archive holds what its most private file says.
+    mode = reduce(and_, ((checkpoint / name).stat().st_mode for name in files_below(checkpoint)))
     with (
-        target.open("wb") as file,
+        os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o777), "wb") as file,
         zstandard.ZstdCompressor(LEVEL).stream_writer(file, closefd=False) as stream,
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):

@@ -22,6 +22,7 @@ from rlhf_mcore.checkpoint.disk import FULL, TRANSIENT, Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.housekeeping import remove_partials
 from rlhf_mcore.checkpoint.manifest import DELTA, About, Base
+from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision, Triggers
 from rlhf_mcore.config.errors import ConfigError
@@ -40,13 +41,22 @@ class CheckpointWriter:
         disk: how files are changed.
         attempts: how often a save is tried when storage fails for a moment on some rank.
         full_every: every so many saves is a full one, the others are deltas (see ``delta``).
+        permissions: who may read what is written.
     """
 
-    def __init__(self, run: Path, disk: Disk | None = None, attempts: int = ATTEMPTS, full_every: int = 1):
+    def __init__(
+        self,
+        run: Path,
+        disk: Disk | None = None,
+        attempts: int = ATTEMPTS,
+        full_every: int = 1,
+        permissions: Permissions | None = None,
+    ):
         self.run = run
         self._disk = disk or Disk()
         self._attempts = attempts
         self._full_every = full_every
+        self.permissions = permissions or Permissions()
         self._num_bytes = 0  # of the save that is under way, on all ranks together
 
     def about(self, step: int, metrics: Mapping[str, float]) -> About:
@@ -93,6 +103,7 @@ class CheckpointWriter:
 
         def make() -> None:
             made.append(prepare(self.run, step, token, self._disk))
+            self.permissions.begin(made[0])
             self._make_room(made[0])
 
         error = _caught(make) if _is_first() else None
@@ -141,6 +152,7 @@ class CheckpointWriter:
             paths = write(partial)
             if base is not None:
                 paths = encode(partial, paths, self.run / base.name)
+            self.permissions.grant(partial, paths := [partial / path for path in paths])
             return seal_files(partial, paths, self._disk), None
         except Exception as error:
             return {}, error
@@ -161,6 +173,7 @@ class CheckpointWriter:
 
     def _commit(self, about: About, partial: Path, files: Entries) -> None:
         seal(partial, files, about, self._disk)
+        self.permissions.finish(partial)
         publish(self.run, about.step, partial, self._disk)
 
 

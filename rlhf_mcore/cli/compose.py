@@ -19,6 +19,7 @@ from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.trace.reload import keep_loading_layout
 from rlhf_mcore.bridge.transfer import Gatherer
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
+from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.signals import SignalRequests
@@ -100,7 +101,7 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
         return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg))
-    directory.write_config(to_yaml(cfg))
+    directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes = list(start.notes)
     if start.continues:
         directory.cut_metrics(start.step)

@@ -21,6 +21,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
+from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.signals import SignalRequests
@@ -126,7 +127,11 @@ def build_saving(
     state = RunState(registry, data, to_yaml(cfg), lambda: record.recent, tracker_states, set_tracker_states)
     keeper = _Housekeeping(cfg, run, record.note)
     checkpointer = Checkpointer(
-        writer=CheckpointWriter(run, full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1),
+        writer=CheckpointWriter(
+            run,
+            full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
+            permissions=Permissions(cfg.checkpoint.mode),
+        ),
         parts=roles,
         documents=state.documents,
         triggers=triggers,

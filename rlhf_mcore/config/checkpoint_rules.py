@@ -13,10 +13,17 @@ from rlhf_mcore.config.schema import CheckpointConfig, Config
 
 AUTO = "auto"
 NEVER = "never"
+PRIVATE = "private"
+MODES = ("0600", "0640", "0644", "0660", "0664")
 SLURM_END = "SLURM_JOB_END_TIME"
 
 _MINUTES = re.compile(r"\d+(\.\d+)?")
 _METRIC = re.compile(r"evaluate/\S+")
+
+
+def octal_mode(text: str) -> int | None:
+    """The file mode that a user means, None if it is none of ``MODES``. YAML takes 0640 without quotes for the number 416."""
+    return next((int(mode, 8) for mode in MODES if text in (mode, str(int(mode, 8)))), None)
 
 
 def checkpoint_problems(cfg: Config) -> Iterator[str]:
@@ -24,6 +31,8 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
     checkpoint = cfg.checkpoint
     yield from _metric_problems(cfg)
     yield from _retention_problems(checkpoint)
+    if checkpoint.mode not in (None, PRIVATE) and octal_mode(checkpoint.mode) is None:
+        yield f"checkpoint.mode={checkpoint.mode!r} is not a choice; choose one of: null, {PRIVATE}, {', '.join(MODES)}"
     if wrong := [step for step in checkpoint.keep if step < 1]:
         yield f"checkpoint.keep={checkpoint.keep}: {wrong[0]} is no step; name steps from 1 on"
     yield from _resume_problems(checkpoint)

@@ -374,6 +374,9 @@ class CheckpointConfig:
     save_total_limit: Optional[int] = None  # newest checkpoints that stay; null: all
     keep_every: Optional[int] = None  # checkpoints of steps that this divides stay too
     keep: list[int] = field(default_factory=list)  # steps that are saved, and whose checkpoints stay
+    mode: Optional[str] = (
+        None  # of files: null (umask) | private (optimizer, state and config 0600) | 0600 | 0640 | ... (all)
+    )
     archive: bool = False  # what does not stay becomes archive/checkpoint-<step>.tar.zst
     async_save: bool = False  # write in the background
     delta: bool = False  # between full saves, weights as compressed differences to the last full one

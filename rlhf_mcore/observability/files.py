@@ -13,11 +13,16 @@ from typing import Any
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``. A reader, or a crash at any instant, meets the old file or the new one."""
+def write_atomically(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Replace ``path`` by ``content``. A reader, or a crash at any instant, meets the old file or the new one.
+
+    ``mode``: who may read it, None: what the umask leaves.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

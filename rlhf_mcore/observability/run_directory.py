@@ -63,9 +63,9 @@ class RunDirectory:
         folder.mkdir(exist_ok=True)
         return folder / f"step-{step:06d}.jsonl"
 
-    def write_config(self, yaml_text: str) -> None:
-        """Write ``config.yaml``, whole or not at all."""
-        write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"))
+    def write_config(self, yaml_text: str, mode: int | None = None) -> None:
+        """Write ``config.yaml``, whole or not at all. ``mode``: who may read it."""
+        write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"), mode)
 
     def set_aside_metrics(self) -> Path | None:
         """Move metrics and rollouts of an earlier run out of the way, to ``metrics.<n>.jsonl`` and ``rollouts.<n>``.

@@ -124,7 +124,9 @@ class Checkpointer:
         self._refuse_not_finite(step)
         documents = self.documents(step)
         write = partial(self._write, documents)
-        return CheckpointWriter(directory).save(About(step), write, self._num_bytes(documents))
+        return CheckpointWriter(directory, permissions=self.writer.permissions).save(
+            About(step), write, self._num_bytes(documents)
+        )
 
     def drain(self) -> None:
         """Wait for a save that is under way and commit it. Collective over the world."""

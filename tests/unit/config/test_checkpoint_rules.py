@@ -39,6 +39,8 @@ def check(*overrides: str) -> list[str]:
         (["save_total_limit=0"], ["save_total_limit=0", "at least 1"]),
         (["save_epochs=-0.5"], ["save_epochs=-0.5", "at least 0"]),
         (["keep=[3,0]"], ["keep=[3, 0]", "0 is no step", "from 1 on"]),
+        (["mode=0444"], ["mode='0444'", "null, private, 0600"]),
+        (["mode=640"], ["mode='640'", "0640"]),
         (["save_minutes=-1"], ["save_minutes=-1", "at least 0"]),
         (["full_every=0"], ["full_every=0", "at least 1"]),
         (["on_damaged=ignore"], ["on_damaged='ignore'", "fallback, error"]),
@@ -70,6 +72,11 @@ def test_fault_07_every_combination_of_saving_is_accepted_or_refused_with_a_mess
         assert all("set save_total_limit" in problem for problem in problems)
         refused += expected
     assert refused == 12
+
+
+@pytest.mark.parametrize("mode", ["private", "0600", "'0640'", "null"])
+def test_modes_may_be_written_with_quotes_and_without(workspace: Any, mode: str) -> None:
+    assert check(f"mode={mode}") == []
 
 
 def test_a_checkpoint_may_be_named(workspace: Any, tmp_path: Path) -> None:

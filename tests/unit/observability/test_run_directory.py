@@ -19,7 +19,8 @@ def test_paths_are_those_of_the_design(tmp_path: Path) -> None:
     assert run.rollouts_path(1) == run.path / "rollouts" / "step-000001.jsonl"
     assert run.rollouts_path(1).parent.is_dir()
     run.write_config("seed: 1\n")
-    run.write_config("seed: 2\n")
+    run.write_config("seed: 2\n", 0o600)
+    assert (run.path / "config.yaml").stat().st_mode & 0o777 == 0o600
     assert (run.path / "config.yaml").read_text() == "seed: 2\n"
     run.close()
 
