@@ -33,7 +33,7 @@ def ppo_clip(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str
     ``clip_fraction_dual`` counts those tokens. The log ratio is clamped to +-``MAX_LOG_RATIO`` (no gradient beyond), so that the
     one unclipped case, a negative advantage on a token that has become far more likely, stays finite.
     """
-    ratio = _log_ratio(inputs).exp()
+    ratio = _bounded(_log_ratio(inputs)).exp()
     advantages = inputs.advantages
     surrogate = torch.minimum(ratio * advantages, _clipped(ratio, cfg) * advantages)
     metrics = _clip_metrics(ratio, inputs, cfg)
@@ -56,10 +56,11 @@ def gspo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, Te
     The mean is over trainable tokens, also those that the rollout correction leaves out of the loss. Metrics count tokens, of which a
     clipped response gives all.
     """
+    # Only the sequence's log ratio is bounded: every token counts in it as it is, and has a gradient.
     log_ratio = _log_ratio(inputs)
     means = _sequence_means(log_ratio.detach(), inputs)
     # The bracket is 0: it only carries the gradient.
-    ratio = (means + (log_ratio - log_ratio.detach())).exp()
+    ratio = _bounded(means + (log_ratio - log_ratio.detach())).exp()
     surrogate = torch.minimum(ratio * inputs.advantages, _clipped(ratio, cfg) * inputs.advantages)
     return weighted_sum(-surrogate, inputs.weights), _clip_metrics(ratio, inputs, cfg)
 
@@ -73,7 +74,7 @@ def cispo(inputs: LossInputs, cfg: AlgorithmConfig) -> tuple[Tensor, dict[str, T
     No token loses its gradient. ``clip_low: 1`` is no lower bound, as in the paper. The clip fractions count every token at
     a bound, whatever the sign of its advantage.
     """
-    ratio = _log_ratio(inputs).exp().detach()
+    ratio = _bounded(_log_ratio(inputs)).exp().detach()
     logprobs = torch.where(inputs.mask, at_least_float32(inputs.logprobs), 0)
     loss = weighted_sum(-_clipped(ratio, cfg) * inputs.advantages * logprobs, inputs.weights)
     metrics = _clip_metrics(ratio, inputs, cfg)
@@ -88,7 +89,11 @@ def _log_ratio(inputs: LossInputs) -> Tensor:
     This one selection also keeps garbage advantages out of the gradient: its backward drops whatever arrives there.
     """
     log_ratio = at_least_float32(inputs.logprobs) - at_least_float32(inputs.old_logprobs)
-    return torch.where(inputs.mask, log_ratio, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.where(inputs.mask, log_ratio, 0)
+
+
+def _bounded(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _clipped(ratio: Tensor, cfg: AlgorithmConfig) -> Tensor:

@@ -215,3 +215,14 @@ def test_a_token_without_weight_stays_in_its_sequences_ratio():
     # A = -1 and s above the range: not clipped, loss 1/2 s = 2, and its gradient 1/2 s at the token that counts.
     assert loss.item() == pytest.approx(2.0) and new.grad.tolist() == [pytest.approx([2.0, 0.0])]
     assert metrics["importance_ratio"].item() == pytest.approx(8.0)
+
+
+def test_a_far_token_counts_in_its_sequences_ratio_as_it_is_and_keeps_its_gradient():
+    """Log ratios 50, -49.9 and 0.2 have a mean of 0.1: the ratio is exp(0.1), within the range, so each token's gradient is -A w s."""
+    new = torch.tensor([[50.0, -49.9, 0.2]], dtype=torch.float64, requires_grad=True)
+    zeros, third = torch.zeros(1, 3, dtype=torch.float64), torch.full((1, 3), 1 / 3, dtype=torch.float64)
+    made = loss_inputs(new, zeros, third * 6, third)
+    loss, _ = POLICY_LOSSES["gspo"](made, AlgorithmConfig(clip_low=0.25, clip_high=0.25))
+    loss.backward()
+    assert loss.item() == pytest.approx(-2 * math.exp(0.1))
+    assert new.grad.tolist() == [pytest.approx([-2 / 3 * math.exp(0.1)] * 3)]
