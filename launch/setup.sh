@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 stack="${RLHF_MCORE_STACK:-cpu}"
 case "$stack" in
-    cpu) version=3.11 locks=(requirements/cpu.lock requirements/cpu.in) ;;
+    cpu) version=3.11 locks=(requirements/cpu.lock requirements/cpu.in requirements/oracles.lock) ;;
     gpu) version=3.12 locks=(requirements/gpu.lock requirements/vllm.lock) ;;
     *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu or gpu" ;;
 esac
@@ -107,6 +107,10 @@ install() {
     hand_on_index_settings
     # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
     uv_install --compile-bytecode --require-hashes -r "$root/${locks[0]}"
+    if [[ "$stack" == cpu ]]; then
+        # For tests/oracles alone, beside what others import: verl's package brings a top-level module called tests.
+        uv_install --require-hashes --target "$venv/oracles" -r "$root/requirements/oracles.lock"
+    fi
     if [[ "$stack" == gpu ]]; then
         heading "setup: vLLM, built against the container's torch (half an hour or more; MAX_JOBS limits its memory)"
         # Its wheel is built against another torch, with other interfaces.

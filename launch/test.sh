@@ -72,6 +72,7 @@ section "import-linter" lint-imports
 failed_lints=${#failed[@]}
 section "tests/gpu (skipped without a GPU)" tier tests/gpu
 section "tests/unit (no processes)" tier tests/unit
+section "tests/oracles (published functions of verl and TRL)" tier tests/oracles
 section "tests/distributed (gloo, torchrun)" tier tests/distributed
 section "tests/e2e (real vLLM)" tier tests/e2e
 section "tests/slurm (real SLURM; skipped without it)" tier tests/slurm

@@ -167,7 +167,7 @@ def lock_entries(name: str) -> dict[str, str]:
     return entries
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap", "oracles"])
 def test_every_requirement_is_locked_with_hashes(name: str) -> None:
     entries = lock_entries(f"{name}.lock")
     for requirement, details in entries.items():

@@ -69,11 +69,13 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_installs_torch_then_the_lock_then_the_package(checkout: Checkout) -> None:
     done = checkout.setup()
     assert done.returncode == 0, done.stderr
-    venv, bootstrap, torch, lock, package = checkout.calls()
+    venv, bootstrap, torch, lock, oracles, package = checkout.calls()
     assert venv.startswith("venv ") and "--clear" not in venv
     assert "--require-hashes" in bootstrap and bootstrap.endswith("requirements/bootstrap.lock")
     assert torch.endswith("--no-deps torch==2.13.0+cpu")
     assert "--no-deps" in lock and "--require-hashes" in lock and lock.endswith("requirements/cpu.lock")
+    assert "--no-deps" in oracles and "--require-hashes" in oracles and oracles.endswith("requirements/oracles.lock")
+    assert f"--target {checkout.root}/.venv/oracles" in oracles
     assert "--no-deps" in package and "--no-build-isolation" in package
     assert package.endswith(f"--editable {checkout.root}")
     assert checkout.stamp.is_file()
@@ -86,14 +88,14 @@ def test_second_run_does_nothing(checkout: Checkout) -> None:
     assert (done.returncode, done.stdout, done.stderr, checkout.calls()) == (0, "", "", [])
 
 
-@pytest.mark.parametrize("name", ["requirements/cpu.lock", "setup.py"])
+@pytest.mark.parametrize("name", ["requirements/cpu.lock", "requirements/oracles.lock", "setup.py"])
 def test_a_changed_lock_or_setup_installs_again(checkout: Checkout, name: str) -> None:
     checkout.setup()
     checkout.calls()
     with (checkout.root / name).open("a") as file:
         file.write("# changed\n")
     assert checkout.setup().returncode == 0
-    assert len(checkout.calls()) == 5
+    assert len(checkout.calls()) == 6
 
 
 def test_a_failure_exits_with_its_cause_and_leaves_no_stamp(checkout: Checkout) -> None:

@@ -1,0 +1,116 @@
+"""The published functions that ours are compared with, as they are in the packages of verl and TRL.
+
+The packages are installed without their dependencies, in a folder of their own that no other import sees
+(``requirements/oracles.lock``; verl's brings a top-level package called ``tests``). So the modules with the mathematics are loaded
+from their files, unchanged, and what they import besides is a name without content: types of annotations, base classes, trackers,
+data frames. Nothing that computes a number is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Packages that only their trainers need.
+ABSENT = ("accelerate", "datasets", "hydra", "orjson", "pandas", "peft", "tensordict", "codetiming")
+REAL = {
+    "verl": (
+        "verl.plugin.platform",
+        "verl.trainer.ppo.core_algos",
+        "verl.trainer.ppo.rollout_corr_helper",
+        "verl.utils.device",
+        "verl.utils.groupwise",
+        "verl.utils.import_utils",
+        "verl.utils.torch_functional",
+    ),
+    "trl": ("trl.extras.profiling", "trl.trainer.grpo_trainer", "trl.trainer.utils"),
+}
+
+
+class _Nothing:
+    """A class without content, whatever it is made of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class _Hollow(types.ModuleType):
+    """A module in which every name is a class without content."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Nothing,), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of a package that are wanted, and hollow ones for all others of it and for those that are absent."""
+
+    def __init__(self, package: str, folder: Path):
+        self._package, self._folder, self._real = package, folder, REAL[package]
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if name.startswith(tuple(f"{real}." for real in self._real)) or name in self._real:
+            return PathFinder.find_spec(name, path)
+        if name.partition(".")[0] in (self._package, *ABSENT):
+            spec = ModuleSpec(name, self, is_package=True)
+            spec.submodule_search_locations = [str(self._folder.joinpath(*name.split(".")[1:]))]
+            return spec
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Hollow(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing in it."""
+
+
+@contextmanager
+def _importing(package: str, folder: Path) -> Iterator[None]:
+    """Afterwards nothing of it is left among the imported modules: other tests see what is installed."""
+    finder, names = _Finder(package, folder), (package, *ABSENT)
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _folder_of(package: str) -> Path:
+    folder = Path(sys.prefix, "oracles", package)
+    if not folder.is_dir():
+        pytest.skip(f"{package} is not in {folder.parent} (./launch/setup.sh installs it)", allow_module_level=True)
+    return folder
+
+
+def verl() -> types.SimpleNamespace:
+    """``core_algos``, ``rollout_corr_helper`` and ``torch_functional``. Skips where verl is not installed."""
+    with _importing("verl", _folder_of("verl")):
+        utils = importlib.import_module("verl.utils")
+        groupwise = importlib.import_module("verl.utils.groupwise")
+        utils.as_torch_index, utils.group_mean_std = groupwise.as_torch_index, groupwise.group_mean_std  # type: ignore[attr-defined]
+        names = ("trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper", "utils.torch_functional")
+        return types.SimpleNamespace(
+            **{name.rpartition(".")[2]: importlib.import_module(f"verl.{name}") for name in names}
+        )
+
+
+def trl() -> types.SimpleNamespace:
+    """``grpo_trainer`` and ``utils``. Skips where TRL is not installed."""
+    with _importing("trl", _folder_of("trl")):
+        names = ("trainer.grpo_trainer", "trainer.utils")
+        return types.SimpleNamespace(
+            **{name.rpartition(".")[2]: importlib.import_module(f"trl.{name}") for name in names}
+        )

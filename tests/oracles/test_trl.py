@@ -1,0 +1,140 @@
+"""The whole loss of the actor against that of TRL's GRPOTrainer, and logprobs and entropy against TRL's, in value and gradient."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
+from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
+from rlhf_mcore.roles import policy
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.types import Microbatch
+from tests.oracles import published
+from tests.oracles.ragged import CONSTANT_LENGTH, LENGTHS, WIDTH, Ragged, leaf
+from tests.unit.parallel.world import Meeting, ThreadGroup
+
+trl = published.trl()
+LOSS_TYPES = {"token": "bnpo", "sequence": "grpo", "constant": "dr_grpo"}  # ours -> TRL's
+
+
+def theirs(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
+    """TRL's loss of given logprobs and entropies; everything that it needs of a trainer is a constant."""
+    same = SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1, sync_gradients=True)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: (new, entropy, None),
+        accelerator=same,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        aux_loss_enabled=False,
+        beta=cfg.kl.coef,
+        current_gradient_accumulation_steps=1,
+        entropy_coef=cfg.entropy_coef,
+        epsilon_high=cfg.clip_high,
+        epsilon_low=cfg.clip_low,
+        importance_sampling_level="sequence" if cfg.policy_loss == "gspo" else "token",
+        loss_type=LOSS_TYPES[cfg.loss_aggregation],
+        max_completion_length=CONSTANT_LENGTH,
+        model=SimpleNamespace(training=True),
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_adaptive_entropy=False,
+        use_vllm=factors is not None,
+        vllm_importance_sampling_correction=factors is not None,
+        _entropy_bonus_enabled=cfg.entropy_coef != 0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    prompts = torch.zeros(len(LENGTHS), 1, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": prompts + 1,
+        "completion_ids": torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int64),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.old,
+        "ref_per_token_logps": batch.ref,
+        "importance_sampling_ratio": factors,
+    }
+    return trl.grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
+    """The loss of the actor, of a microbatch that holds the whole batch."""
+    nothing: Any = SimpleNamespace()
+    actor = Actor(nothing, nothing, TrainerConfig(), None, OptimizerConfig(), Updates(4), "actor", 1.0, cfg)
+    actor.kl_coef = cfg.kl.coef
+    fields = {
+        "weights": batch.weights(cfg.loss_aggregation),
+        "old_logprobs": batch.old,
+        "advantages": batch.advantages,
+        "ref_logprobs": batch.ref,
+    }
+    if factors is not None:
+        fields["correction"] = factors
+    ids = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int64)
+    microbatch = Microbatch(ids, ids, list(range(len(LENGTHS))), [WIDTH] * len(LENGTHS), fields=fields)
+    return actor.loss(torch.stack([new, entropy]), microbatch)[0]
+
+
+@pytest.mark.parametrize(("name", "aggregation"), [*(("ppo_clip", each) for each in LOSS_TYPES), ("gspo", "sequence")])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("with_kl", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_whole_loss(
+    monkeypatch: pytest.MonkeyPatch, seed: int, name: str, aggregation: str, corrected: bool, with_kl: bool
+) -> None:
+    """Policy term, KL and entropy bonus together; the correction is of the policy term alone, for both.
+
+    TRL has the sequence form of GSPO, which is our token form where a response has one advantage and one factor.
+    """
+    batch = Ragged(seed)
+    if name == "gspo":
+        batch.advantages = batch.advantages[:, :1].expand_as(batch.advantages)
+    cfg = AlgorithmConfig(
+        policy_loss=name,
+        clip_low=0.1,
+        clip_high=0.3,
+        loss_aggregation=aggregation,
+        # TRL's bonus is a mean over tokens whatever the aggregation.
+        entropy_coef=0.2 if aggregation == "token" else 0.0,
+        kl=KLConfig(coef=0.3 if with_kl else 0.0, clip=None),
+    )
+    factors = torch.exp(batch.old - batch.rollout).clamp(max=1.2) if corrected else None
+    if factors is not None:
+        factors[1, 2] = factors[3] = 0.0
+        factors = factors[:, :1].expand_as(factors) if name == "gspo" else factors
+    monkeypatch.setattr(policy, "policy_head", lambda model, temperature, outputs, microbatch: outputs.unbind())
+    found, gradients = [], []
+    for loss in (ours, theirs):
+        new, entropy = leaf(batch.new), leaf(batch.values.abs())
+        value = loss(batch, new, entropy, cfg, factors)
+        value.backward()
+        found.append(value.detach())
+        gradients.append([x.grad if x.grad is not None else torch.zeros_like(x) for x in (new, entropy)])
+    assert float(gradients[1][0].abs().max()) > 1e-3, "there must be something to compare"
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = scale * torch.randn(4, 9, 37, generator=generator)
+    labels = torch.randint(0, 37, (4, 9), generator=generator)
+    alone: Any = ThreadGroup(Meeting(1), 0)
+    here, there = leaf(logits), leaf(logits.double())
+    found = vocab_parallel_logprobs(here, labels, vocab_size=37, temperature=temperature, group=alone)
+    expected = trl.utils.selective_log_softmax_and_entropy(there, labels, temperature=temperature)
+    weights = torch.randn(2, 4, 9, generator=generator)
+    for value, reference, weight in zip(found, expected, weights, strict=True):
+        torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-5)
+        (value * weight).sum().backward(retain_graph=True)
+        (reference * weight).sum().backward(retain_graph=True)
+    assert here.grad is not None and there.grad is not None
+    torch.testing.assert_close(here.grad.double(), there.grad, rtol=2e-5, atol=2e-5)

@@ -1,0 +1,214 @@
+"""Estimators, losses, aggregations, KLs, corrections and logprobs against verl's, in value and gradient.
+
+Where the two differ on purpose the test says how: verl whitens with N - 1 in the variance where ours has N.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.algorithms.advantages import whiten
+from rlhf_mcore.algorithms.correction import rollout_correction
+from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS
+from rlhf_mcore.algorithms.kl import kl_penalty
+from rlhf_mcore.algorithms.masking import weighted_sum
+from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.algorithms.value_loss import value_loss
+from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
+from tests.oracles import published
+from tests.oracles.ragged import AGGREGATIONS, CONSTANT_LENGTH, LENGTHS, Ragged, leaf
+from tests.unit.parallel.world import Meeting, ThreadGroup
+
+verl = published.verl()
+near_and_far = pytest.mark.parametrize(
+    "batch", [Ragged(1), Ragged(2), Ragged(3).far_apart(), Ragged(4).far_apart()], ids=["1", "2", "far 3", "far 4"]
+)
+NUM_TOKENS = sum(LENGTHS)
+
+
+def same(ours: Tensor, theirs: Tensor, mask: Tensor | None = None, rtol: float = 1e-6) -> None:
+    """Equal in the mask, and both of some size there."""
+    chosen = (ours, theirs) if mask is None else (ours[mask], theirs[mask])
+    assert float(chosen[1].abs().max()) > 1e-3, "there must be something to compare"
+    torch.testing.assert_close(chosen[0].double(), chosen[1].double(), rtol=rtol, atol=rtol)
+
+
+def same_with_gradient(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    """Of scalars."""
+    here, there = leaf(at), leaf(at)
+    value, reference = ours(here), theirs(there)
+    same(value.detach(), reference.detach())
+    value.backward()
+    reference.backward()
+    assert here.grad is not None and there.grad is not None
+    same(here.grad, there.grad)
+
+
+def actor_config(cfg: AlgorithmConfig) -> Any:
+    made = verl.core_algos.ActorConfig()
+    settings = dict(
+        clip_ratio=0.2, clip_ratio_low=cfg.clip_low, clip_ratio_high=cfg.clip_high, clip_ratio_c=cfg.dual_clip
+    )
+    for name, value in settings.items():
+        setattr(made, name, value)
+    made.get = lambda name, default: settings.get(name, default)
+    made.global_batch_info = {"batch_num_tokens": NUM_TOKENS, "global_batch_size": len(LENGTHS)}
+    made.global_batch_info["loss_scale_factor"] = CONSTANT_LENGTH
+    return made
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("ours", "theirs"), [("ppo_clip", "vanilla"), ("gspo", "gspo"), ("cispo", "cispo")])
+@pytest.mark.parametrize("corrected", [False, True])
+@near_and_far
+def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, corrected: bool) -> None:
+    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    factors = torch.exp(batch.old - batch.rollout).clamp(max=1.2) if corrected else None
+    if factors is not None:
+        factors[1, 2] = factors[3] = 0.0  # a token, and a whole sequence, that are left out
+    loss = verl.core_algos.get_policy_loss_fn(theirs)
+    same_with_gradient(
+        lambda new: find_policy_loss(ours)(batch.loss_inputs(new, aggregation, factors), cfg)[0],
+        lambda new: loss(
+            batch.old,
+            new,
+            batch.advantages,
+            batch.floats,
+            loss_agg_mode=AGGREGATIONS[aggregation],
+            config=actor_config(cfg),
+            rollout_is_weights=factors,
+        )[0],
+        batch.new,
+    )
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_aggregations(aggregation: str) -> None:
+    batch = Ragged(5)
+    same_with_gradient(
+        lambda values: weighted_sum(values, batch.weights(aggregation)),
+        lambda values: verl.core_algos.agg_loss(
+            values, batch.floats, AGGREGATIONS[aggregation], loss_scale_factor=CONSTANT_LENGTH
+        ),
+        batch.advantages,
+    )
+
+
+@pytest.mark.parametrize(("estimator", "clip"), [("k1", None), ("k2", None), ("k3", 10.0)])
+@near_and_far
+def test_kl(batch: Ragged, estimator: str, clip: float | None) -> None:
+    weights = batch.weights("token")
+    same_with_gradient(
+        lambda new: weighted_sum(kl_penalty(new, batch.ref, estimator, mask=batch.mask, clip=clip), weights),
+        lambda new: (verl.core_algos.kl_penalty(new, batch.ref, estimator) * weights).sum(),
+        batch.new,
+    )
+
+
+@pytest.mark.parametrize("clip", [0.2, 100.0])
+def test_value_loss(clip: float) -> None:
+    batch = Ragged(6, spread=1.0)
+    same_with_gradient(
+        lambda values: value_loss(values, batch.old, batch.returns, batch.weights("token"), clip)[0],
+        lambda values: verl.core_algos.compute_value_loss(values, batch.returns, batch.old, batch.floats, clip)[0],
+        batch.new,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "cfg"),
+    [
+        ("grpo", "grpo", AlgorithmConfig()),
+        ("grpo", "grpo", AlgorithmConfig(normalize_std=False)),
+        ("rloo", "rloo", AlgorithmConfig()),
+        ("reinforce_plus_plus", "reinforce_plus_plus", AlgorithmConfig(gamma=0.9)),
+        ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", AlgorithmConfig()),
+    ],
+    ids=["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_outcome_estimators(seed: int, ours: str, theirs: str, cfg: AlgorithmConfig) -> None:
+    batch = Ragged(seed)
+    found = ADVANTAGE_ESTIMATORS[ours](batch.advantage_inputs(), cfg).advantages
+    arguments: dict[str, Any] = {"index": batch.groups.numpy(), "config": cfg}
+    if ours == "grpo":
+        arguments["norm_adv_by_std_in_grpo"] = cfg.normalize_std
+    estimator = verl.core_algos.get_adv_estimator_fn(theirs)
+    expected, _ = estimator(batch.rewards.clone(), batch.floats, **arguments)
+    if ours.startswith("reinforce"):
+        expected = expected * math.sqrt(NUM_TOKENS / (NUM_TOKENS - 1))
+    same(found, expected, batch.mask, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0)])
+@pytest.mark.parametrize("gap", [False, True], ids=["whole", "with an observation inside"])
+def test_gae(gamma: float, lam: float, gap: bool) -> None:
+    batch = Ragged(7)
+    if gap:
+        batch.mask[3, 4:6] = False
+        batch.rewards, batch.values = (torch.where(batch.mask, x, 0) for x in (batch.rewards, batch.values))
+    cfg = AlgorithmConfig(gamma=gamma, lam=lam, whiten_advantages=True)
+    found = ADVANTAGE_ESTIMATORS["gae"](batch.advantage_inputs(), cfg)
+    expected, returns = verl.core_algos.compute_gae_advantage_return(
+        batch.rewards, batch.values, batch.floats, gamma, lam
+    )
+    assert found.returns is not None
+    same(found.returns, returns, batch.mask, rtol=1e-5)
+    count = int(batch.mask.sum())
+    same(found.advantages, expected * math.sqrt(count / (count - 1)), batch.mask, rtol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+def test_whitening_of_small_values(scale: float) -> None:
+    """Beside eps the variance is nothing at 1e-6, so N - 1 makes no difference there."""
+    batch = Ragged(8)
+    ours = whiten(batch.advantages * scale, batch.mask)
+    theirs = verl.torch_functional.masked_whiten(batch.advantages * scale, batch.floats)
+    torch.testing.assert_close(ours[batch.mask], theirs[batch.mask], rtol=0.5 / NUM_TOKENS * 1.05, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+@pytest.mark.parametrize(("masked", "spread"), [(False, 0.3), (False, 30.0), (True, 0.3), (True, 1.0)])
+def test_rollout_correction(mode: str, masked: bool, spread: float) -> None:
+    batch = Ragged(9, spread=spread)
+    low, high = (0.5, 2.0) if masked else (None, None)
+    cfg = RolloutCorrectionConfig(mode=mode, cap=2.0, mask_low=low, mask_high=high)
+    factors, _ = rollout_correction(batch.old, batch.rollout, batch.mask, cfg)
+    expected, _ = verl.rollout_corr_helper.compute_rollout_correction_weights(
+        batch.old - batch.rollout, batch.floats, rollout_is=mode, rollout_is_threshold="0.5_2.0" if masked else 2.0
+    )
+    same(factors, expected, batch.mask)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = scale * torch.randn(4, 9, 37, generator=generator)
+    labels = torch.randint(0, 37, (4, 9), generator=generator)
+    alone: Any = ThreadGroup(Meeting(1), 0)
+    weights = torch.randn(2, 4, 9, generator=generator)
+
+    def ours(x: Tensor) -> Tensor:
+        found = vocab_parallel_logprobs(x, labels, vocab_size=37, temperature=temperature, group=alone)
+        return sum((w * value).sum() for w, value in zip(weights, found, strict=True))
+
+    def theirs(x: Tensor) -> Tensor:
+        x = x.double() / temperature
+        logprobs = verl.torch_functional.logprobs_from_logits_naive(x, labels)
+        return (weights[0] * logprobs).sum() + (weights[1] * verl.torch_functional.entropy_from_logits(x)).sum()
+
+    here, there = leaf(logits), leaf(logits)
+    value, reference = ours(here), theirs(there)
+    same(value.detach(), reference.detach(), rtol=1e-5)
+    value.backward()
+    reference.backward()
+    assert here.grad is not None and there.grad is not None
+    same(here.grad, there.grad, rtol=2e-5)
