@@ -17,24 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import COMPANIONS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
-# What travels with the weights: everything a user of the directory needs to run it.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 class HFReader:

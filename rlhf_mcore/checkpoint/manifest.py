@@ -20,13 +20,13 @@ import xxhash
 
 from rlhf_mcore import __version__
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.formats import VERSION, migrate
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.checkpoint.threads import spread
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 
 FORMAT = "rlhf_mcore.checkpoint"
-VERSION = 1
 FULL = "full"
 DELTA = "delta"
 LIBRARIES = {
@@ -171,15 +171,11 @@ def read_manifest(directory: Path) -> Manifest:
     content = dict(parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY).content)
     if content.get("format") != FORMAT:
         raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; {_REMEDY}")
-    if content.get("version") != VERSION:
-        raise ConfigError(
-            f"{path}: format version {content.get('version')!r}, but this release reads version {VERSION}; "
-            "use the release that wrote it"
-        )
     digest = content.pop("digest", None)
+    migrated = migrate(path, content, content.get("version"))
     if digest != _digest(content) or data != _encode({**content, "digest": digest}):
         raise ConfigError(f"{path}: the manifest is damaged (its digest differs); {_REMEDY}")
-    return _parse(Fields(content, str(path), _REMEDY), digest)
+    return _parse(Fields(migrated, str(path), _REMEDY), digest)
 
 
 def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:

@@ -54,6 +54,7 @@ from rlhf_mcore.trainer.counters import Counters
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
@@ -100,7 +101,7 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
     if dist.get_rank() != 0:
         return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
-    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg))
+    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg))
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes = list(start.notes)
     if start.continues:
@@ -124,7 +125,8 @@ def _tell(start: Start) -> Start:
     """What the first rank has found, on every rank."""
     weights = {role: str(path) for role, path in start.weights.items()}
     checkpoint, step, weights = broadcast_json([str(start.checkpoint or ""), start.step, weights], 0)
-    return Start(Path(checkpoint) if checkpoint else None, step, {role: Path(path) for role, path in weights.items()})
+    found = {role: Path(path) for role, path in weights.items()}
+    return Start(Path(checkpoint) if checkpoint else None, step, found, inputs=start.inputs)
 
 
 def _build(
@@ -148,12 +150,12 @@ def _build(
             **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
         )
     sampler = _sampler(cfg, data.train)
-    run_directory, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
+    counters = Counters()
     estimation = Estimation(cfg.algorithm)
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if built.critic is not None and built.critic.normalizer is not None:
         holders["return_normalizer"] = built.critic.normalizer
-    saving = build_saving(cfg, run_directory, saved_roles(cfg, built), holders, sampler, requests, record)
+    saving = build_saving(cfg, start, saved_roles(cfg, built), holders, sampler, requests, record)
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()

@@ -109,7 +109,7 @@ class Saving:
 
 def build_saving(
     cfg: Config,
-    run: Path,
+    start: Start,
     models: Sequence[SavedRole],
     holders: Mapping[str, Stateful],
     sampler: Sampler,
@@ -117,6 +117,7 @@ def build_saving(
     record: RunRecord,
 ) -> Saving:
     """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
+    run = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
     roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in models]
     triggers = _triggers(cfg, run, sampler) if dist.get_rank() == 0 else None
     registry, data = Registry(), Registry()
@@ -124,7 +125,9 @@ def build_saving(
     for name, holder in holders.items():
         registry.register(name, holder)
     data.register("sampler", sampler)
-    state = RunState(registry, data, to_yaml(cfg), lambda: record.recent, tracker_states, set_tracker_states)
+    state = RunState(
+        registry, data, to_yaml(cfg), lambda: record.recent, tracker_states, set_tracker_states, start.inputs
+    )
     keeper = _Housekeeping(cfg, run, record.note)
     checkpointer = Checkpointer(
         writer=CheckpointWriter(

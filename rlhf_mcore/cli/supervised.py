@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -57,9 +56,9 @@ def build_trainer(
     with record.phase("build_model"):
         model = build_supervised(cfg, platform, dtype, name := SAVED_AS[cfg.algorithm.kind], start.weights)
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
-    run, counters = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment, Counters()
+    counters = Counters()
     models = [(name, model, cfg.model.path)]
-    saving = build_saving(cfg, run, models, {"counters": counters}, sampler, requests, record)
+    saving = build_saving(cfg, start, models, {"counters": counters}, sampler, requests, record)
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import load_yaml
 
 # Going on with another value would make a run that is neither the old one nor a new one.
@@ -31,16 +33,21 @@ FIXED = (
 _FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
 
-def compare_configs(saved: str, current: str) -> tuple[list[str], list[str]]:
+def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """(what cannot be changed, what has changed otherwise) between two configurations in YAML, a line for each key.
+
+    A key that the release which wrote the saved one did not have counts as changed where it is not at its default now.
+    ``by_content``: keys that name files whose contents are compared; their paths may change.
 
     Raises:
         ConfigError: the saved one is no configuration.
     """
-    before, now = dict(_leaves(_read(saved))), dict(_leaves(_read(current)))
+    before, now = dict(_leaves(asdict(Config()))), dict(_leaves(_read(current)))
+    before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(_FREE)]
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
-    return [lines[key] for key in changed if key in FIXED], [lines[key] for key in changed if key not in FIXED]
+    fixed = [key for key in changed if key in FIXED and key not in by_content]
+    return [lines[key] for key in fixed], [lines[key] for key in changed if key not in fixed]
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:

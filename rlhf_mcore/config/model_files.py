@@ -31,6 +31,18 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+# What travels with the weights: everything a user of the directory needs to run it.
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    *TOKENIZER_FILES,
+    *CHAT_TEMPLATE_FILES,
+)
 # What transformers takes for a key that the file leaves out, where it matters here.
 _HEAD_DIM = {"qwen3": 128}  # elsewhere hidden_size / num_attention_heads
 _MISTRAL_WINDOW = 4096

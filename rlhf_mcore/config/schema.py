@@ -382,6 +382,8 @@ class CheckpointConfig:
     delta: bool = False  # between full saves, weights as compressed differences to the last full one
     full_every: int = 10  # delta: every so many saves is a full one
     resume: str = "auto"  # auto (the newest checkpoint, if there is one) | never | path of a checkpoint
+    # what is done when data, reward, tokenizer, template or a model has another content than it had: refuse | warn
+    changed_inputs: str = "refuse"
     on_damaged: str = "fallback"  # auto: fallback (to the checkpoint before a damaged one) | error
     on_failed_save: str = "stop"  # stop | continue (and try again when the next save is due)
     verify: bool = True  # check every hash before loading

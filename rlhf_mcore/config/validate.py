@@ -71,6 +71,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "data.overlong_prompts": ("error", "drop"),
     "data.apply_chat_template": ("auto", "true", "false"),
     "model.attention": ("auto", "eager", "sdpa", "flash_attention_2"),
+    "checkpoint.changed_inputs": ("refuse", "warn"),
     "checkpoint.on_damaged": ("fallback", "error"),
     "checkpoint.on_failed_save": ("stop", "continue"),
     "logging.console": ("auto", "rich", "plain", "off"),

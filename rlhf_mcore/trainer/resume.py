@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import Checkpoint, scan
+from rlhf_mcore.checkpoint.layout import CONFIG, Checkpoint, scan
 from rlhf_mcore.checkpoint.links import BestRule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
@@ -16,7 +16,9 @@ from rlhf_mcore.config.checkpoint_rules import AUTO, NEVER
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
-from rlhf_mcore.trainer.documents import CONFIG, read_step
+from rlhf_mcore.foreign import SMALL, read_text
+from rlhf_mcore.trainer.documents import check_counts, read_inputs, read_step
+from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
 
 MAX_NOTED = 20
 
@@ -26,6 +28,7 @@ class Start:
     """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
 
     ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record goes on, up to this step.
+    ``inputs``: fingerprints of what the run is made from; the first rank's.
     """
 
     checkpoint: Path | None = None
@@ -33,6 +36,7 @@ class Start:
     weights: dict[str, Path] = field(default_factory=dict)
     continues: bool = False
     notes: list[str] = field(default_factory=list)
+    inputs: Inputs = field(default_factory=dict)
 
 
 def best_rule(cfg: CheckpointConfig) -> BestRule | None:
@@ -40,20 +44,25 @@ def best_rule(cfg: CheckpointConfig) -> BestRule | None:
     return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
 
 
-def find_start(run: Path, cfg: CheckpointConfig, config_yaml: str, disk: Disk | None = None) -> Start:
+def find_start(
+    run: Path, cfg: CheckpointConfig, config_yaml: str, inputs: Inputs | None = None, disk: Disk | None = None
+) -> Start:
     """Bring a run directory in order and choose the checkpoint to go on from. For one process, which holds the directory's lock.
 
+    ``inputs``: fingerprints of what the run is made from, as its configuration names it.
+
     Raises:
-        ConfigError: a checkpoint was asked for and is damaged, none of several is intact, or the configuration has changed in what
-            cannot be changed.
+        ConfigError: a checkpoint was asked for and is damaged, none of several is intact, or the configuration, or the content of
+            an input, has changed in what cannot be changed.
     """
+    inputs = inputs or {}
     disk = disk or Disk()
     rule = best_rule(cfg)
     notes = recover(run, rule, disk)
     own = scan(run)
     if cfg.resume == NEVER:
         _refuse_to_mix(run, own)
-        return Start(notes=notes)
+        return Start(notes=notes, inputs=inputs)
     if cfg.resume != AUTO and (not own or Path(cfg.resume).resolve().parent == run.resolve()):
         chosen = Path(cfg.resume).resolve()
         extra = _check(chosen, cfg)
@@ -61,14 +70,14 @@ def find_start(run: Path, cfg: CheckpointConfig, config_yaml: str, disk: Disk | 
         found, skipped, extra = _newest_intact(own, cfg)
         notes += skipped
         if found is None:
-            return Start(notes=notes)
+            return Start(notes=notes, inputs=inputs)
         chosen = found.path
-    notes += [*_ignored(chosen, extra), *_compare(chosen, config_yaml), *_other_libraries(chosen)]
+    notes += [*_ignored(chosen, extra), *_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
         notes += set_aside(run, steps_after(run, step), rule, disk)
     weights = {model: readable(chosen, model, run) for model in model_names(read_manifest(chosen).files)}
-    return Start(chosen, step, weights, inside, [f"going on after step {step} from {chosen}", *notes])
+    return Start(chosen, step, weights, inside, [f"going on after step {step} from {chosen}", *notes], inputs)
 
 
 def _newest_intact(own: list[Checkpoint], cfg: CheckpointConfig) -> tuple[Checkpoint | None, list[str], list[Problem]]:
@@ -96,6 +105,7 @@ def _check(checkpoint: Path, cfg: CheckpointConfig) -> list[Problem]:
     damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
         raise ConfigError(f"{checkpoint} is damaged: {_list(damaged)}.")
+    check_counts(checkpoint)
     return problems
 
 
@@ -121,17 +131,33 @@ def _other_libraries(checkpoint: Path) -> list[str]:
     return [f"warning: {'; '.join(changed)}: the last digits of numbers may differ from those of an unbroken run"]
 
 
-def _compare(checkpoint: Path, config_yaml: str) -> list[str]:
-    try:
-        saved = (checkpoint / CONFIG).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{checkpoint / CONFIG}: not readable ({error}); choose another checkpoint") from error
-    fixed, other = compare_configs(saved, config_yaml)
+def _compare(checkpoint: Path, cfg: CheckpointConfig, config_yaml: str, inputs: Inputs) -> list[str]:
+    saved = read_text(checkpoint / CONFIG, limit=SMALL.num_bytes, remedy="choose another checkpoint")
+    known = read_inputs(checkpoint)
+    by_content = keys_of(known) & keys_of(inputs) if known is not None else frozenset()
+    fixed, other = compare_configs(saved, config_yaml, by_content)
     refuse(checkpoint, fixed)
     shown = other[:MAX_NOTED]
-    return [f"changed since: {line}" for line in shown] + (
-        [f"changed since: {len(other) - len(shown)} more keys"] if len(other) > len(shown) else []
-    )
+    notes = [f"changed since: {line}" for line in shown]
+    if len(other) > len(shown):
+        notes.append(f"changed since: {len(other) - len(shown)} more keys")
+    if known is None:
+        return [
+            *notes,
+            f"{checkpoint.name} holds no fingerprints of data, code and models: the release that wrote it kept none",
+        ]
+    return notes + _changed_inputs(checkpoint, cfg, changed_inputs(known, inputs))
+
+
+def _changed_inputs(checkpoint: Path, cfg: CheckpointConfig, changed: list[str]) -> list[str]:
+    if changed and cfg.changed_inputs == "refuse":
+        raise ConfigError.many(
+            [
+                f"{line}; restore it, start a new experiment, or set checkpoint.changed_inputs=warn (checkpoint: {checkpoint})"
+                for line in changed
+            ]
+        )
+    return [f"warning: {line}" for line in changed]
 
 
 def _refuse_to_mix(run: Path, own: list[Checkpoint]) -> None:

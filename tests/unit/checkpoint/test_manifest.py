@@ -31,7 +31,7 @@ def kinds(problems: list[Problem]) -> list[tuple[str, str]]:
 def test_every_file_is_there_with_its_size_and_hash(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 20, metrics={"evaluate/accuracy": 0.5, "evaluate/reward": float("nan")})
     content = json.loads((checkpoint / "manifest.json").read_text())
-    assert content["format"] == "rlhf_mcore.checkpoint" and content["version"] == 1
+    assert content["format"] == "rlhf_mcore.checkpoint" and content["version"] == 2
     assert (content["step"], content["kind"], content["base"]) == (20, "full", None)
     assert content["metrics"] == {"evaluate/accuracy": 0.5}
     assert content["files"] == {
@@ -136,7 +136,12 @@ def test_files_that_lead_out_of_the_checkpoint_are_refused(tmp_path: Path) -> No
         ("[" * 100_000, "nested deeper than 32"),
         ("[]", "not a JSON object"),
         ('{"format": "other"}', "not the manifest of a checkpoint"),
-        ('{"format": "rlhf_mcore.checkpoint", "version": 2}', "format version 2, but this release reads version 1"),
+        (
+            '{"format": "rlhf_mcore.checkpoint", "version": 3}',
+            "format version 3, but this release reads versions 1 to 2",
+        ),
+        ('{"format": "rlhf_mcore.checkpoint", "version": "1"}', "format version '1', but this release"),
+        ('{"format": "rlhf_mcore.checkpoint", "version": 2}', "damaged"),
         ('{"format": "rlhf_mcore.checkpoint", "version": 1}', "damaged"),
     ],
 )

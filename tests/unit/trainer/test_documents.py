@@ -88,9 +88,18 @@ def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "not readable"),
-        ("[]", "not the state of a run"),
-        ('{"format": 9, "step": 1, "world_size": 1, "state": {}}', "format 9, this version reads 1"),
+        ("", "not valid JSON"),
+        ("[]", "not a JSON object"),
+        (
+            '{"format": 9, "step": 1, "world_size": 1, "state": {}}',
+            "format version 9, but this release reads versions 1 to 2",
+        ),
+        ('{"format": 1, "step": "1", "world_size": 1, "state": {}}', "has step='1', not an integer"),
+        ('{"format": 1, "step": 1, "world_size": 1}', "has no state, which is an object"),
+        (
+            '{"format": 1, "step": 1, "world_size": 1, "state": {"number": NaN}}',
+            r"state\.number is nan, not a finite number",
+        ),
         ('{"format": 1, "step": 1, "world_size": 1, "state": {}}', r"does not hold the state of \['number'\]"),
     ],
 )

@@ -20,16 +20,21 @@ from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.trainer.inputs import Inputs
 from rlhf_mcore.trainer.resume import Start, find_start
 from tests.unit.checkpoint.saving import complete
 
 
-def save(run: Path, step: int, cfg: Config | None = None) -> Path:
+def save(run: Path, step: int, cfg: Config | None = None, inputs: Inputs | None = None) -> Path:
+    """A checkpoint of today, or of the first release, which kept no ``inputs``."""
     disk = Disk()
     partial = prepare(run, step, "0a", disk)
     state = {"format": 1, "step": step, "world_size": 1, "state": {}}
+    if inputs is not None:
+        state |= {"format": 2, "recent": [], "inputs": inputs}
     files = {
         "trainer_state.json": json.dumps(state),
+        "dataloader.json": json.dumps(dict(list(state.items())[:4])),
         "config.yaml": to_yaml(cfg or Config()),
         "weights": f"of {step}",
         "actor/model.safetensors": "weights",
@@ -48,9 +53,11 @@ def save_model(run: Path, step: int, base: Base | None = None) -> Path:
     partial = prepare(run, step, "0a", disk)
     (partial / "actor").mkdir()
     save_file({"w": np.full(100, step, np.float32)}, partial / "actor" / "model.safetensors")
-    (partial / "trainer_state.json").write_text(json.dumps({"format": 1, "step": step, "world_size": 1, "state": {}}))
+    for name in ("trainer_state.json", "dataloader.json"):
+        (partial / name).write_text(json.dumps({"format": 1, "step": step, "world_size": 1, "state": {}}))
     (partial / "config.yaml").write_text(to_yaml(Config()))
-    paths = [partial / name for name in ("actor/model.safetensors", "trainer_state.json", "config.yaml")]
+    names = ("actor/model.safetensors", "trainer_state.json", "dataloader.json", "config.yaml")
+    paths = [partial / name for name in names]
     paths += complete(partial)
     if base is not None:
         paths = encode(partial, paths, run / base.name)

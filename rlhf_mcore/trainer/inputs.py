@@ -1,0 +1,191 @@
+"""What a run is made from, by its content: data, the user's code, tokenizer, chat template, models.
+
+A checkpoint keeps the fingerprints, and a run that goes on from it compares: the same paths may hold something else by then, and
+other paths the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.user_functions import is_file_spec
+from rlhf_mcore.foreign import MissingFile, open_file, read_json
+from rlhf_mcore.observability.digests import sketch_of_file
+
+Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
+
+_MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path")
+_TOKENIZER = tuple(
+    name for name in COMPANIONS if name not in ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES)
+)
+# Written by every save of transformers, and without a bearing on what the model computes in our dtype.
+_IDLE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+# Larger files of weights are sampled: reading 140 GB would cost each start minutes, and training or merging changes every tensor.
+_WHOLE_BYTES = 256 * 2**20
+_MAX_HEADER_BYTES = 100 * 2**20
+
+
+def fingerprints(cfg: Config) -> Inputs:
+    """Of everything that a resolved configuration names.
+
+    Files are hashed whole, but of files of weights beyond 256 MiB only the header, the size and 257 blocks spread over it.
+
+    Raises:
+        ConfigError: a file is not there or cannot be read.
+    """
+    found: dict[str, Mapping[str, str]] = {}
+    for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
+        for number, file in enumerate(files):
+            found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file)))
+    values = dict(_leaves(asdict(cfg)))
+    for key, spec in values.items():
+        if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
+            found[key] = _entry(spec, _code_digest(spec))
+    for key in _MODEL_KEYS:
+        if (directory := values[key]) is not None:
+            found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
+    tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
+    found["tokenizer"] = _entry(tokenizer, _digest([_tokenizer_file(tokenizer / name) for name in _TOKENIZER]))
+    found["chat template"] = _entry(tokenizer, _digest(_chat_templates(tokenizer)))
+    return found
+
+
+def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
+    """A line for each input that has another content than it had.
+
+    An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
+    that are trained on are all compared.
+    """
+    lines = []
+    for name in dict.fromkeys((*saved, *current)):
+        before, now = saved.get(name), current.get(name)
+        if before is None or now is None:
+            if name.startswith("data.train["):
+                lines.append(
+                    f"{name} was {before['path'] if before else 'not there'} and is {now['path'] if now else 'not there'}"
+                )
+        elif before["content"] != now["content"]:
+            where = f"{before['path']} then, {now['path']} now" if before["path"] != now["path"] else before["path"]
+            lines.append(f"{name} has another content than when the checkpoint was written ({where})")
+    return lines
+
+
+def keys_of(inputs: Inputs) -> frozenset[str]:
+    """Keys of the configuration that name these inputs."""
+    return frozenset(name.partition("[")[0].partition(" (")[0] for name in inputs)
+
+
+def _entry(path: str | Path, digest: str) -> Mapping[str, str]:
+    return {"path": str(path), "content": digest}
+
+
+def _file_digest(file: Path) -> str:
+    with open_file(file):  # a regular file
+        return hash_file(file).xxh3_128
+
+
+def _digest(content: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+
+
+def _model(directory: Path) -> dict[str, str]:
+    """Of the parts of a Hugging Face model."""
+    return {
+        "config.json": _digest(_without_idle(directory / "config.json")),
+        "generation_config.json": _digest(_without_idle(directory / "generation_config.json")),
+        "weights": _digest([_weights_digest(file) for file in sorted(directory.glob("*.safetensors"))]),
+    }
+
+
+def _without_idle(file: Path) -> dict[str, Any]:
+    try:
+        content = read_json(file).content
+    except MissingFile:
+        return {}
+    return {key: value for key, value in content.items() if key not in _IDLE}
+
+
+def _weights_digest(file: Path) -> list[str]:
+    with open_file(file) as content:
+        if file.stat().st_size <= _WHOLE_BYTES:
+            return [hash_file(file).xxh3_128]
+        size = int.from_bytes(content.read(8), "little")
+        header = xxhash.xxh3_128_hexdigest(content.read(min(size, _MAX_HEADER_BYTES)))
+    return [header, sketch_of_file(file)]
+
+
+def _tokenizer_file(file: Path) -> Any:
+    """The content of a file; of tokenizer_config.json all but the chat template."""
+    if file.name == "tokenizer_config.json":
+        return {key: value for key, value in _without_idle(file).items() if key != "chat_template"}
+    return _file_digest(file) if file.is_file() else None
+
+
+def _chat_templates(directory: Path) -> list[Any]:
+    in_config = _without_idle(directory / "tokenizer_config.json").get("chat_template")
+    files = [directory / name for name in CHAT_TEMPLATE_FILES]
+    return [in_config, *(_file_digest(file) if file.is_file() else None for file in files)]
+
+
+def _code_digest(spec: str) -> str:
+    """Of a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
+    path, _, function = spec.rpartition(":")
+    first = Path(path).expanduser().resolve()
+    roots = [first.parent, Path.cwd()]
+    digests, waiting = {}, [first]
+    while waiting:
+        file = waiting.pop()
+        if file not in digests:
+            digests[file] = _file_digest(file)
+            waiting += _imported(file, roots)
+    others = sorted({(file.name, digest) for file, digest in digests.items() if file != first})
+    return _digest([function, digests[first], others])
+
+
+def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Files below ``roots`` that a file imports by name."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # it is refused elsewhere, or never imported
+    for node in ast.walk(tree):
+        names: list[str] = []
+        places = list(roots)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+            if node.level:
+                places = [file.parents[min(node.level, len(file.parents)) - 1]]
+        for name in filter(None, names):
+            if name.partition(".")[0] != "rlhf_mcore":
+                yield from _module_files(name.split("."), places)
+
+
+def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path]:
+    """The file of a module and those of the packages that it is in."""
+    for place in places:
+        for length in range(1, len(parts) + 1):
+            path = place.joinpath(*parts[:length])
+            for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+                if candidate.is_file():
+                    yield candidate.resolve()
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
