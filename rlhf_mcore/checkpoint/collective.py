@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
-from rlhf_mcore.checkpoint.disk import FULL, TRANSIENT, Disk
+from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.housekeeping import remove_partials
 from rlhf_mcore.checkpoint.manifest import DELTA, About, Base
@@ -26,6 +26,7 @@ from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision, Triggers
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.observability.files import FULL
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gather_json, reduce_sums
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -102,9 +103,9 @@ class CheckpointWriter:
         made: list[Path] = []
 
         def make() -> None:
+            self._make_room()
             made.append(prepare(self.run, step, token, self._disk))
             self.permissions.begin(made[0])
-            self._make_room(made[0])
 
         error = _caught(make) if _is_first() else None
         try:
@@ -113,20 +114,20 @@ class CheckpointWriter:
             raise self._given_up(failure, made[0] if made else None) from failure
         return Path(broadcast_json(str(made[0]) if _is_first() else None, 0))
 
-    def _make_room(self, partial: Path) -> None:
+    def _make_room(self) -> None:
         """Remove what failed saves have left where there is no room beside it.
 
         Raises:
             OSError: there is no room without it either.
         """
-        if self._fits(partial):
+        if self._fits():
             return
-        remove_partials(self.run, partial, self._disk)
-        if not self._fits(partial):
+        remove_partials(self.run, self._disk)
+        if not self._fits():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _fits(self, directory: Path) -> bool:
-        free = self._disk.free_bytes(directory)
+    def _fits(self) -> bool:
+        free = self._disk.free_bytes(self.run)
         return free is None or self._num_bytes <= free
 
     def _given_up(self, failure: SaveError, partial: Path | None) -> SaveError:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rlhf_mcore.observability.files import free_bytes
+
 T = TypeVar("T")
 
 # Network storage that is being failed over answers with these and recovers. A full or read-only disk does not.
 TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO})
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 WAITS_S = (0.1, 0.5, 2.0)
 
 
@@ -46,9 +47,8 @@ class Disk:
         return action()
 
     def free_bytes(self, directory: Path) -> int | None:
-        """What may still be written below a directory; None where the file system does not tell. Quotas are not known here."""
-        found = os.statvfs(directory)
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
+        """What may still be written below a directory; None where nobody tells. Quotas are not known here."""
+        return free_bytes(directory)
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and its parents; it may be there."""

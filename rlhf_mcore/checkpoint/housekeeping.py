@@ -32,9 +32,14 @@ def tidy(
     return notes
 
 
-def remove_partials(run: Path, but: Path, disk: Disk) -> None:
-    """Remove what saves that were not finished have left, in the run directory and in quarantine, but not ``but``."""
-    left = [item.path for item in scan_transitional(run) if item.state == "partial" and item.path != but]
+def remove_partials(run: Path, disk: Disk) -> int:
+    """Remove what saves that were not finished have left, in the run directory and in quarantine. None may be under way.
+
+    Returns how many there were.
+    """
+    left = [item.path for item in scan_transitional(run) if item.state == "partial"]
     quarantined = (run / QUARANTINE).glob("checkpoint-*.partial-*")
-    for path in [*left, *(path for path in quarantined if path.is_dir() and not path.is_symlink())]:
+    left += [path for path in quarantined if path.is_dir() and not path.is_symlink()]
+    for path in left:
         disk.remove_tree(path)
+    return len(left)

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.housekeeping import remove_partials
 from rlhf_mcore.checkpoint.layout import (
     ARCHIVE,
     QUARANTINE,
@@ -21,14 +22,19 @@ from rlhf_mcore.checkpoint.layout import (
 )
 from rlhf_mcore.checkpoint.links import BestRule, refresh_links
 
+SCARCE_BYTES = 64 * 2**20  # with less free a run may not even begin: logs, metrics
+
 
 def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
     """Bring a run directory into a state that a save leaves. Returns one line per thing that was done.
 
     A checkpoint that was being replaced comes back if its successor did not arrive; partial directories are quarantined; removals
-    are finished; ``latest`` and ``best`` are rebuilt by scanning.
+    are finished; ``latest`` and ``best`` are rebuilt by scanning. On a full disk partial directories are removed instead.
     """
     notes = []
+    free = disk.free_bytes(run)
+    if free is not None and free < SCARCE_BYTES and (count := remove_partials(run, disk)):
+        notes.append(f"the disk is full ({free:,} bytes free): what {count} unfinished saves had left was removed")
     for left in scan_transitional(run):
         notes.append(_resolve(run, left, disk))
     notes += _clear_archives(run / ARCHIVE, disk)

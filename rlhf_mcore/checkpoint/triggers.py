@@ -141,7 +141,6 @@ class Triggers:
         self._mark = now
         earlier, self._epoch_mark = self._epoch_mark, self._epochs_passed()
         best = self._is_best(step, metrics)
-        late = self._is_late(now)
         reasons = {
             STEPS: self.config.save_steps > 0 and step % self.config.save_steps == 0,
             EPOCHS: self._epoch_mark > earlier,
@@ -151,10 +150,11 @@ class Triggers:
             SIGNAL: save_requested,
             REQUEST: self._is_requested(),
             STOP: stop_requested,
-            DEADLINE: late,
             MEASURE: self._should_measure(now),
             END: step >= self.num_steps,
         }
+        late = self._is_late(now, save_is_due=any(reasons.values()))
+        reasons[DEADLINE] = late
         stop = (stop_requested or late) and step < self.num_steps
         if step == self._saved_step:  # asked once more about a step that is on the disk already
             return Decision(stop=stop)
@@ -212,11 +212,12 @@ class Triggers:
         self.best_value, self.best_step = metrics[rule.metric], step
         return True
 
-    def _is_late(self, now: float) -> bool:
-        """Whether another step and a save would not fit before the deadline."""
+    def _is_late(self, now: float, *, save_is_due: bool) -> bool:
+        """Whether another step and a save, after the one that is due now, would not fit before the deadline."""
         if self.deadline is None:
             return False
-        needed = (self.step_s.seconds or 0.0) + (self.save_s.seconds or 0.0)
+        num_saves = 2 if save_is_due else 1
+        needed = (self.step_s.seconds or 0.0) + num_saves * (self.save_s.seconds or 0.0)
         return now + MARGIN * needed >= self.deadline
 
     def _should_measure(self, now: float) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import end_of_last_line, json_line, pretty_json, write_atomically
+from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, pretty_json, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
 
 FIELD = "evaluate.output_dir"
@@ -84,18 +84,20 @@ class PartFile:
 
     def __init__(self, directory: Path, engine: int, num_engines: int) -> None:
         path = directory / "parts" / f"engine-{engine:05d}-of-{num_engines:05d}.jsonl"
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
         """One line per prompt, with all its samples.
 
         Raises:
-            OSError: the disk is full.
+            FullDiskError: they do not fit on the disk.
         """
         content = memoryview(b"".join(json_line({"samples": samples}) for samples in prompts))
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
+        with full_disk_named(self._path, len(content)):
+            while content:
+                content = content[os.write(self._file, content) :]
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file."""

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class FullDiskError(OSError):
+    """A file does not fit: its path, what it needs and what is free."""
+
+
+def free_bytes(directory: Path) -> int | None:
+    """What may still be written below a directory; None where nobody tells. Quotas are not known here."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+@contextmanager
+def full_disk_named(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Let the error of a full disk tell which file was to be written, of how many bytes, and how many are free.
+
+    Raises:
+        FullDiskError: instead of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        needed = f"{path} needs {num_bytes:,} bytes" if num_bytes is not None else f"{path} cannot be written"
+        free = free_bytes(path.parent)
+        room = f", {free:,} bytes are free" if free is not None else ""
+        raise FullDiskError(error.errno, f"{os.strerror(error.errno or 0)}: {needed}{room}") from error
 
 
 def write_atomically(path: Path, content: bytes, mode: int | None = None) -> None:
@@ -20,7 +54,7 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with full_disk_named(path, len(content)), temporary.open("wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -31,8 +32,9 @@ class DirectoryLock:
             raise ConfigError(
                 f"{file.parent} is in use by another run ({holder}); wait for it to end, or {remedy}"
             ) from error
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # for people: a full disk does not keep a run from what would free it
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _drop_in_forked_children(self)
 
     def close(self) -> None:

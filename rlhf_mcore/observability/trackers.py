@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import end_of_last_line, json_line
+from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker
@@ -24,6 +25,7 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         os.ftruncate(self._file, end_of_last_line(path))
 
@@ -31,15 +33,13 @@ class JsonlTracker:
         """Write one line.
 
         Raises:
-            OSError: the line could not be written whole, for example because the disk is full.
+            FullDiskError: the line does not fit on the disk.
         """
         assert "step" not in metrics, "the step is an argument of its own"
         line = json_line({"step": step, **metrics})
-        written = os.write(self._file, line)
-        if written != len(line):
-            raise OSError(
-                f"metrics of step {step}: only {written} of {len(line)} bytes were written; is the disk full?"
-            )
+        with full_disk_named(self._path, len(line)):
+            if os.write(self._file, line) != len(line):  # the rest is removed when the file is opened again
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -59,16 +59,19 @@ class TensorboardTracker:
             raise ConfigError(
                 f"logging.tensorboard=true needs the tensorboard package ({error}); set it to false"
             ) from error
+        self._directory = directory
         self._writer = SummaryWriter(str(directory), flush_secs=10, purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            number = value.item() if hasattr(value, "item") else value
-            if isinstance(number, int | float) and math.isfinite(number):
-                self._writer.add_scalar(name, number, step)
+        with full_disk_named(self._directory):
+            for name, value in metrics.items():
+                number = value.item() if hasattr(value, "item") else value
+                if isinstance(number, int | float) and math.isfinite(number):
+                    self._writer.add_scalar(name, number, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with full_disk_named(self._directory):
+            self._writer.close()
 
 
 class MultiTracker:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
+from tests.small_disk import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -167,10 +169,20 @@ def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, tormen
     assert f"the run ends with the model of checkpoint-{best}" in done.stdout and "best/actor" in done.stdout
 
 
-def test_another_layout_goes_on_with_the_same_numbers(workspace: Path, tormented: Path) -> None:
+def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
+    workspace: Path, tormented: Path
+) -> None:
     start = tormented / "x-calm" / "checkpoint-2"
     layout = ["actor.layout.tp=1", "actor.layout.pp=2", "critic.layout.tp=2", "critic.layout.pp=1"]
-    done = run(workspace, f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}", *layout)
+    prompts = json.loads((start / "dataloader.json").read_text())["state"]["sampler"]["num_prompts"]
+    due = [
+        "checkpoint.save_steps=0",
+        f"checkpoint.save_epochs={16 / prompts}",
+        "checkpoint.keep=[3]",
+    ]  # 4 prompts a step
+    private = ["checkpoint.mode=private"]
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}"]
+    done = run(workspace, *arguments, *layout, *due, *private)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "changed since: actor.layout.pp was" in done.stdout and "going on after step 2" in done.stdout
     expected = {record["step"]: record for record in metrics(tormented / "x-calm")}
@@ -178,6 +190,52 @@ def test_another_layout_goes_on_with_the_same_numbers(workspace: Path, tormented
     assert [record["step"] for record in found] == [3, 4, 5]
     for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
         assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-6), name
+    saved = scan(tormented / "moved")
+    assert [checkpoint.step for checkpoint in saved] == [3, 4, STEPS]  # named, an epoch (of 16 prompts), the end
+    assert_recent(saved[-1].path, found)
+    for name, mode in {"actor/training/index.json": 0o600, "config.yaml": 0o600, "manifest.json": 0o644}.items():
+        assert (saved[-1].path / name).stat().st_mode & 0o777 & ~0o022 == mode, name
+    pinned = subprocess.run(
+        [sys.executable, "-m", "rlhf_mcore.cli.main", "pin", str(tormented / "moved"), "4", "good"], check=False
+    )
+    assert pinned.returncode == 0 and (tormented / "moved/pins/good/actor/config.json").is_file()
+
+
+def assert_recent(checkpoint: Path, rows: list[dict[str, Any]]) -> None:
+    """``trainer_state.json`` tells of the steps what the metrics tell."""
+    expected = [
+        {"step": r["step"], "time": r["timing/unix_time"], "loss": r.get("loss/total"), "reward": r["reward/mean"]}
+        for r in rows
+    ]
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["recent"] == expected
+    assert all(abs(time.time() - row["timing/unix_time"]) < 3600 for row in rows)
+    assert all(row["timing/tokens_per_s"] > 0 for row in rows)
+
+
+def test_fault_28_and_09_a_disk_that_fills_ends_a_run_that_goes_on_after_failed_saves(
+    workspace: Path, tormented: Path
+) -> None:
+    """The second and the last save do not fit: the first is passed over, and the run does not end as if it were done."""
+    (disk := workspace / "disk").mkdir()
+    with small_disk(disk, size_of(tormented / "x-calm/checkpoint-2") * 3 // 2 // 1024) as mounted:
+        if not mounted:
+            pytest.skip("no tmpfs can be mounted here")
+        arguments = ["trainer.num_steps=3", "experiment=full", f"output_dir={disk}", "logging.rollouts_every=0"]
+        policy = ["checkpoint.async_save=true", "checkpoint.on_failed_save=continue", "critic.warmup_steps=0"]
+        done = run(workspace, *arguments, *policy)
+        directory = disk / "quickstart" / "full"
+        assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+        assert [c.step for c in scan(directory)] == [1] and verify(directory / "checkpoint-1") == []
+        assert (directory / "latest").readlink() == Path("checkpoint-1")
+    sentence = re.compile(
+        rf"checkpoint-(\d) was not saved: .*{re.escape(str(directory))} needs [\d,]+ bytes for it, [\d,]+ bytes"
+    )
+    assert sentence.findall(done.stdout) == ["2"]
+    assert set(sentence.findall(done.stderr)) == {"3"}
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def test_what_cannot_be_changed_is_refused_before_anything_is_touched(workspace: Path, tormented: Path) -> None:

@@ -15,6 +15,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.layout import QUARANTINE, linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import About, verify
+from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from tests.small_disk import small_disk
@@ -104,6 +105,21 @@ def test_fault_28_what_failed_saves_have_left_makes_room_for_the_next(disk_of_on
     writer.save(About(20), writes(600), 600 * KIB)
     assert_only(disk_of_one_mib, 10, 20)
     assert list((disk_of_one_mib / QUARANTINE).iterdir()) == [kept]
+
+
+def test_fault_28_a_run_that_starts_again_on_a_full_disk_frees_what_its_saves_have_left(disk_of_one_mib: Path) -> None:
+    CheckpointWriter(disk_of_one_mib).save(About(10), writes(100), 100 * KIB)
+    for path in (".checkpoint-15.partial-0a1b", f"{QUARANTINE}/checkpoint-14.partial-0a1b-20260101T000000"):
+        (disk_of_one_mib / path).mkdir(parents=True)
+        (disk_of_one_mib / path / "weights").write_bytes(bytes(400 * KIB))
+    with (disk_of_one_mib / "other").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(KIB))
+    notes = recover(disk_of_one_mib, None, Disk())
+    assert any("the disk is full" in note and "2 unfinished saves" in note for note in notes)
+    assert_only(disk_of_one_mib, 10)
+    free = Disk().free_bytes(disk_of_one_mib)
+    assert free is not None and free >= 800 * KIB
 
 
 def test_fault_28_a_quota_is_named_as_such(tmp_path: Path) -> None:

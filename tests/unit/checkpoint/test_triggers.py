@@ -242,6 +242,19 @@ def test_fault_17_a_save_is_measured_while_there_is_time(make: Make, clock: Cloc
     assert clock.now <= 2000 + 50
 
 
+def test_fault_17_a_save_that_is_due_now_counts_too(make: Make, clock: Clock) -> None:
+    triggers = make(deadline=clock.now + 1000, save_steps=1)
+    for step in range(1, 100):
+        clock.now += 10
+        decision = triggers.decide(step, {})
+        clock.now += 300
+        triggers.saved(step, 300)
+        if decision.stop:
+            break
+    # At 630 s a save, a step and a save, times 1.25, would end at 1392: the second save is the last one, not the third.
+    assert (step, clock.now) == (2, 1000 + 620)
+
+
 def test_fault_17_a_limit_shorter_than_one_step_still_saves_it(make: Make, clock: Clock) -> None:
     triggers = make(deadline=clock.now + 10)
     clock.now += 30

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_mcore.observability.files import FullDiskError
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
 
 
@@ -50,7 +51,9 @@ def test_a_line_that_a_crash_cut_short_is_removed(whole: str, torn: str, tmp_pat
 def test_a_line_is_written_at_once_or_the_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     monkeypatch.setattr(os, "write", lambda descriptor, data: len(data) - 3)
-    with pytest.raises(OSError, match=r"metrics of step 7: only 9 of 12 bytes .* disk full"):
+    with pytest.raises(
+        FullDiskError, match=r"No space left on device: .*metrics\.jsonl needs 12 bytes, [\d,]+ bytes are free"
+    ):
         tracker.log(7, {})
     monkeypatch.undo()
     tracker.close()
