@@ -91,7 +91,14 @@ def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable:
 
 
 def algorithm() -> AlgorithmConfig:
-    return AlgorithmConfig(advantage="gae", gamma=0.98, lam=0.9, loss_aggregation="token", kl=KLConfig(coef=0.05))
+    return AlgorithmConfig(
+        advantage="gae",
+        gamma=0.98,
+        lam=0.9,
+        bootstrap_truncated=True,
+        loss_aggregation="token",
+        kl=KLConfig(coef=0.05),
+    )
 
 
 def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: Any) -> Team:
@@ -107,7 +114,7 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
     host = HostWeights(frozen) if frozen is not None else None
     return Team(
         Actor(*trained("lm", actor), "actor", TEMPERATURE, algorithm()),
-        Critic(*trained("token", critic), "critic", 0.2),
+        Critic(*trained("token", critic), "critic", 0.2, bootstrap=True),
         Reference(frozen, spec, trainer, TEMPERATURE, host_weights=host),
     )
 
@@ -137,7 +144,7 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
     """Of a critic that is loaded with its head, and again of what it saved."""
     model, spec = built(path, "token", cut, platform, trainable=False)
     trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
-    role = Critic(model, spec, trainer, None, OptimizerConfig(), Updates(1), "critic", None)
+    role = Critic(model, spec, trainer, None, OptimizerConfig(), Updates(1), "critic", None, bootstrap=True)
     exporter = Exporter(
         local_parameters(model) if model else [],
         spec.geometry,

@@ -151,7 +151,7 @@ def oracle(
         ratio = torch.exp(logprobs - torch.tensor(row.rollout_logprobs))
         clipped = torch.clamp(ratio, 1 - cfg.clip_low, 1 + cfg.clip_high)
         policy = -torch.minimum(ratio * advantage, clipped * advantage)
-        k3 = torch.exp(ref - logprobs) - (ref - logprobs) - 1
+        k3 = (torch.exp(ref - logprobs) - (ref - logprobs) - 1).clamp(max=cfg.kl.clip)
         total = total + (policy - cfg.entropy_coef * entropy + cfg.kl.coef * k3).sum() / num_tokens
     added = extra(hf) if extra is not None else torch.zeros(())
     (total + added).backward()
