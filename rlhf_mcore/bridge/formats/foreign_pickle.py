@@ -1,135 +1,174 @@
 """The one file that reads and writes pickles, because formats of others are made of them.
 
-Reading runs no code of the file: tensors go through torch's weights-only unpickler, and the index of a distributed checkpoint
-through one that knows the classes of an index and makes inert shells of anything from Megatron.
+Reading imports nothing and calls nothing: names of classes and functions become ``Name``, and what a pickle would make with them
+becomes a ``Shell`` that holds the arguments. Only an allow-list of opcodes is known, in Python's own reader written in Python, whose
+memory grows with the bytes of the pickle and with nothing that is stated in them (a memo index, a length).
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
-import torch.distributed.tensor  # registers the classes of a DTensor as safe
-from torch.distributed._shard.sharded_tensor import metadata as sharded
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.distributed.checkpoint import metadata
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import shorten
 
-MAX_INDEX_BYTES = 2**30
-_DTYPES = (
-    "float64",
-    "float32",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "uint8",
-    "int8",
-    "int16",
-    "int32",
-)
-_INDEX_CLASSES: dict[tuple[str, str], Any] = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    **{  # where torch had them before 2.3
-        (sharded.__name__, name): getattr(sharded, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
-    },
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "int64", "bool", "strided")},
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-}
-
-
-class _Shell:
-    """Stands for an object of a class that nobody needs here. It has no behaviour."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
+_OPCODES = [
+    "PROTO",
+    "FRAME",
+    "STOP",
+    "MARK",
+    "POP",
+    "POP_MARK",
+    "NONE",
+    "NEWTRUE",
+    "NEWFALSE",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "EMPTY_DICT",
+    "EMPTY_LIST",
+    "EMPTY_TUPLE",
+    "EMPTY_SET",
+    "APPEND",
+    "APPENDS",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+    "BINPUT",
+    "LONG_BINPUT",
+    "MEMOIZE",
+    "BINGET",
+    "LONG_BINGET",
+    "GLOBAL",
+    "STACK_GLOBAL",
+    "BINPERSID",
+]
+# Where the names come from that formats of tensors are made of; of no other module a name has a meaning in them.
+_MODULES = ("torch", "megatron", "pathlib")
+_DICT = ("collections", "OrderedDict")
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Only what an index is made of."""
-        if (module, name) in _INDEX_CLASSES:
-            return _INDEX_CLASSES[module, name]
-        if module.split(".")[0] == "megatron" or module == "torch.distributed.checkpoint.planner":
-            return _Shell
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return _Shell
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class or function that a pickle names. It is not looked up."""
+
+    module: str
+    name: str
 
 
-def read_index(path: Path) -> metadata.Metadata:
-    """The ``.metadata`` of a distributed checkpoint.
+@dataclass(eq=False, slots=True)
+class Shell:
+    """What would have been made by calling ``name``, with the state that would have been given to it."""
+
+    name: Name
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
+    }
+
+    def find_class(self, module: str, name: str) -> Name:
+        """A name, if it is one of those that a format of tensors has."""
+        if module.split(".")[0] not in _MODULES and (module, name) != _DICT:
+            raise pickle.UnpicklingError(f"{shorten(module)}.{shorten(name)} has no place in such a file")
+        return Name(module, name)
+
+    def persistent_load(self, pid: Any) -> Shell:
+        """A storage of ``torch.save``."""
+        if not isinstance(pid, tuple):
+            raise pickle.UnpicklingError("a storage without a description")
+        return Shell(Name("", "storage"), pid)
+
+    def load_reduce(self) -> None:
+        """Calling a name makes a shell; calling anything else is refused."""
+        args = self.stack.pop()
+        called = self.stack.pop()
+        if not isinstance(called, Name) or not isinstance(args, tuple):
+            raise pickle.UnpicklingError("a call of what is no name")
+        if (called.module, called.name) != _DICT:
+            self.stack.append(Shell(called, args))
+        elif not args:
+            self.stack.append({})
+        else:
+            raise pickle.UnpicklingError("an OrderedDict that is made of other things")
+
+    def load_build(self) -> None:
+        """State is kept by a shell. That of a dictionary of tensors is the versions of modules, which nobody needs."""
+        state = self.stack.pop()
+        built = self.stack[-1]
+        if isinstance(built, Shell) and built.state is None:
+            built.state = state
+        elif not isinstance(built, dict):
+            raise pickle.UnpicklingError("state of what has none")
+
+    def load_setitem(self) -> None:
+        """One item of a dictionary."""
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self._store([key, value])
+
+    def load_setitems(self) -> None:
+        """Several items of a dictionary."""
+        self._store(self.pop_mark())
+
+    def load_additems(self) -> None:
+        """Members of a set."""
+        members = self.pop_mark()
+        found = self.stack[-1]
+        if not isinstance(found, set) or not all(map(_is_key, members)):
+            raise pickle.UnpicklingError("an odd set")
+        found.update(members)
+
+    def _store(self, items: list[Any]) -> None:
+        found = self.stack[-1]
+        if not isinstance(found, dict) or not all(map(_is_key, items[::2])):
+            raise pickle.UnpicklingError("a dictionary with odd keys")
+        found.update(zip(items[::2], items[1::2], strict=True))
+
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_reduce  # the same arguments on the stack
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+
+
+def _is_key(key: object) -> bool:
+    """Whether a key can be hashed without following it: hashing a tuple of tuples of ... ends in a crash."""
+    return isinstance(key, str | int | Name | Shell | type(None))
+
+
+def read_pickle(data: bytes) -> Any:
+    """The inert content of a pickle: plain values, names and shells.
 
     Raises:
-        ConfigError: it cannot be read, or holds anything but an index.
+        ValueError: it is damaged, or holds what formats of tensors do not.
     """
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError("too large for an index")
-        with path.open("rb") as file:
-            found = _IndexUnpickler(file).load()
-        if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
-            raise ValueError("not the index of a checkpoint")
+        return _Reader(BytesIO(data)).load()
     except Exception as error:  # an unpickler fails in every way there is
-        raise ConfigError(f"{path}: refused ({error}). The file is damaged or is not what it says it is.") from error
-    return found
-
-
-def load_tensors(path: Path) -> dict[str, Any]:
-    """A dictionary of tensors as ``torch.save`` wrote it, mapped from the file: its pages are read when they are needed.
-
-    Raises:
-        ConfigError: it cannot be read, or holds more than tensors and plain values.
-    """
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(found, dict):
-            raise ValueError("not a dictionary of tensors")
-    except Exception as error:
-        raise ConfigError(
-            f"{path}: refused ({_first_line(error)}). The file is damaged or holds other things than tensors."
-        ) from error
-    return found
-
-
-def record_offsets(path: Path) -> list[int]:
-    """Where the storages of a ``torch.save`` file begin, in bytes."""
-    reader: Any = torch._C.PyTorchFileReader(str(path))
-    return [reader.get_record_offset(name) for name in reader.get_all_records() if name.startswith("data/")]
-
-
-def load_chunk(path: Path, offset: int, length: int) -> torch.Tensor:
-    """One tensor of a ``.distcp`` file.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        with path.open("rb") as file:
-            view: Any = _create_file_view(file, offset, length)
-            found = torch.load(view, map_location="cpu", weights_only=True)
-        if not isinstance(found, torch.Tensor):
-            raise ValueError("not a tensor")
-    except Exception as error:
-        raise ConfigError(f"{path}: no tensor at byte {offset} ({_first_line(error)}). The file is damaged.") from error
-    return found
+        text = f"opcode {error} is not read" if isinstance(error, KeyError) else str(error) or type(error).__name__
+        raise ValueError(shorten(text, 200)) from error
 
 
 def save_values(values: dict[str, Any], path: Path) -> None:
@@ -145,7 +184,3 @@ def save_chunk(value: torch.Tensor | list[None], file: BinaryIO) -> None:
 def save_index(index: metadata.Metadata, path: Path) -> None:
     """Write the ``.metadata`` of a distributed checkpoint."""
     path.write_bytes(pickle.dumps(index))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
 from math import prod
 from pathlib import Path
 
@@ -27,32 +28,36 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry
 
 COMPANIONS = "huggingface"  # where such checkpoints keep config.json and the tokenizer
-_NAME = re.compile(r"(model|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_NAME = re.compile(r"(model|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt", re.ASCII)
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 _COMPARED_ELEMENTS = 2**21
+_NAMED = 5  # missing files in a message
 _Interval = tuple[int, int]  # start, length
 
 
 class _Ranks:
     """What the files of all ranks hold."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, check: bool):
         self.directory = directory
         self.files = _find_files(directory)
-        self.held = [{_WRAPPERS.sub("", name): tensor for name, tensor in locate(path).items()} for path in self.files]
+        self.held = [
+            {_WRAPPERS.sub("", name): tensor for name, tensor in locate(path, check=check).items()}
+            for path in self.files
+        ]
 
     def read(self, rank: int, name: str, inside: tuple[slice, ...]) -> Tensor:
         """A rectangle of what a rank holds of a tensor."""
         return read(self.files[rank], self.held[rank][name], inside)
 
 
-def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry) -> TiledSource:
-    """A sharded checkpoint as Hugging Face tensors.
+def open_fsdp(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
+    """A sharded checkpoint as Hugging Face tensors. With ``check``, the checksums of all files are compared.
 
     Raises:
         ConfigError: a rank's file is absent or unsafe, ranks disagree, or parts do not make whole tensors.
     """
-    ranks = _Ranks(directory)
+    ranks = _Ranks(directory, check=check)
     shapes = hf_shapes(geometry)
     if geometry.tied_embeddings:  # modules hold the matrix under both names
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
@@ -84,15 +89,18 @@ def _find_files(directory: Path) -> list[Path]:
     if len(sizes) > 1:
         raise ConfigError(f"{directory}: files of world sizes {sizes} are mixed; keep those of one save")
     size = sizes[0]
-    missing = [
-        f"{kind}_world_size_{size}_rank_{rank}.pt"
-        for kind in ("model", "extra_state")
-        if found[kind]
-        for rank in range(size)
-        if rank not in found[kind][size]
-    ]
-    if missing:
-        raise ConfigError(f"{directory}: {len(missing)} files are missing: {', '.join(missing[:5])}")
+    kinds = [kind for kind in ("model", "extra_state") if found[kind]]
+    if odd := [(kind, rank) for kind in kinds for rank in found[kind][size] if rank >= size]:
+        raise ConfigError(f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt is of no rank of {size}")
+    # Counted before they are named: the size is only what a file name says.
+    if absent := sum(size - len(found[kind][size]) for kind in kinds):
+        names = (
+            f"{kind}_world_size_{size}_rank_{rank}.pt"
+            for kind in kinds
+            for rank in range(size)
+            if rank not in found[kind][size]
+        )
+        raise ConfigError(f"{directory}: {absent} files are missing: {', '.join(islice(names, _NAMED))}")
     return [inside(directory, f"model_world_size_{size}_rank_{rank}.pt", 1) for rank in range(size)]
 
 

@@ -5,23 +5,25 @@ A key is a Megatron parameter; layers are either part of its name or stacked on 
 
 from __future__ import annotations
 
-import json
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from functools import partial
+from os.path import exists, isfile
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from rlhf_mcore.bridge.formats.checks import inside
-from rlhf_mcore.bridge.formats.foreign_pickle import load_chunk, read_index
+from rlhf_mcore.bridge.formats.foreign_index import IndexedTensor, Part, read_index
+from rlhf_mcore.bridge.formats.located import locate_one, read
 from rlhf_mcore.bridge.formats.megatron_rows import is_padded, runs
 from rlhf_mcore.bridge.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
 from rlhf_mcore.bridge.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import read_json, read_text, shorten
 from rlhf_mcore.types import ModelGeometry
 
 INDEX = ".metadata"
@@ -43,12 +45,12 @@ def find_checkpoint(directory: Path) -> Path:
     """
     tracker = directory / TRACKER
     found = directory
-    if tracker.is_file():
-        step = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if exists(tracker):
+        step = read_text(tracker, limit=1000).strip()
         if not re.fullmatch(r"\d{1,12}|release", step):
-            raise ConfigError(f"{tracker}: {step[:40]!r} is neither a step nor 'release'")
+            raise ConfigError(f"{tracker}: {shorten(step, 40)!r} is neither a step nor 'release'")
         found = directory / (step if step == "release" else f"iter_{int(step):07d}")
-    if not (found / INDEX).is_file():
+    if not isfile(found / INDEX):
         raise ConfigError(
             f"{found}: no {INDEX}, so no torch_dist checkpoint is here. Give the directory of a step (iter_0001000) or the one "
             f"with {TRACKER}; the older 'torch' format (mp_rank_*) is pickle and not read."
@@ -59,34 +61,29 @@ def find_checkpoint(directory: Path) -> Path:
 
 def _check_backend(directory: Path) -> None:
     path = directory / BACKEND
-    if not path.is_file():
+    if not exists(path):
         return
-    try:
-        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a description of a checkpoint ({error})") from error
+    backend = read_json(path).text("sharded_backend")
     if backend != "torch_dist":
         raise ConfigError(
-            f"{path}: sharded_backend is {backend!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist."
+            f"{path}: sharded_backend is {shorten(backend)!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist."
         )
 
 
-def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry) -> TiledSource:
-    """A ``torch_dist`` checkpoint as Hugging Face tensors.
+def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
+    """A ``torch_dist`` checkpoint as Hugging Face tensors. With ``check``, checksums are compared as parts are read.
 
     Raises:
         ConfigError: files are absent, truncated or unsafe, or hold other tensors than the geometry asks for.
     """
-    index = read_index(directory / INDEX)
-    chunks = _Chunks(CACHE_BYTES)
+    chunks = _Chunks(CACHE_BYTES, check=check)
     tensors: dict[str, Tiled] = {}
     rows: defaultdict[str, list[Rows]] = defaultdict(list)
-    for key, found in index.state_dict_metadata.items():
-        if isinstance(found, TensorStorageMetadata) and not _NOT_WEIGHTS.match(key):
-            tensors[key] = _tiled(directory, index, key, found, chunks)
-            for name, run in _rows(key, tensors[key].shape, geometry, directory):
-                rows[name].append(run)
-            check_tiles(key, tensors[key], directory)
+    for key, found in read_index(directory / INDEX, lambda name: not _NOT_WEIGHTS.match(name)).items():
+        tensors[key] = _tiled(directory, found, chunks)
+        for name, run in _rows(key, tensors[key].shape, geometry, directory):
+            rows[name].append(run)
+        check_tiles(key, tensors[key], directory)
     shapes = hf_shapes(geometry)
     whole = {name: _in_order(name, found, shapes[name], directory) for name, found in rows.items() if name in shapes}
     ordered = {name: whole[name] for name in shapes if name in whole}
@@ -96,41 +93,34 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry) 
 class _Chunks:
     """The chunks that were read last: parts of one chunk are asked for one after the other."""
 
-    def __init__(self, limit_bytes: int):
-        self._limit, self._held = limit_bytes, 0
+    def __init__(self, limit_bytes: int, *, check: bool):
+        self._limit, self._held, self._check = limit_bytes, 0, check
         self._known: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
 
-    def load(self, path: Path, offset: int, length: int, shape: Index, inside: tuple[slice, ...]) -> Tensor:
-        """A rectangle of the chunk at a place of a file."""
+    def load(self, path: Path, part: Part, dtype: torch.dtype, inside: tuple[slice, ...]) -> Tensor:
+        """A rectangle of a part."""
+        offset = part.offset
         if (path, offset) not in self._known:
-            while self._known and self._held + length > self._limit:
+            while self._known and self._held + part.length > self._limit:
                 self._held -= self._known.popitem(last=False)[1].nbytes
-            chunk = load_chunk(path, offset, length)
-            if tuple(chunk.shape) != shape:
+            found = locate_one(path, offset, part.length, check=self._check)
+            if (found.shape, found.dtype) != (part.shape, dtype):
                 raise ConfigError(
-                    f"{path}: the tensor at byte {offset} is {tuple(chunk.shape)}, the index says {shape}."
+                    f"{path}: the tensor at byte {offset} is {found.dtype} {found.shape}, the index says {dtype} {part.shape}."
                 )
+            chunk = read(path, found, tuple(slice(0, size) for size in found.shape))
             self._known[path, offset] = chunk
             self._held += chunk.nbytes
         self._known.move_to_end((path, offset))
         return self._known[path, offset][inside]
 
 
-def _tiled(directory: Path, index: Metadata, key: str, found: TensorStorageMetadata, chunks: _Chunks) -> Tiled:
+def _tiled(directory: Path, found: IndexedTensor, chunks: _Chunks) -> Tiled:
     tiles = []
-    for chunk in found.chunks:
-        stored = index.storage_data.get(MetadataIndex(key, chunk.offsets))
-        if stored is None:
-            raise ConfigError(f"{directory / INDEX}: part {tuple(chunk.offsets)} of {key} is in no file.")
-        if min(stored.offset, stored.length) < 0:
-            raise ConfigError(f"{directory / INDEX}: part {tuple(chunk.offsets)} of {key} lies before its file.")
-        if stored.transform_descriptors if hasattr(stored, "transform_descriptors") else None:
-            raise ConfigError(f"{directory}: {key} is compressed ({stored.transform_descriptors}), which is not read.")
-        path = inside(directory, str(stored.relative_path), stored.offset + stored.length)
-        shape = tuple(chunk.sizes)
-        load = partial(chunks.load, path, stored.offset, stored.length, shape)
-        tiles.append(Tile(tuple(chunk.offsets), shape, path.name, load))
-    return Tiled(found.properties.dtype, tuple(found.size), tiles)
+    for part in found.parts:
+        path = inside(directory, part.file, part.offset + part.length)
+        tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, found.dtype)))
+    return Tiled(found.dtype, found.shape, tiles)
 
 
 class _Place(NamedTuple):
