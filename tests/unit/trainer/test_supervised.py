@@ -36,6 +36,7 @@ class Everything:
     def __init__(self, bad_updates: int = 0, ends_after: int = 0) -> None:
         self.events: list[Any] = []
         self.bad_updates, self.ends_after = bad_updates, ends_after
+        self.best: int | None = None
 
     def next_batch(self) -> TrainBatch:
         self.events.append("batch")
@@ -62,8 +63,12 @@ class Everything:
         self.events.append(f"save {step}")
         return step == self.ends_after
 
-    def end(self) -> None:
+    def end(self) -> int | None:
         self.events.append("end")
+        return self.best
+
+    def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
+        self.events.append(("final", last_step, step, dict(metrics)))
 
     def save_to(self, directory: Path, step: int) -> Path:
         raise AssertionError("nobody asks for it")
@@ -106,6 +111,13 @@ def test_a_run_goes_on_without_the_first_evaluation_and_ends_when_it_is_told() -
     assert trainer(all_parts, held_out(0)).run(4, first_step=2) is False
     assert [event for event in all_parts.events if isinstance(event, str)][-1] == "save 3"
     assert [event[0] for event in all_parts.events if isinstance(event, tuple)] == [2, 3]
+
+
+def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
+    all_parts = Everything()
+    all_parts.best = 1
+    assert trainer(all_parts, held_out(0)).run(2) is True
+    assert all_parts.events[-2:] == ["end", ("final", 2, 1, {"evaluate/rows": 3.0})]
 
 
 def test_a_run_that_diverges_ends() -> None:
