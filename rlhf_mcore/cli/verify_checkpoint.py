@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.delta import verify_chain
-from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_step, scan
+from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_step, scan, step_of
 from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
 
@@ -27,6 +28,7 @@ class Report:
 
     path: Path
     problems: list[Problem]
+    pins: list[str] = field(default_factory=list)  # names under which it is kept
 
     @property
     def is_intact(self) -> bool:
@@ -35,7 +37,8 @@ class Report:
 
     def as_text(self) -> str:
         """One line, and one more per problem."""
-        lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}"]
+        pins = f", pinned as {', '.join(self.pins)}" if self.pins else ""
+        lines = [f"{self.path}: {'intact' if self.is_intact else 'damaged'}{pins}"]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.report(error)
     if args.json:
         found = [
-            {"path": str(r.path), "intact": r.is_intact, "problems": [asdict(p) for p in r.problems]} for r in reports
+            {"path": str(r.path), "intact": r.is_intact, "pins": r.pins, "problems": [asdict(p) for p in r.problems]}
+            for r in reports
         ]
         print(json.dumps(found, indent=1))
     else:
@@ -91,7 +95,8 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 def _check(path: Path, *, hashes: bool) -> Report:
     if not path.is_symlink():
-        return Report(path, verify_chain(path, hashes=hashes))
+        pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
+        return Report(path, verify_chain(path, hashes=hashes), pins)
     if linked_step(path.parent, path.name) is None:
         return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])
     return Report(path, [])

@@ -29,6 +29,19 @@ def test_pins_are_made_listed_and_removed(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+def test_verify_checkpoint_tells_of_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (20, 30):
+        save(tmp_path, step)
+    for name in ("good", "better"):
+        assert run(tmp_path, 20, name) == 0
+    capsys.readouterr()
+    assert main(["verify-checkpoint", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"{tmp_path / 'checkpoint-20'}: intact, pinned as better, good",
+        f"{tmp_path / 'checkpoint-30'}: intact",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
