@@ -31,6 +31,7 @@ from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
@@ -137,6 +138,8 @@ def _build(
         return supervised.build_trainer(cfg, platform, dtype, record, start, requests)
     with record.phase("load_data"):
         data = on_every_rank(lambda: _load_data(cfg))
+    first = data.train[0].prompt_ids
+    record.note(shown(data.tokenizer.decode(first), len(first)))
     with record.phase("build_model"):
         built = build_roles(cfg, platform, dtype, start.weights)
     with record.phase("start_engine"):

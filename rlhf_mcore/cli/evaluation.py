@@ -254,7 +254,16 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             "max_prompts": cfg.evaluate.max_prompts,
             **{
                 key: getattr(cfg.data, key)
-                for key in ("prompt_key", "answer_key", "max_prompt_tokens", "overlong_prompts")
+                for key in (
+                    "prompt_key",
+                    "answer_key",
+                    "eval_prompt_key",
+                    "eval_answer_key",
+                    "apply_chat_template",
+                    "transform",
+                    "max_prompt_tokens",
+                    "overlong_prompts",
+                )
             },
         },
         "sampling": asdict(evaluation_sampling(cfg)),

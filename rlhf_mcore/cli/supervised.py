@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.cli.roles import build_supervised
 from rlhf_mcore.cli.saving import build_saving
+from rlhf_mcore.config.data_files import file_keys
 from rlhf_mcore.config.derive import longest_example
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.supervised import wanted_columns
 from rlhf_mcore.data.examples import Example, ExampleBatches, load_examples
+from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import load_spec
@@ -53,6 +55,8 @@ def build_trainer(
     """
     with record.phase("load_data"):
         data = on_every_rank(lambda: _load_data(cfg))
+    first = data.train[0].prompt_ids
+    record.note(shown(data.tokenizer.decode(first), len(first)))
     with record.phase("build_model"):
         model = build_supervised(cfg, platform, dtype, name := SAVED_AS[cfg.algorithm.kind], start.weights)
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
@@ -79,17 +83,22 @@ def _load_data(cfg: Config) -> _Data:
     load = partial(
         load_examples,
         tokenizer=tokenizer,
-        columns=wanted_columns(cfg),
         max_tokens=min(longest_example(cfg), positions.max_position_embeddings),
         drop_longer=cfg.data.overlong_prompts == "drop",
+        data=cfg.data,
     )
-    train = load(cfg.data.train)
+
+    def columns(files: list[str], field: str) -> list[dict[str, str]]:
+        return [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(cfg.data, files, field)]
+
+    train = load(cfg.data.train, columns=columns(cfg.data.train, "data.train"))
     if len(train) < cfg.trainer.prompts_per_step:
         raise ConfigError(
             f"data.train has {len(train)} examples, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
             "a step would hold an example twice. Lower it, or add data."
         )
-    held_out = load(cfg.data.eval, field="data.eval") if cfg.data.eval else []
+    evaluated = columns(cfg.data.eval, "data.eval")
+    held_out = load(cfg.data.eval, columns=evaluated, field="data.eval") if cfg.data.eval else []
     return _Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
 
 

@@ -333,7 +333,7 @@ class DataConfig:
     # Bounds: every rank holds all rows in memory.
     max_row_bytes: int = 16777216  # of a line of jsonl, or a cell of parquet
     max_rows: int = 2000000  # of all files of train, or of eval
-    max_bytes: int = 8589934592  # of the rows of all files of train, or of eval
+    max_bytes: int = 8589934592  # of the rows of a file
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
-from rlhf_mcore.config.data_files import data_problems
+from rlhf_mcore.config.data_files import data_problems, transform_problems
 from rlhf_mcore.config.derive import (
     SUPERVISED,
     default_world_size,
@@ -337,6 +337,7 @@ def _data_problems(cfg: Config) -> Iterator[str]:
     yield from _weight_problems(cfg)
     if cfg.evaluate.every > 0 and not cfg.data.eval:
         yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
+    yield from map(FileProblem, transform_problems(cfg.data))
     for key in ("data.train", "data.eval"):
         yield from map(FileProblem, data_problems(cfg.data, _get(cfg, key), key, needs_answer=needs_answer(cfg)))
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from rlhf_mcore.config.data_files import row_limits
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.supervised import MESSAGES
+from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.config.supervised import example_contents
 from rlhf_mcore.data.collate import Row, make_train_batch
-from rlhf_mcore.data.readers import read_rows, require_column
-from rlhf_mcore.data.source import check_characters, render
+from rlhf_mcore.data.rendering import Renderer
+from rlhf_mcore.data.transform import load_transform, transformed_rows
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -48,25 +50,37 @@ class _Texts:
 def load_examples(
     files: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    columns: Mapping[str, str],
+    columns: Mapping[str, str] | Sequence[Mapping[str, str]],
     *,
     max_tokens: int,
     drop_longer: bool,
     field: str = "data.train",
+    data: DataConfig | None = None,
 ) -> list[Example]:
     """All examples of ``files`` in order.
 
     Args:
-        columns: of the prompt and of its responses, in this order, by the config keys that name them. A file of single
-            responses may have a column "messages" instead, of which the last message is the response.
+        columns: of the prompt and of its responses, in this order, by the config keys that name them; or such for each file.
+            A file of single responses may have a column "messages" instead, of which the last message is the response.
         max_tokens: of prompt and response together.
         drop_longer: leave longer examples out instead of refusing them.
         field: the config key that names the files, for messages.
+        data: how rows are read and rendered; None: the defaults.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no example is left.
     """
-    texts = [_texts(row, tokenizer, columns, place) for file in files for place, row in read_rows(Path(file))]
+    per_file = [columns] * len(files) if isinstance(columns, Mapping) else columns
+    data = data or DataConfig()
+    render, transform = Renderer(tokenizer, data.apply_chat_template), load_transform(data.transform)
+    texts: list[_Texts] = []
+    for file, wanted in zip(files, per_file, strict=True):
+        rows = transformed_rows(Path(file), row_limits(data), transform)
+        contents = [example_contents(row, wanted, place) for place, row in rows if row is not None]
+        prompts = render.all([(prompt, f"{place}, prompt") for place, prompt, _ in contents])
+        texts += [
+            _Texts(place, text, list(answers)) for text, (place, _, answers) in zip(prompts, contents, strict=True)
+        ]
     examples = list(_tokenized(texts, tokenizer))
     longer = [example for example in examples if example.num_tokens > max_tokens]
     if longer and not drop_longer:
@@ -112,38 +126,6 @@ class ExampleBatches:
     def next_batch(self) -> TrainBatch:
         """The rows of the next step, the same on every rank."""
         return example_batch([self.examples[place] for place in self.sampler.next_batch()], self.pad_token_id)
-
-
-def _texts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, str], place: str) -> _Texts:
-    (prompt_key, prompt_column), *responses = columns.items()
-    if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
-        prompt, answers = _split(row[MESSAGES], f"{place}, column {MESSAGES!r}")
-    else:
-        prompt = require_column(row, prompt_column, place, setting=prompt_key)
-        answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
-    for column, text in answers.items():
-        _check_response(text, f"{place}, column {column!r}")
-    return _Texts(place, render(prompt, tokenizer, f"{place}, prompt"), list(answers.values()))
-
-
-def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
-    """A conversation up to its last message, and this one."""
-    if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
-        raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
-    last = messages[-1]
-    if last.get("role") != "assistant":
-        raise ConfigError(
-            f"{place}: the last message has to be the assistant's, which is learned; found role {last.get('role')!r}"
-        )
-    return messages[:-1], {MESSAGES: last.get("content")}
-
-
-def _check_response(text: Any, place: str) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(
-            f"{place}: a response is a text that is not empty, found {text!r:.60}; tools/prepare_data.py converts other shapes"
-        )
-    check_characters(text, place)
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:

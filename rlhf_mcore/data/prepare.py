@@ -15,10 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.readers import read_rows
 from rlhf_mcore.data.recipes import RECIPES, Example, PlacedRow, RowError, recognise
-from rlhf_mcore.data.source import BAD_CHARACTERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.data_files import file_keys, row_limits, settings_of
+from rlhf_mcore.config.data_rows import (
+    check_characters,
+    check_plain,
+    checked_prompt,
+    ground_truth,
+    mapping,
+    require_column,
+)
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.readers import read_rows, require_column
+from rlhf_mcore.data.rendering import Renderer
+from rlhf_mcore.data.transform import load_transform, transformed_rows
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -17,8 +26,6 @@ if TYPE_CHECKING:
 
     from rlhf_mcore.config.schema import DataConfig
 
-# NUL ends a string in C code further down (tokenizers, graders); a lone surrogate cannot be encoded as UTF-8 at all.
-BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 PROMPTS_PER_TOKENIZER_CALL = 512
 
 
@@ -33,7 +40,7 @@ class _Draft:
 def load_prompts(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, field: str = "data.train"
 ) -> list[Prompt]:
-    """All prompts of ``files`` in order, rendered through the tokenizer's chat template and tokenised.
+    """All prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
     ``Prompt.index`` numbers the rows of the concatenation, dropped ones included, so a rollout's seed does not move
     when ``max_prompt_tokens`` does; it is therefore not always the position in the returned list. ``field`` names the
@@ -44,120 +51,70 @@ def load_prompts(
     """
     if not files:
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
-    drafts = list(_read_drafts(files, tokenizer, cfg))
+    drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template), cfg, field))
     _refuse_duplicates(drafts)
     _tokenize(drafts, tokenizer)
     return _within_length(drafts, cfg, field)
 
 
-def _read_drafts(files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig) -> Iterator[_Draft]:
+def _read_drafts(files: Sequence[str], render: Renderer, cfg: DataConfig, field: str) -> Iterator[_Draft]:
     index = 0
-    for which, file in enumerate(map(Path, files)):
-        for number, (place, row) in enumerate(read_rows(file)):
-            draft = _Draft(
-                place, _draft_prompt(row, tokenizer, cfg, place=place, name=f"{file.stem}#{number}", index=index)
-            )
-            draft.prompt.file = which
-            yield draft
+    limits, transform = row_limits(cfg), load_transform(cfg.transform)
+    answers = settings_of(cfg, field)
+    for which, (name, keys) in enumerate(zip(files, file_keys(cfg, files, field), strict=True)):
+        file, drafts, contents = Path(name), [], []
+        for number, (place, row) in enumerate(transformed_rows(file, limits, transform)):
+            if row is not None:
+                draft, content = _draft_prompt(
+                    row, keys, answers, place=place, name=f"{file.stem}#{number}", index=index
+                )
+                draft.prompt.file = which
+                drafts.append(draft)
+                contents.append((content, f"{place}, column {keys[0]!r}"))
             index += 1
+            if index > limits.max_rows:
+                raise ConfigError(
+                    f"{field}: more than data.max_rows={limits.max_rows} rows in its files; raise data.max_rows"
+                )
+        for draft, text in zip(drafts, render.all(contents), strict=True):
+            draft.prompt.text = text
+            yield draft
 
 
 def _draft_prompt(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, place: str, name: str, index: int
-) -> Prompt:
-    content = require_column(row, cfg.prompt_key, place, setting="data.prompt_key")
-    extra_info = _mapping(row, "extra_info", place)
-    reward_model = _mapping(row, "reward_model", place)
+    row: dict[str, Any],
+    keys: tuple[str, str | None],
+    settings: tuple[str, str],
+    *,
+    place: str,
+    name: str,
+    index: int,
+) -> tuple[_Draft, Any]:
+    """A prompt without its text, and the content that is to be rendered as its text."""
+    prompt_key, answer_key = keys
+    content = checked_prompt(
+        require_column(row, prompt_key, place, setting=settings[0]), f"{place}, column {prompt_key!r}"
+    )
+    extra_info = mapping(row, "extra_info", place)
+    reward_model = mapping(row, "reward_model", place)
     prompt_id = next((str(extra_info[key]) for key in ("prompt_id", "id") if extra_info.get(key) is not None), name)
     if row.get("ability") is not None:
+        check_plain(row["ability"], f"{place}, column 'ability'")
         extra_info.setdefault("ability", row["ability"])
     prompt = Prompt(
         prompt_id=prompt_id,
         index=index,
         prompt_ids=[],
-        text=render(content, tokenizer, f"{place}, column {cfg.prompt_key!r}"),
+        text="",
         data_source=str(row.get("data_source") or "unknown"),
-        ground_truth=_ground_truth(row, reward_model, cfg, place),
+        ground_truth=ground_truth(row, answer_key, place, settings[1]),
         style=str(reward_model.get("style") or "rule"),
         extra_info=extra_info,
     )
+    check_plain(prompt.ground_truth, f"{place}, the answer")
     for column in ("prompt_id", "data_source", "ground_truth", "style"):
         check_characters(getattr(prompt, column), f"{place}, {column}")
-    return prompt
-
-
-def _mapping(row: dict[str, Any], key: str, place: str) -> dict[str, Any]:
-    value = row.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise ConfigError(f"{place}: column {key!r} must be an object, found {type(value).__name__} {value!r:.60}")
-    return dict(value)
-
-
-def _ground_truth(row: dict[str, Any], reward_model: dict[str, Any], cfg: DataConfig, place: str) -> Any:
-    """``data.answer_key`` if it is set, else reward_model.ground_truth, else a column "answer", else None."""
-    if cfg.answer_key is not None:
-        return require_column(row, cfg.answer_key, place, setting="data.answer_key")
-    answer = reward_model.get("ground_truth")
-    return answer if answer is not None else row.get("answer")
-
-
-def render(content: Any, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
-    """A list of messages goes through the chat template, a string is used as it is. ``place`` is for messages.
-
-    Raises:
-        ConfigError: it is neither, is empty, or the template refuses it.
-    """
-    if isinstance(content, str):
-        check_characters(content, place)
-        if not content.strip():
-            raise ConfigError(f"{place}: the prompt is empty; remove the row")
-        return content
-    if not isinstance(content, list):
-        raise ConfigError(
-            f"{place}: a prompt is a string or a list of {{role, content}}, found {type(content).__name__} "
-            f"{content!r:.60}"
-        )
-    messages = [_message(message, place) for message in content]
-    if not any(message["content"].strip() for message in messages):
-        raise ConfigError(f"{place}: the prompt is empty; remove the row")
-    return _apply_template(messages, tokenizer, place)
-
-
-def _message(message: Any, place: str) -> dict[str, Any]:
-    """A checked message without its null fields (parquet gives every message the fields of all)."""
-    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-        raise ConfigError(f"{place}: a message needs a text role and a text content, found {message!r:.80}")
-    check_characters(message["content"], place)
-    return {key: value for key, value in message.items() if value is not None}
-
-
-def _apply_template(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, place: str) -> str:
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"{place}: the prompt is a list of messages, but the tokenizer has no chat template; "
-            "give model.tokenizer_path one with a template, or make the prompts plain strings"
-        )
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ConfigError(f"{place}: the chat template refuses these messages (roles {roles}): {error}") from error
-
-
-def check_characters(value: Any, place: str) -> None:
-    """Refuse texts with characters that break what comes later.
-
-    Raises:
-        ConfigError: naming the character and its place.
-    """
-    bad = BAD_CHARACTERS.search(value) if isinstance(value, str) else None
-    if bad is not None:
-        kind = "a NUL character" if bad.group() == "\x00" else f"a lone surrogate (U+{ord(bad.group()):04X})"
-        raise ConfigError(f"{place}: {kind} at character {bad.start()}; clean the text")
+    return _Draft(place, prompt), content
 
 
 def _refuse_duplicates(drafts: Sequence[_Draft]) -> None:

@@ -123,8 +123,11 @@ def test_columns_that_are_missing_are_named(workspace: Any, which: str, row: Any
     assert all(word in problem for word in [*missing, ", ".join(row)]), problem
 
 
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
 def test_columns_may_have_other_names(workspace: Any) -> None:
-    workspace.write("train.jsonl", json.dumps({"q": "a", "good": "b", "bad": "c", "messages": []}) + "\n")
+    workspace.write("train.jsonl", json.dumps({"q": "a", "good": "b", "bad": "c", "messages": MESSAGES}) + "\n")
     names = ["data.prompt_key=q", "data.chosen_key=good", "data.rejected_key=bad"]
     assert check("reward_model", *names) == []
     assert check("sft", "data.prompt_key=q", "data.response_key=good") == []

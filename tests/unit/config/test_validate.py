@@ -17,6 +17,8 @@ from rlhf_mcore.config.schema import PRESETS
 from rlhf_mcore.config.validate import CHOICES, RANGES, validate
 from tests.unit.config.checking import check, only
 
+GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+
 
 def test_a_good_configuration_passes(workspace: Any) -> None:
     assert check() == []
@@ -358,7 +360,23 @@ def test_parquet_columns_are_read_and_listed(workspace: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "is empty"), ("\n\n{oops\n", "line 3 is not valid JSON"), ("[1]\n", "line 1 is not a JSON object")],
+    [
+        ("", "it has no rows"),
+        ("\n\n{oops\n", "line 3: not valid JSON"),
+        ("[1]\n", "line 1: expected a JSON object"),
+        # further down than the first line
+        (GOOD_ROW * 400 + "{\n", "line 401: not valid JSON"),
+        (GOOD_ROW + '{"prompt": "", "answer": "2"}\n', "line 2, column 'prompt': the prompt is empty"),
+        (GOOD_ROW + '{"prompt": 3, "answer": "2"}\n', "line 2, column 'prompt': a prompt is a string or a list"),
+        (
+            GOOD_ROW + '{"prompt": [{"role": "user"}], "answer": "2"}\n',
+            "line 2, column 'prompt': a message needs a text role",
+        ),
+        (GOOD_ROW + '{"answer": "2"}\n', "line 2: no column 'prompt'"),
+        (GOOD_ROW + '{"prompt": "x"}\n', "line 2: no answer to compare a response with"),
+        (GOOD_ROW + '{"prompt": "a\\u0000b", "answer": "2"}\n', "a NUL character at character 1"),
+        (GOOD_ROW + '{"prompt": "a\\ud800", "answer": "2"}\n', "a lone surrogate (U+D800) at character 1"),
+    ],
 )
 def test_jsonl_that_is_broken(workspace: Any, text: str, word: str) -> None:
     workspace.write("train.jsonl", text)
@@ -394,3 +412,41 @@ def test_a_reward_function_that_cannot_be_had(workspace: Any, spec: str, word: s
 def test_an_unwritable_output_dir(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != workspace.root)
     assert "output_dir=outputs" in only(check())
+
+
+def test_columns_differ_from_file_to_file(workspace: Any) -> None:
+    workspace.write("q.jsonl", '{"question": "1+1=", "gold": "2"}\n')
+    both = "data.train=[train.jsonl, q.jsonl]"
+    assert check(both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]") == []
+    assert "q.jsonl has no prompt column 'prompt'" in check(both)[0]
+    short = check(both, "data.prompt_key=[prompt]", "data.answer_key=[null, gold]")
+    assert "names 1 columns for the 2 files of data.train" in only(short)
+    wrong = check(both, "data.prompt_key=[prompt, 3]", "data.answer_key=[null, gold]")
+    assert "data.prompt_key=['prompt', 3] is not valid" in only(wrong)
+    # of eval: those of train, unless it has its own
+    evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
+    assert "data.eval: q.jsonl has no prompt column 'prompt'" in check(*evaluated)[0]
+    assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
+    lists = [both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]", "data.eval=[q.jsonl]"]
+    found = check(*lists)
+    assert "data.eval_prompt_key=['prompt', 'question'] names 2 columns for the 1 files of data.eval" in found[0]
+
+
+def test_a_transform_is_looked_up_and_not_run(workspace: Any) -> None:
+    workspace.write("t.py", "raise SystemExit(1)\ndef shape(row):\n    return row\n")
+    workspace.write("train.jsonl", '{"other": 1}\n')
+    assert check("data.transform=t.py:shape") == []
+    assert "does not define form; it defines: shape" in only(check("data.transform=t.py:form"))
+
+
+def test_bounds_of_rows_name_their_keys(workspace: Any) -> None:
+    assert "line 1: more than data.max_row_bytes=10 bytes" in only(check("data.max_row_bytes=10"))
+    workspace.write("train.jsonl", GOOD_ROW * 3)
+    assert "more than data.max_rows=2 rows" in only(check("data.max_rows=2"))
+    assert "more than data.max_bytes=50 bytes" in only(check("data.max_bytes=50"))
+
+
+@pytest.mark.parametrize("value", ["auto", "true", "false"])
+def test_chat_templates_of_texts(workspace: Any, value: str) -> None:
+    assert check(f"data.apply_chat_template={value}") == []
+    assert load_config("run.yaml", [f"data.apply_chat_template={value}"]).data.apply_chat_template == value

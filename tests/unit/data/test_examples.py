@@ -13,6 +13,7 @@ from rlhf_mcore.data.source import load_prompts
 from tests.unit.data.test_source import CHAT, write_jsonl, write_parquet
 
 SFT = {"data.prompt_key": "prompt", "data.response_key": "response"}
+AS_IT_IS = DataConfig(apply_chat_template="false")
 PAIRS = {"data.prompt_key": "prompt", "data.chosen_key": "chosen", "data.rejected_key": "rejected"}
 EOS = 1
 
@@ -38,8 +39,9 @@ def test_a_prompt_of_messages_is_that_of_a_rollout_and_the_response_ends(
     assert [text(tokenizer, ids) for ids in example.response_ids] == ["2<eos>"]
 
 
-def test_a_prompt_that_is_a_text_is_used_as_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (example,) = read(tokenizer, write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"}))
+def test_a_prompt_that_is_a_text_can_be_used_as_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1=", "response": "2"})
+    (example,) = read(tokenizer, file, data=AS_IT_IS)
     assert (text(tokenizer, example.prompt_ids), example.response_ids[0][-1]) == ("1+1=", EOS)
 
 
@@ -60,7 +62,7 @@ def test_a_pair_shares_its_prompt(tmp_path: Path, tokenizer: PreTrainedTokenizer
 
 def test_other_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"q": "a", "r": "b", "messages": [], "prompt": "x"})
-    (example,) = read(tokenizer, file, {"data.prompt_key": "q", "data.response_key": "r"})
+    (example,) = read(tokenizer, file, {"data.prompt_key": "q", "data.response_key": "r"}, data=AS_IT_IS)
     assert (text(tokenizer, example.prompt_ids), text(tokenizer, example.response_ids[0])) == ("a", "b<eos>")
 
 
@@ -94,9 +96,9 @@ def test_long_examples_are_counted_or_dropped(tmp_path: Path, tokenizer: PreTrai
     with pytest.raises(
         ConfigError, match=r"data\.eval: 2 of 4 .* than 6 tokens, the longest has 11; .*line 2"
     ) as error:
-        read(tokenizer, file, PAIRS, max_tokens=6, field="data.eval")
+        read(tokenizer, file, PAIRS, max_tokens=6, field="data.eval", data=AS_IT_IS)
     assert "data.max_tokens" in str(error.value) and "data.overlong_prompts=drop" in str(error.value)
-    kept = read(tokenizer, file, PAIRS, max_tokens=6, drop_longer=True)
+    kept = read(tokenizer, file, PAIRS, max_tokens=6, drop_longer=True, data=AS_IT_IS)
     assert [example.num_tokens for example in kept] == [6, 5]
     with pytest.raises(ConfigError, match="all 4 examples"):
         read(tokenizer, file, PAIRS, max_tokens=2, drop_longer=True)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.data import rendering
 from rlhf_mcore.data.source import load_prompts
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -45,8 +46,9 @@ def test_a_chat_row_is_rendered_with_the_template(
     assert prompt.extra_info == {"split": "train", "ability": "math"}
 
 
-def test_a_plain_string_is_used_as_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    (prompt,) = load_prompts([write_jsonl(tmp_path / "a.jsonl", {"prompt": " 1+1="})], tokenizer, DataConfig())
+def test_a_plain_string_can_be_used_as_it_is(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    cfg = DataConfig(apply_chat_template="false")
+    (prompt,) = load_prompts([write_jsonl(tmp_path / "a.jsonl", {"prompt": " 1+1="})], tokenizer, cfg)
     assert prompt.text == " 1+1="
     assert len(prompt.prompt_ids) == 5
     assert (prompt.data_source, prompt.style, prompt.ground_truth) == ("unknown", "rule", None)
@@ -80,7 +82,7 @@ def test_where_the_answer_comes_from(
 def test_index_and_ids_run_over_several_files(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", {"prompt": "p"}, {"prompt": "q", "extra_info": {"id": 7}})
     second = write_parquet(tmp_path / "b.parquet", {"prompt": "r"}, {"prompt": "s"})
-    prompts = load_prompts([first, second], tokenizer, DataConfig())
+    prompts = load_prompts([first, second], tokenizer, DataConfig(apply_chat_template="false"))
     assert [(p.prompt_id, p.index, p.text) for p in prompts] == [
         ("a#0", 0, "p"),
         ("7", 1, "q"),
@@ -93,7 +95,7 @@ def test_dropped_prompts_leave_the_indices_of_the_others_alone(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "12345"}, {"prompt": "1234"}, {"prompt": "123456"})
-    cfg = DataConfig(max_prompt_tokens=4, overlong_prompts="drop")
+    cfg = DataConfig(max_prompt_tokens=4, overlong_prompts="drop", apply_chat_template="false")
     assert [(p.prompt_id, p.index) for p in load_prompts([file], tokenizer, cfg)] == [("a#1", 1)]
 
 
@@ -102,7 +104,7 @@ def test_overlong_prompts_are_counted_and_the_remedy_is_named(
 ) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1"}, {"prompt": "12345"}, {"prompt": "1234567"})
     with pytest.raises(ConfigError) as error:
-        load_prompts([file], tokenizer, DataConfig(max_prompt_tokens=4))
+        load_prompts([file], tokenizer, DataConfig(max_prompt_tokens=4, apply_chat_template="false"))
     message = str(error.value)
     assert "2 of 3 prompts" in message and "'a#1'" in message and "with 5 tokens" in message
     assert "data.max_prompt_tokens=7" in message and "data.overlong_prompts=drop" in message
@@ -191,3 +193,104 @@ def test_messages_need_a_chat_template(tmp_path: Path, tokenizer: PreTrainedToke
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ConfigError, match="no chat template"):
         load_prompts([write_jsonl(tmp_path / "a.jsonl", CHAT_ROW)], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize(
+    ("mode", "prompt", "text"),
+    [
+        ("auto", "1+1=", "[u]1+1=\n[a]"),
+        ("auto", "<eos>[u]1+1=", "<eos>[u]1+1="),  # a special token: it is rendered already
+        ("true", "<eos>[u]1+1=", "[u]<eos>[u]1+1=\n[a]"),
+        ("false", "1+1=", "1+1="),
+        ("false", [{"role": "user", "content": "1+1="}], "[u]1+1=\n[a]"),
+    ],
+)
+def test_texts_and_the_chat_template(
+    mode: str, prompt: Any, text: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": prompt})
+    (loaded,) = load_prompts([file], tokenizer, DataConfig(apply_chat_template=mode))
+    assert loaded.text == text
+
+
+def test_texts_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1="})
+    assert load_prompts([file], tokenizer, DataConfig())[0].text == "1+1="
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template=true, but the tokenizer has no chat template"):
+        load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
+
+
+def test_every_file_has_its_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    files = [
+        write_jsonl(tmp_path / "a.jsonl", {"q": "1", "x": "one"}),
+        write_jsonl(tmp_path / "b.jsonl", {"p": "2", "answer": "two"}),
+    ]
+    cfg = DataConfig(
+        prompt_key=["q", "p"], answer_key=["x", None], eval_prompt_key=["q", "p"], apply_chat_template="false"
+    )
+    assert [(p.text, p.ground_truth) for p in load_prompts(files, tokenizer, cfg)] == [("1", "one"), ("2", "two")]
+    evaluated = load_prompts(files, tokenizer, cfg, field="data.eval")
+    assert [(p.text, p.ground_truth) for p in evaluated] == [("1", "one"), ("2", "two")]
+
+
+def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (tmp_path / "t.py").write_text(
+        "def shape(row):\n    return None if row['n'] == 1 else {'prompt': f\"{row['n']}+1=\", 'answer': str(row['n'] + 1)}\n"
+        "def broken(row):\n    return 1 / 0\n"
+        "def text(row):\n    return 'x'\n"
+    )
+    file = write_jsonl(tmp_path / "a.jsonl", *({"n": n} for n in range(3)))
+
+    def load(name: str) -> list[tuple[int, str, str, Any]]:
+        cfg = DataConfig(transform=f"{tmp_path}/t.py:{name}", apply_chat_template="false")
+        return [(p.index, p.prompt_id, p.text, p.ground_truth) for p in load_prompts([file], tokenizer, cfg)]
+
+    assert load("shape") == [(0, "a#0", "0+1=", "1"), (2, "a#2", "2+1=", "3")]
+    with pytest.raises(ConfigError, match=r"line 1: data\.transform failed \(ZeroDivisionError: division by zero\)"):
+        load("broken")
+    with pytest.raises(ConfigError, match=r"line 1: data\.transform returned str 'x', not a row"):
+        load("text")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 10 ** (10 ** 8) }}", "processor time|ValueError"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 s of processor time"),
+        ("{{ 'x' * 10 ** 11 }}", "GiB of memory|OverflowError"),
+        ("{{ 'x' * 10 ** 8 }}", "the text has 100000000 characters"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{{ messages[7].role }}", "no element 7|UndefinedError"),
+        ("{% for %}", "[Ee]xpected"),
+        ("{{ messages.append(1) }}", "SecurityError|not safely callable|unsafe"),
+        ("{{ raise_exception('no') }}", r"roles user\): no$"),
+    ],
+)
+def test_templates_that_misbehave_end_in_one_message(
+    template: str, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 2)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    file = write_jsonl(tmp_path / "a.jsonl", CHAT_ROW)
+    with pytest.raises(ConfigError, match=f"(?s)a.jsonl, line 1, column 'prompt'.*({message})"):
+        load_prompts([file], tokenizer, DataConfig())
+
+
+def test_the_prompt_at_which_a_template_hangs_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(rendering, "CPU_S", 1)
+    hangs = "{{ 10 ** (10 ** (messages[0].content | int)) }}"
+    monkeypatch.setattr(tokenizer, "chat_template", hangs)
+    file = write_jsonl(tmp_path / "a.jsonl", *({"prompt": letter} for letter in "1281"))
+    with pytest.raises(ConfigError, match="line 3, column 'prompt': the chat template refuses"):
+        load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
+
+
+def test_the_first_prompt_is_shown_within_bounds() -> None:
+    assert rendering.shown("<s>a\nb\x1b[0m", 4) == (
+        "first prompt, as the model reads it (4 tokens):\n  | <s>a\n  | b\\x1b[0m"
+    )
+    long = rendering.shown("\n".join(["x" * 500] * 50), 9).splitlines()
+    assert len(long) <= 12 and max(map(len, long)) <= 170 and long[-1] == "  | ..."

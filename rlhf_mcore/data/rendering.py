@@ -1,0 +1,172 @@
+"""Prompts as text: chat templates, in a process of their own with bounds.
+
+A template is a program that came with a model. Jinja's sandbox keeps it from touching anything, but neither from looping nor from
+computing ``10 ** 10 ** 8``, in C code that no signal handler interrupts. So templates are rendered in a forked child whose processor
+time and memory the kernel bounds; what it may cost is counted for each prompt, so a loaded machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from rlhf_mcore.config.data_rows import checked_prompt
+from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CPU_S = 10  # for one prompt; published templates take a thousandth of a second
+MEMORY_BYTES = 2 * 2**30  # beyond what the process has
+MAX_CHARACTERS = 16 * 2**20  # of a rendered prompt
+
+Content = str | list[dict[str, Any]]  # a text, or messages of {role, content}
+_EXCEEDED = -signal.SIGXCPU
+
+
+class Renderer:
+    """Contents of prompts -> texts that the model reads.
+
+    A list of messages goes through the tokenizer's chat template. A text becomes one message of the user with ``mode`` "true", and
+    with "auto" where the tokenizer has a template and the text has none of its special tokens (with one it is rendered already).
+    Otherwise it is used as it is.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str) -> None:
+        """Raises ConfigError where texts have to go through a template that the tokenizer does not have."""
+        self._tokenizer = tokenizer
+        self._mode = mode
+        if mode == "true" and tokenizer.chat_template is None:
+            raise ConfigError(
+                "data.apply_chat_template=true, but the tokenizer has no chat template; give model.tokenizer_path one with a "
+                "template, or set data.apply_chat_template=false"
+            )
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        tokens = sorted(filter(None, {*added, *map(str, tokenizer.all_special_tokens)}))
+        self._rendered = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def all(self, contents: Sequence[tuple[Any, str]]) -> Iterator[str]:
+        """The texts of (content, place), in order. ``place`` is for messages.
+
+        Raises:
+            ConfigError: a content is no prompt, there is no template, or it refuses the messages or takes too long.
+        """
+        checked = [(self._messages(checked_prompt(content, place)), place) for content, place in contents]
+        rendered = self._render([(content, place) for content, place in checked if not isinstance(content, str)])
+        for content, _ in checked:
+            yield content if isinstance(content, str) else next(rendered)
+
+    def _messages(self, content: Content) -> Content:
+        """Messages where a template is to be applied, else the text."""
+        if not isinstance(content, str) or self._mode == "false":
+            return content
+        is_rendered = self._rendered is not None and self._rendered.search(content) is not None
+        if self._mode == "auto" and (self._tokenizer.chat_template is None or is_rendered):
+            return content
+        return [{"role": "user", "content": content}]
+
+    def _render(self, conversations: Sequence[tuple[Any, str]]) -> Iterator[str]:
+        if not conversations:
+            return
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{conversations[0][1]}: the prompt is a list of messages, but the tokenizer has no chat template; "
+                "give model.tokenizer_path one with a template, or make the prompts plain strings"
+            )
+        answers = _in_child(self._apply, [messages for messages, _ in conversations])
+        for messages, place in conversations:
+            answer = next(answers)
+            if "error" in answer:
+                roles = ", ".join(message["role"] for message in messages)
+                raise ConfigError(
+                    f"{place}: the chat template refuses these messages (roles {roles:.200}): {answer['error']}"
+                )
+            yield answer["text"]
+
+    def _apply(self, messages: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def _in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
+    """What ``apply`` makes of each input, {"text": ...} or {"error": ...}, in a child that the kernel ends where it takes too much."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child runs no code that takes their locks
+        child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(apply, inputs, writing)
+    os.close(writing)
+    ended = False
+    try:
+        with os.fdopen(reading, "rb") as lines:
+            for _ in inputs:
+                line = lines.readline()
+                if not line.endswith(b"\n"):
+                    _, status = os.waitpid(child, 0)
+                    ended = True
+                    yield {"error": _ending(status)}
+                    return
+                yield json.loads(line)
+    finally:
+        if not ended:
+            os.waitpid(child, 0)  # a child that nobody reads from ends with a broken pipe
+
+
+def _answer(apply: Any, inputs: Sequence[Any], writing: int) -> None:
+    """The child: it ends here, without the exit handlers of the process that it is a copy of."""
+    code = 1
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            size = int(statm.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with os.fdopen(writing, "wb") as lines:
+            for item in inputs:
+                used = resource.getrusage(resource.RUSAGE_SELF)
+                allowed = int(used.ru_utime + used.ru_stime) + CPU_S + 1
+                resource.setrlimit(resource.RLIMIT_CPU, (allowed, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+                lines.write(json.dumps(_one(apply, item)).encode("ascii") + b"\n")
+                lines.flush()  # or the prompt before the one that was ended would be blamed
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _one(apply: Any, item: Any) -> dict[str, str]:
+    try:
+        text = apply(item)
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory; correct the template"}
+    except Exception as error:  # a template may fail in any way that an expression can
+        name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        return {"error": f"{name}{error}"[:500]}
+    if len(text) > MAX_CHARACTERS:
+        return {"error": f"the text has {len(text)} characters, more than {MAX_CHARACTERS}; correct the template"}
+    return {"text": text}
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code == _EXCEEDED:
+        return f"it takes more than {CPU_S} s of processor time for one prompt; correct the template"
+    return f"its process ended with {code}; correct the template"
+
+
+def shown(text: str, num_tokens: int) -> str:
+    """The beginning of a prompt for the terminal, on a few lines."""
+    lines = [line[:160] + ("..." if len(line) > 160 else "") for line in text[:1200].splitlines()]
+    printable = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in lines[:10]]
+    if len(lines) > 10 or len(text) > 1200:
+        printable.append("...")
+    title = f"first prompt, as the model reads it ({num_tokens} tokens):"
+    return "\n".join([title, *(f"  | {line}" for line in printable)])
