@@ -63,19 +63,30 @@ tier() {
         return
     fi
     touch "$reports/$(basename "$1").xml" # stays empty if pytest is killed, which then counts
-    python -m pytest "$1" --junitxml="$reports/$(basename "$1").xml"
+    # In the background Ctrl-C would be ignored, and what the tests have started would live on.
+    env --default-signal=INT python -m pytest "$1" --junitxml="$reports/$(basename "$1").xml"
+}
+
+# finish PROCESS LOG: wait for a tier that runs beside the others, and show what it has said.
+finish() {
+    local status=0
+    wait "$1" || status=$?
+    cat "$2"
+    return "$status"
 }
 
 section "ruff" ruff check .
 section "mypy" mypy
 section "import-linter" lint-imports
 failed_lints=${#failed[@]}
+tier tests/slurm >"$reports/slurm.log" 2>&1 & # it waits for SLURM most of the time
+slurm=$!
 section "tests/gpu (skipped without a GPU)" tier tests/gpu
 section "tests/unit (no processes)" tier tests/unit
 section "tests/oracles (published functions of verl and TRL)" tier tests/oracles
 section "tests/distributed (gloo, torchrun)" tier tests/distributed
 section "tests/e2e (real vLLM)" tier tests/e2e
-section "tests/slurm (real SLURM; skipped without it)" tier tests/slurm
+section "tests/slurm (real SLURM, beside the other tiers; skipped without it)" finish "$slurm" "$reports/slurm.log"
 
 heading "result"
 if ((${#failed[@]})); then
