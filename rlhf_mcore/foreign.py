@@ -29,6 +29,7 @@ _KINDS = {
 }
 _BLOCK_BYTES = 2**20
 MAX_INTEGER = 2**63 - 1  # beyond it no size, count, seed or offset is meant
+_MAX_BITS = 128  # of any integer; transformers writes 1e30, as an integer, for a length without limit
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 80, 80
 
@@ -314,8 +315,8 @@ def _check_values(value: dict[str, Any] | list[Any], path: list[str | int], dept
             _check_values(child, path, depth)
         elif isinstance(child, float) and not math.isfinite(child):
             raise ValueError(f"{_place(path)} is {child}, not a finite number")
-        elif isinstance(child, int) and abs(child) > 2 * MAX_INTEGER:
-            raise ValueError(f"{_place(path)} is an integer of {child.bit_length()} bits, beyond 64")
+        elif isinstance(child, int) and abs(child) >= 2**_MAX_BITS:
+            raise ValueError(f"{_place(path)} is an integer of {child.bit_length()} bits, beyond {_MAX_BITS}")
         if not all(is_plain(text) for text in (key, child) if isinstance(text, str)):
             raise ValueError(f"{_place(path)} holds a NUL or a lone surrogate")
         path.pop()

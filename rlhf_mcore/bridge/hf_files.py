@@ -7,6 +7,7 @@ that the index says.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import COMPANIONS
+from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
+from rlhf_mcore.foreign import read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -115,7 +118,7 @@ class HFReader:
 
     def _locate(self) -> dict[str, str]:
         index = self.directory / INDEX
-        if not index.is_file():
+        if not os.path.lexists(index):
             self._check_shard(SINGLE)
             return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
         weight_map = _read_weight_map(index)
@@ -125,10 +128,10 @@ class HFReader:
 
     def _check_shard(self, shard: str) -> None:
         if Path(shard).name != shard:
-            raise ConfigError(f"{self.directory / INDEX}: shard {shard!r} is not a plain file name.")
+            raise ConfigError(f"{self.directory / INDEX}: shard {shorten(shard, 1000)!r} is not a plain file name.")
         path = self.directory / shard
-        if not path.is_file():
-            raise ConfigError(f"{self.directory}: weight file {shard} is missing.")
+        if not os.path.isfile(path):
+            raise ConfigError(f"{self.directory}: weight file {shorten(shard)} is missing.")
         allowed = [self.directory]
         if self.directory.parent.name == "snapshots":  # a Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*
             allowed.append(self.directory.parent.parent / "blobs")
@@ -140,28 +143,15 @@ class HFReader:
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """Shard of each tensor."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        known = dict(pairs)
-        if len(known) < len(pairs):
-            twice = next(name for place, (name, _) in enumerate(pairs) if name in dict(pairs[:place]))
-            raise ValueError(f"{twice} is named twice")
-        return known
-
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{index}: not a readable index ({error}). Download or export the model again.") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ConfigError(f"{index}: no weight_map from tensors to files. Download or export the model again.")
-    return weight_map
+    remedy = "Download or export the model again."
+    weight_map = read_json(index, limits=INDEX_LIMITS, remedy=remedy).object("weight_map")
+    return {name: weight_map.text(name) for name in weight_map}
 
 
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:
     """What travels with the weights; of several sources the first that has a file gives it."""
     places = [[Path(source) / name for source in sources] for name in COMPANIONS]
-    return [found for paths in places if (found := next(filter(Path.is_file, paths), None)) is not None]
+    return [found for paths in places if (found := next(filter(os.path.isfile, paths), None)) is not None]
 
 
 def copy_companions(
@@ -174,6 +164,6 @@ def copy_companions(
     for found in companion_files(sources):
         shutil.copyfile(found, directory / found.name)
     path = directory / "config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path).content
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")

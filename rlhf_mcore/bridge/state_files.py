@@ -6,7 +6,6 @@ which rectangle of which Hugging Face tensor is in which file. Padding of the vo
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rlhf_mcore.bridge.state_regions import Region, regions, writes
 from rlhf_mcore.bridge.strided import Rectangle, gaps
 from rlhf_mcore.bridge.tensor_files import FileImage, FileLayout, bytes_of, create, write_at
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.types import ModelGeometry, StateShard
 
@@ -252,12 +252,9 @@ def _is_region(region: Any, shape: tuple[int, ...], num_files: int) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not a readable index ({error}). {_REMEDY}") from error
+    content = read_json(path, limits=INDEX, remedy=_REMEDY).content
     types = {"format": int, "files": list, "tensors": dict, "scalars": dict}
-    if not isinstance(content, dict) or content.keys() != types.keys():
+    if content.keys() != types.keys():
         raise ConfigError(f"{path}: not an index of an optimizer's state. {_REMEDY}")
     if content["format"] != _FORMAT:
         raise ConfigError(f"{path}: format {content['format']}, this version reads {_FORMAT}. {_REMEDY}")
@@ -265,7 +262,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         isinstance(name, str) for name in content["files"]
     ):
         raise ConfigError(f"{path}: not an index of an optimizer's state. {_REMEDY}")
-    return content
+    return dict(content)
 
 
 def _intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:

@@ -24,6 +24,7 @@ import zstandard
 
 from rlhf_mcore.checkpoint.manifest import FileEntry, hash_file
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import INDEX, parse_json, read_json
 
 DATA_SUFFIX = ".delta"
 INDEX_SUFFIX = ".delta.json"
@@ -93,7 +94,7 @@ def restore_file(index: Path, base: Path, target: Path) -> None:
         ConfigError: the result is not the file that was saved, because the difference or the base is damaged.
     """
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = read_json(index, limits=INDEX, remedy="choose another checkpoint").content
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             raise ConfigError(f"{index}: not an index that this release reads; use the release that wrote it")
         found = _restore(index, content, base, target)
@@ -215,7 +216,9 @@ def _read_header(path: Path) -> tuple[bytes, list[Stored]]:
 def _parse_header(header: bytes, path: Path) -> list[Stored]:
     """The tensors of a safetensors file in the order of their bytes, which follow each other without gaps."""
     tensors = []
-    for name, entry in json.loads(header).items():
+    for name, entry in parse_json(
+        header, limits=INDEX, where=str(path), remedy="choose another checkpoint"
+    ).content.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
             tensors.append(Stored(name, 8 + len(header) + begin, end - begin, _ITEM_BYTES.get(entry["dtype"], 1)))

@@ -48,6 +48,8 @@ class Request:
     verify: bool = False
     dry_run: bool = False
     overwrite: bool = False
+    allow_nonfinite: bool = False
+    check_records: bool = True
 
 
 def run(request: Request) -> None:
@@ -84,7 +86,7 @@ def _convert(request: Request, companions: Path, geometry: ModelGeometry, consol
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
     with whole_directory(request.destination, overwrite=request.overwrite) as directory:
         with _progress(console, "converting", total) as advance:
-            reading = Reading(source, types, advance)
+            reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
                 write_hf(reading, directory, request.shard_bytes)
             else:
@@ -135,9 +137,11 @@ def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometr
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
     if request.source_format == "megatron":
-        return torch_dist.open_torch_dist(torch_dist.find_checkpoint(path), companions, geometry)
+        return torch_dist.open_torch_dist(
+            torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records
+        )
     if request.source_format == "fsdp":
-        return fsdp.open_fsdp(path, companions, geometry)
+        return fsdp.open_fsdp(path, companions, geometry, check=request.check_records)
     if request.source_format == "hf":
         return HFSource(path, companions)
     weights = _checked_model(request, path, cleanup)

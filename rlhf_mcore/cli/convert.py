@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 verify=args.verify,
                 dry_run=args.dry_run,
                 overwrite=args.overwrite,
+                allow_nonfinite=args.allow_nonfinite,
+                check_records=not args.skip_checksums,
             )
         )
     except ConfigError as error:
@@ -84,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         "--verify", action="store_true", help="read DST again: digests, and logits where the model fits"
     )
     parser.add_argument("--dry-run", action="store_true", help="check SRC and print what would go where")
+    parser.add_argument("--allow-nonfinite", action="store_true", help="convert NaN and infinite weights as they are")
+    parser.add_argument(
+        "--skip-checksums", action="store_true", help="do not compare the checksums of FSDP and torch_dist files"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     return parser
 

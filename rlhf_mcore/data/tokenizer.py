@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,12 +43,9 @@ def _refuse_foreign_code(path: str) -> None:
     if not directory.is_dir():
         raise ConfigError(f"model.tokenizer_path={path!r}: no such directory; set model.path or model.tokenizer_path")
     settings = directory / "tokenizer_config.json"
-    if not settings.is_file():
+    if not os.path.lexists(settings):
         return
-    try:
-        content = json.loads(settings.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.tokenizer_path={path!r}: {settings.name} is not JSON ({error})") from error
+    content = read_json(settings, where=f"model.tokenizer_path={path!r}: {settings.name}")
     if "auto_map" in content:
         raise ConfigError(
             f"model.tokenizer_path={path!r}: {settings.name} asks to run code of its own (auto_map), which is refused; "

@@ -36,11 +36,13 @@ class Reading:
     """Reads a source in the dtypes of ``types``, block by block, and hashes what it hands out.
 
     ``digests`` are of the values of whole tensors, so they do not depend on the format; a tensor's rows are asked for in order.
+    ``is_checked``: values that are not finite are refused.
     """
 
     source: Source
     types: TensorTypes
     progress: Callable[[int], None] = lambda num_bytes: None
+    is_checked: bool = False
     _hashes: dict[str, xxhash.xxh3_128] = field(default_factory=dict)
     _since_release: int = 0
 
@@ -48,9 +50,15 @@ class Reading:
         """Rows of a tensor.
 
         Raises:
-            ConfigError: a value is too large for the dtype.
+            ConfigError: a value is too large for the dtype, or not finite.
         """
         stored = self.source.read(name, first, count)
+        if self.is_checked and not (finite := stored.isfinite()).all():
+            row = int((~finite).reshape(count, -1).any(1).nonzero()[0])
+            raise ConfigError(
+                f"{self.source.directory}: {name} has values that are not finite (NaN or infinite) from row {first + row} on; "
+                "convert an earlier checkpoint, or pass --allow-nonfinite to convert them as they are"
+            )
         part = stored.to(self.types[name][0])
         if part.dtype == torch.float16 and stored.dtype != torch.float16 and _overflows(stored, part):
             raise ConfigError(

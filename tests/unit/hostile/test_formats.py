@@ -1,0 +1,453 @@
+"""Checkpoints of other trainers that are damaged or hostile: shards (zips of pickles), indexes, and directories of them."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import tracemalloc
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.bridge.formats import fsdp
+from rlhf_mcore.bridge.formats.convert import Reading
+from rlhf_mcore.bridge.formats.foreign_index import read_index
+from rlhf_mcore.bridge.formats.foreign_pickle import read_pickle
+from rlhf_mcore.bridge.formats.located import locate, locate_one, read
+from rlhf_mcore.bridge.formats.torch_dist import find_checkpoint
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+from tests.unit.hostile.refusals import refusal
+from tests.unit.hostile.test_config_json import LLAMA, write
+
+LONG = 2**40
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+def _quantised() -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+
+
+VALUES: dict[str, tuple[Callable[[], object], str]] = {
+    "quantised": (_quantised, "a quantised tensor"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "a sparse tensor"),
+    "compressed sparse": (lambda: torch.eye(3).to_sparse_csr(), "a sparse tensor"),
+    "without values": (lambda: torch.empty(3, device="meta"), "no tensor"),
+    "complex": (lambda: torch.ones(2, dtype=torch.complex64), "a storage of an odd type (ComplexFloatStorage)"),
+    "a number": (lambda: 1, "not a tensor"),
+    "nothing": (lambda: None, "not a tensor"),
+    "a text": (lambda: "x", "not a tensor"),
+    "a list": (lambda: [torch.ones(1)], "not a tensor"),
+    "a dictionary": (lambda: {"a": torch.ones(1)}, "not a tensor"),
+    "a dtype": (lambda: torch.float32, "not a tensor"),
+    "a shape": (lambda: torch.Size([1]), "torch.Size is no tensor"),
+    "a path": (lambda: Path("x"), "is no tensor"),
+    "a storage": (lambda: torch.ones(2).untyped_storage(), "is no tensor"),
+    "a function": (lambda: print, "__builtin__.print has no place"),
+    "an object": (lambda: ConfigError("x"), "rlhf_mcore.config.errors.ConfigError has no place"),
+    "a set": (lambda: {1, 2}, "has no place"),
+    "bytes": (lambda: bytearray(b"x"), "has no place"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_is_no_plain_tensor_is_named(tmp_path: Path, name: str) -> None:
+    make, message = VALUES[name]
+    torch.save({"model.norm.weight": make()}, tmp_path / "shard.pt")
+    found = refusal(lambda: locate(tmp_path / "shard.pt"))
+    assert message in found
+    assert "shard.pt: refused" in found
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [], None, 7, {1: torch.ones(1)}, {("a", "b"): torch.ones(1)}])
+def test_what_is_no_dictionary_of_tensors(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "shard.pt")
+    assert "refused" in refusal(lambda: locate(tmp_path / "shard.pt"))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12.0)[3:7],
+        torch.tensor(3.0),
+        torch.ones(0, 4),
+        torch.nn.Parameter(torch.arange(3.0)),
+        torch.arange(4).to(torch.bfloat16),
+        torch.arange(4.0).to(torch.float8_e4m3fn),
+        torch.arange(6, dtype=torch.int64),
+    ],
+)
+def test_plain_tensors_are_found_where_they_are(tmp_path: Path, tensor: torch.Tensor) -> None:
+    path = tmp_path / "shard.pt"
+    torch.save(OrderedDict(a=torch.ones(5), b=tensor), path)
+    found = locate(path)["b"]
+    values = read(path, found, tuple(slice(0, size) for size in found.shape))
+    assert torch.equal(values.float(), tensor.detach().float())
+    assert values.dtype == tensor.dtype
+
+
+# --------------------------------------------------------------------------------------------------------------- zips
+def pickled(**changes: Any) -> bytes:
+    """The description of one float tensor of four elements, as torch writes it, with some of it changed."""
+    said = {"kind": "torch FloatStorage", "key": "0", "numel": 4, "first": 0, "size": (4,), "stride": (1,), **changes}
+
+    def value(item: Any) -> bytes:
+        if isinstance(item, tuple):
+            return b"(" + b"".join(map(value, item)) + b"t"
+        if isinstance(item, str):
+            return b"X" + struct.pack("<I", len(item)) + item.encode()
+        return b"\x8a\x09" + item.to_bytes(9, "little", signed=True)
+
+    module, name = said["kind"].split()
+    storage = b"(" + value("storage") + f"c{module}\n{name}\n".encode() + value(said["key"]) + value("cpu")
+    storage += value(said["numel"]) + b"tQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + value(said["first"]) + value(said["size"])
+    tensor += value(said["stride"]) + b"\x89}tR"
+    return b"\x80\x02}" + value("a") + tensor + b"s."
+
+
+def zipped(path: Path, data: bytes, *, storage: bytes = bytes(16), order: bytes = b"little", method: int = 0) -> Path:
+    with zipfile.ZipFile(path, "w", compression=method) as archive:
+        archive.writestr("shard/data.pkl", data)
+        archive.writestr("shard/byteorder", order)
+        archive.writestr("shard/data/0", storage)
+    return path
+
+
+def test_the_description_that_is_changed_below(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "shard.pt", pickled(), storage=struct.pack("<4f", 1, 2, 3, 4))
+    assert read(path, locate(path)["a"], (slice(1, 3),)).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"numel": 5}, "storage 0 has 16 bytes, the description says 20"),
+        ({"numel": -4}, "the description says -16"),
+        ({"numel": LONG}, "the description says"),
+        ({"numel": "4"}, "the description says None"),
+        ({"key": "1"}, "storage 1 has -1 bytes"),
+        ({"key": "../../etc/passwd"}, "has -1 bytes"),
+        ({"key": 0}, "a storage of an odd type"),
+        ({"first": 1}, "reaches beyond its storage"),
+        ({"first": -1}, "odd offset"),
+        ({"first": LONG}, "reaches beyond its storage"),
+        ({"first": "0"}, "odd offset"),
+        ({"size": (5,)}, "reaches beyond its storage"),
+        ({"size": (LONG, LONG), "stride": (1, 1)}, "a shape that no tensor has"),
+        ({"size": (2**60,)}, "a shape that no tensor has"),
+        ({"size": (-1,)}, "a shape that no tensor has"),
+        ({"size": ("4",)}, "a shape that no tensor has"),
+        ({"size": 4}, "a shape that is none"),
+        ({"size": (1,) * 100, "stride": (1,) * 100}, "a shape that is none"),
+        ({"stride": (2,)}, "reaches beyond its storage"),
+        ({"stride": (-1,)}, "a shape that no tensor has"),
+        ({"stride": (1, 1)}, "odd offset or stride"),
+        ({"kind": "torch QInt8Storage"}, "a storage of an odd type (QInt8Storage)"),
+        ({"kind": "torch DoubleStorage"}, "the description says 32"),
+        ({"kind": "torch Storage\x1b[2J"}, "odd type"),
+        ({"kind": "os system"}, "os.system has no place"),
+    ],
+)
+def test_descriptions_that_do_not_fit_their_storage(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = zipped(tmp_path / "shard.pt", pickled(**changes))
+    assert message in refusal(lambda: locate(path))
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def _storage_at(path: Path) -> int:
+    return locate(path, check=False)["a"].offset
+
+
+def _huge_directory(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.rfind(b"PK\x05\x06")
+    data[at + 12 : at + 16] = struct.pack("<I", 2**31)
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: _flip(path, _storage_at(path)), "data/0 has another checksum"),
+        (lambda path: zipped(path, pickled(), method=zipfile.ZIP_DEFLATED), "compressed"),
+        (lambda path: zipped(path, pickled(), order=b"big"), "big-endian"),
+        (lambda path: zipped(path, pickled(), order=b"x" * 100), "byteorder has 100 bytes"),
+        (lambda path: zipped(path, b""), "refused"),
+        (lambda path: zipped(path, pickled()[:-1]), "refused"),
+        (lambda path: zipped(path, pickled()[:40]), "refused"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-30]), "refused"),
+        (lambda path: path.write_bytes(b""), "refused"),
+        (lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)), "data.pkl is missing"),
+        (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "refused"),
+        (_huge_directory, "table of contents has 2,147,483,648 bytes"),
+        (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "a device, not a regular file"),
+        (lambda path: (path.unlink(), path.mkdir()), "a directory, not a regular file"),
+    ],
+)
+def test_files_that_are_damaged(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    path = zipped(tmp_path / "shard.pt", pickled())
+    damage(path)
+    assert message in refusal(lambda: locate(path))
+
+
+def test_checksums_may_be_left_out(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "shard.pt", pickled())
+    _flip(path, _storage_at(path))
+    assert locate(path, check=False)["a"].shape == (4,)
+
+
+def test_a_part_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.distcp"
+    whole = zipped(tmp_path / "shard.pt", pickled()).read_bytes()
+    path.write_bytes(b"before" + whole + b"behind")
+    for offset, length in [(0, len(whole)), (6, len(whole) - 40), (6, 0), (LONG, 10)]:
+        assert f"no tensor at byte {offset}" in refusal(
+            lambda offset=offset, length=length: locate_one(path, offset, length)
+        )
+    torch.save(torch.arange(3.0), tmp_path / "t")
+    path.write_bytes(b"before" + (tmp_path / "t").read_bytes())
+    found = locate_one(path, 6, path.stat().st_size - 6)
+    assert read(path, found, (slice(0, 3),)).tolist() == [0.0, 1.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------------------------------- pickles
+NESTED = b"\x80\x02)" + b"\x85" * 20_000
+PICKLES: dict[str, tuple[bytes, str]] = {
+    "a memo index of 2**31": (b"\x80\x02Nr\xff\xff\xff\x7f.", "not the index"),
+    "a memo index of 2**32": (b"\x80\x02Nr\xff\xff\xff\xff.", "not the index"),
+    "a memo that is not there": (b"\x80\x02j\xff\xff\xff\x7f.", "refused"),
+    "a text of 2**31 bytes": (b"\x80\x02X\xff\xff\xff\x7fx.", "refused"),
+    "a text of 2**62 bytes": (b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.", "refused"),
+    "bytes of 2**31 bytes": (b"\x80\x03B\xff\xff\xff\x7fx.", "refused"),
+    "bytes of 2**62 bytes": (b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"x.", "refused"),
+    "an array of bytes": (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.", "is not read"),
+    "a frame of 2**62 bytes": (b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.", "refused"),
+    "a long integer": (b"\x80\x02\x8b\xff\xff\xff\x7f\x01.", "is not read"),
+    "tuples in tuples as a key": (b"\x80\x02}" + NESTED[2:] + b"Ns.", "a dictionary with odd keys"),
+    "tuples in tuples in a set": (b"\x80\x04\x8f(" + NESTED[2:] + b"\x90.", "an odd set"),
+    "tuples in tuples": (NESTED + b".", "not the index"),
+    "no pickle": (b"hello", "refused"),
+    "nothing": (b"", "refused"),
+    "an end": (b".", "refused"),
+    "a protocol of tomorrow": (b"\x80\xffN.", "refused"),
+    "a call": (b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R.", "os.system has no place"),
+    "a call by stack": (b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x011\x85R.", "builtins.eval has no place"),
+    "a call of a dictionary": (b"\x80\x02})R.", "a call of what is no name"),
+    "a call with no arguments": (b"\x80\x02ctorch\nload\nNR.", "a call of what is no name"),
+    "an instance": (b"\x80\x02(ios\nsystem\n.", "is not read"),
+    "an extension": (b"\x80\x02\x82\x01.", "is not read"),
+    "state of a name": (b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n}b.", "state of what has none"),
+    "another object": (b"\x80\x02ctorch\nSize\n)R.", "not the index"),
+    "an odd pid": (b"\x80\x02NQ.", "a storage without a description"),
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickles(tmp_path: Path, name: str) -> None:
+    data, message = PICKLES[name]
+    (tmp_path / ".metadata").write_bytes(data)
+    tracemalloc.start()
+    try:
+        assert message in refusal(lambda: read_index(tmp_path / ".metadata", bool))
+        assert tracemalloc.get_traced_memory()[1] < 2**22 + 200 * len(data)  # twelve bytes took 4.4 GB once
+    finally:
+        tracemalloc.stop()
+    zipped(tmp_path / "shard.pt", data)
+    refusal(lambda: locate(tmp_path / "shard.pt"))
+
+
+def index_of(tmp_path: Path, edit: Callable[[Any], object]) -> Path:
+    """An index of one tensor as torch writes it, edited."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    size = torch.Size([4])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    index = Metadata(
+        {"w": TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])},
+        storage_data={MetadataIndex("w", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 100)},
+    )
+    edit(index)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    return tmp_path / ".metadata"
+
+
+def _stored(index: Any) -> Any:
+    return next(iter(index.storage_data.values()))
+
+
+def test_the_index_that_is_changed_below(tmp_path: Path) -> None:
+    (found,) = read_index(index_of(tmp_path, lambda index: None), bool).values()
+    assert (found.dtype, found.shape, found.parts[0].file, found.parts[0].length) == (
+        torch.float32,
+        (4,),
+        "__0_0.distcp",
+        100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda i: setattr(_stored(i), "offset", -1), "lies before its file"),
+        (lambda i: setattr(_stored(i), "length", "100"), "at an odd place"),
+        (lambda i: setattr(_stored(i), "offset", 0.5), "at an odd place"),
+        (lambda i: setattr(_stored(i), "relative_path", 7), "at an odd place"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "size", "4"), "a shape that is none"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "size", (2**60,)), "a shape that no tensor has"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "size", [[4]]), "a shape that no tensor has"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "size", None), "a shape that is none"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "chunks", None), "more parts than there are"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "chunks", [None]), "a part of w is odd"),
+        (
+            lambda i: i.state_dict_metadata["w"].chunks.extend(i.state_dict_metadata["w"].chunks * 10**6),
+            "more parts than there are",
+        ),
+        (lambda i: setattr(i.state_dict_metadata["w"].chunks[0], "offsets", (1,)), "is in no file"),
+        (lambda i: setattr(i.state_dict_metadata["w"].chunks[0], "sizes", ("x",)), "a shape that no tensor has"),
+        (lambda i: setattr(i.state_dict_metadata["w"], "properties", None), "has no dtype"),
+        (lambda i: setattr(i.state_dict_metadata["w"].properties, "dtype", "float32"), "is not one of weights"),
+        (lambda i: setattr(i.state_dict_metadata["w"].properties, "dtype", torch.complex64), "is not one of weights"),
+        (lambda i: setattr(i, "storage_data", []), "not the index"),
+        (lambda i: setattr(i, "state_dict_metadata", 1), "not the index"),
+        (lambda i: i.storage_data.update(x=1), "an entry of storage_data is odd"),
+    ],
+)
+def test_indexes_that_lie(tmp_path: Path, edit: Callable[[Any], object], message: str) -> None:
+    assert message in refusal(lambda: read_index(index_of(tmp_path, edit), bool))
+
+
+# ---------------------------------------------------------------------------------------------------------- directories
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["model_world_size_999999999_rank_0.pt"], "999999998 files are missing: model_world_size_999999999_rank_1.pt"),
+        (["model_world_size_1000000000_rank_0.pt"], "no model_world_size_X_rank_Y.pt is here"),
+        (["model_world_size_0_rank_0.pt"], "model_world_size_0_rank_0.pt is of no rank of 0"),
+        (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_7.pt"], "is of no rank of 2"),
+        (["model_world_size_2_rank_0.pt", "model_world_size_3_rank_1.pt"], "world sizes [2, 3] are mixed"),
+        (["model_world_size_\u0661_rank_0.pt"], "no model_world_size_X_rank_Y.pt is here"),
+        (["model_world_size_2_rank_0.pt", "model_world_size_2_rank_1.pt"], "0 bytes, but 1 are named"),
+        ([], "no model_world_size_X_rank_Y.pt is here"),
+    ],
+)
+def test_names_of_shards(tmp_path: Path, names: list[str], message: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    geometry = read_geometry(write(tmp_path / "huggingface", LLAMA))
+    assert message in refusal(lambda: fsdp.open_fsdp(tmp_path, tmp_path / "huggingface", geometry))
+
+
+@pytest.mark.parametrize("content", ["", "../..", "9" * 100, "x" * 5000, "\x1b[2J", "-1", "\u0661"])
+def test_trackers(tmp_path: Path, content: str) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
+    assert "latest_checkpointed_iteration.txt" in refusal(lambda: find_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"sharded_backend": 1}', '{"sharded_backend": "zarr"}', "{", '{"a": NaN}']
+)
+def test_backends(tmp_path: Path, content: str) -> None:
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "metadata.json").write_text(content)
+    assert "metadata.json" in refusal(lambda: find_checkpoint(tmp_path))
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+class _Source:
+    directory = companions = Path("source")
+    types = {"w": (torch.float32, (6, 2)), "v": (torch.float32, (3,))}  # noqa: RUF012
+
+    def __init__(self, value: float):
+        self._tensors = {"w": torch.zeros(6, 2), "v": torch.zeros(3)}
+        self._tensors["w"][4, 1] = self._tensors["v"][2] = value
+
+    def read(self, name: str, first: int, count: int) -> torch.Tensor:
+        return self._tensors[name][first : first + count]
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    source: Any = _Source(value)
+    checked = Reading(source, source.types, is_checked=True)
+    assert "source: w has values that are not finite (NaN or infinite) from row 4 on" in refusal(
+        lambda: checked.rows("w", 3, 3)
+    )
+    assert "v has values that are not finite (NaN or infinite) from row 2 on" in refusal(
+        lambda: checked.rows("v", 0, 3)
+    )
+    assert checked.rows("w", 0, 3).shape == (3, 2)
+    assert Reading(source, source.types).rows("w", 3, 3).shape == (3, 2)
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzzing
+def _harmless(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except ConfigError as error:
+        assert len(str(error)) < 2000
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_descriptions(tmp_path: Path, changes: list[tuple[float, int]]) -> None:
+    data = bytearray(pickled())
+    for where, byte in changes:
+        data[int(where * len(data))] = byte
+    _harmless(lambda: locate(zipped(tmp_path / "shard.pt", bytes(data))))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
+def test_damaged_files(tmp_path: Path, changes: list[tuple[float, int]], check: bool) -> None:
+    data = bytearray(zipped(tmp_path / "whole.pt", pickled()).read_bytes())
+    for where, byte in changes:
+        data[int(where * len(data))] = byte
+    (tmp_path / "shard.pt").write_bytes(bytes(data))
+    _harmless(lambda: locate(tmp_path / "shard.pt", check=check))
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_indexes(tmp_path: Path, changes: list[tuple[float, int]]) -> None:
+    data = bytearray(index_of(tmp_path, lambda index: None).read_bytes())
+    for where, byte in changes:
+        data[int(where * len(data))] = byte
+    (tmp_path / ".metadata").write_bytes(bytes(data))
+    _harmless(lambda: read_index(tmp_path / ".metadata", bool))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    try:
+        read_pickle(b"\x80\x04" + data)
+    except ValueError as error:
+        assert len(str(error)) <= 200
