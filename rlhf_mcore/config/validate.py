@@ -35,7 +35,7 @@ from rlhf_mcore.config.user_functions import function_problems
 
 __all__ = ["default_world_size", "resolve", "validate"]
 
-RULES = ("final_number", "boxed", "exact_match", "format")
+RULES = ("final_number", "boxed", "answer_line", "math", "exact_match", "format")
 RULES_WITHOUT_ANSWER = ("format",)
 
 TRAINED = ("actor", "critic")  # groups with an optimizer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_mcore.rewards.graders import last_boxed
+from rlhf_mcore.rewards.answers import last_boxed
 
 Message = dict[str, str]
 PlacedRow = tuple[str, dict[str, Any]]

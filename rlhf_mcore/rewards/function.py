@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pool import Limits, WorkerPool
+from rlhf_mcore.rewards.pool import Limits, WorkerPool, default_workers
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
-MAX_WORKERS = 8  # where nothing is said; a function that waits for a server wants more
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +45,7 @@ class FunctionReward:
     def __init__(self, cfg: RewardConfig) -> None:
         assert cfg.function is not None
         self._spec, self._on_error = cfg.function, cfg.on_error
-        limits = Limits(num_workers(cfg), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
+        limits = Limits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
         self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
         self._pool.check()
 
@@ -93,14 +91,6 @@ class FunctionReward:
                 f"{KEY}={self._spec} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
                 f"{error}. Store such values as texts or numbers"
             ) from error
-
-
-def num_workers(cfg: RewardConfig) -> int:
-    """``reward.workers``, or this rank's share of the cores of its machine."""
-    if cfg.workers is not None:
-        return cfg.workers
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _place(trajectory: Trajectory) -> str:

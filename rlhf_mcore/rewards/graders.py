@@ -1,38 +1,51 @@
-r"""Rule graders: pure functions ``(response, ground_truth) -> float in [0, 1]`` over text written by a model.
+r"""Rule graders: functions ``(response, ground_truth) -> float in [0, 1]`` over text written by a model.
 
-The text is hostile by assumption. Nothing here evaluates, executes or symbolically parses it; lengths and exponents
-are capped before any arithmetic, every scan is linear in the length, and no response makes a grader raise. A response
-longer than ``MAX_RESPONSE_CHARS`` scores 0.
+The text is hostile by assumption. Nothing here evaluates or executes it; lengths and exponents are capped before any
+arithmetic, every scan is linear in the length, and no response makes a grader raise. A response longer than
+``MAX_RESPONSE_CHARS`` scores 0. ``math`` alone parses an answer symbolically, in a worker process.
 
-Two notations mark an answer: ``#### 42`` (GSM8K, arXiv 2110.14168) and ``\boxed{42}`` (MATH, arXiv 2103.03874). A
-ground truth may be a number, a plain string, or a worked solution that ends in one of the two.
+A ground truth may be a number, an answer in LaTeX or plain text, or a worked solution that marks its answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from decimal import Decimal
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
+
+from rlhf_mcore.rewards.answers import (
+    answer_lines,
+    boxes,
+    last_answer,
+    last_boxed,
+    marked_number,
+    marked_numbers,
+    number_of,
+    within,
+)
+from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
+from rlhf_mcore.rewards.symbolic import Equivalence
+
+__all__ = [
+    "GRADERS",
+    "MAX_RESPONSE_CHARS",
+    "MathGrader",
+    "answer_format",
+    "answer_line",
+    "answer_of",
+    "boxed",
+    "exact_match",
+    "final_number",
+    "last_boxed",
+    "parse_number",
+]
 
 Grader = Callable[[str, Any], float]
 
 MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
-MAX_NUMBER_CHARS = 64
-MAX_EXPONENT = 1000
+_BLANK = re.compile(r"\s*")
 _MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
-
-_MARKER = re.compile(r"(?<!#)####(?!#)\s{0,16}")
-_NUMBER = re.compile(
-    "(?P<sign>[-+\u2212]?)"
-    r"\s?(?:\\?\$)?\s?"
-    "(?P<sign2>[-+\u2212]?)"
-    r"(?P<mantissa>[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]+)?"
-)
-_BRACE = re.compile(r"\\boxed\s{0,16}\{|\\.|[{}]", re.DOTALL)
-_LATEX_SPACING = re.compile(r"\{,\}|\\[!,]")
-# What makes the number before it a part of something else: 3/4, 2^10, 2*3, 7:30, 1.2.3. But **#### 42** is only bold.
-_CONTINUES = re.compile(r"(?:\*\*?|[/^:.])[0-9({\\]")
 
 
 def exact_match(response: str, ground_truth: Any) -> float:
@@ -44,150 +57,133 @@ def exact_match(response: str, ground_truth: Any) -> float:
 def final_number(response: str, ground_truth: Any) -> float:
     r"""1 if the response's answer is a number equal to the ground truth.
 
-    The answer is the number that directly follows the last ``####`` to be followed by one, else the whole content of
-    the last ``\boxed{}``. Thousands separators, ``$``, ``%`` at the end, a trailing dot and a plus sign do not count;
-    equality is exact and decimal (4.50 = 4.5, 1e3 = 1000).
+    The answer is the number behind the last ``####`` that has one, or the content of the last ``\boxed{}`` where that is a number;
+    the later of the two. Units, currency, thousands separators, ``%`` and a trailing dot do not count; equality is exact
+    (4.50 = 4.5 = 9/2, 1e3 = 1000).
     """
     if not _fits(response):
         return 0.0
     expected = _truth_number(_truth_text(ground_truth))
-    return float(expected is not None and _marked_number(response) == expected)
+    return float(expected is not None and marked_number(response) == expected)
 
 
 def boxed(response: str, ground_truth: Any) -> float:
-    r"""1 if the content of the response's last balanced ``\boxed{}`` equals the ground truth.
+    r"""1 if the content of the response's last balanced ``\boxed{}`` is the ground truth in another spelling (see ``canonical``).
 
-    Both are compared as numbers if both are numbers, else as text with all whitespace removed. An empty box matches
-    nothing.
+    An empty box matches nothing.
     """
-    if not _fits(response):
-        return 0.0
-    answer = last_boxed(response)
-    if answer is None or not answer.strip():
-        return 0.0
-    truth = _truth_text(ground_truth)
-    number, expected = parse_number(answer), _truth_number(truth)
-    if number is not None and expected is not None:
-        return float(number == expected)
-    truth_box = last_boxed(truth)
-    return float(_without_spaces(answer) == _without_spaces(truth if truth_box is None else truth_box))
+    return _same(last_boxed(response), ground_truth) if _fits(response) else 0.0
+
+
+def answer_line(response: str, ground_truth: Any) -> float:
+    """1 if what follows the last ``Answer:``, on its line, is the ground truth in another spelling (see ``canonical``).
+
+    It is what the prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for.
+    """
+    lines = answer_lines(response)[-1:] if _fits(response) else []
+    return _same(within(lines[0][1]), ground_truth) if lines else 0.0
 
 
 def answer_format(response: str, ground_truth: Any = None) -> float:
     r"""1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
 
-    Right or wrong does not matter, so ``ground_truth`` is ignored. A nested box is a second one.
+    Where there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
+    box is a second one.
     """
     if not _fits(response):
         return 0.0
-    num_boxes = 0
-    for start, end in _boxes(response):
-        if not response[start:end].strip():
-            return 0.0
-        num_boxes += 1
-    return float(num_boxes + sum(1 for _ in _marked(response)) == 1)
+    places = list(boxes(response))
+    if any(_BLANK.fullmatch(response, start, end) for start, end in places):
+        return 0.0
+    num_marks = len(places) + sum(1 for _ in marked_numbers(response))
+    return float((num_marks or len(answer_lines(response))) == 1)
+
+
+class MathGrader:
+    r"""1 if what a response marks last as its answer is mathematically equal to the ground truth, as math-verify judges it.
+
+    The answer is the number behind a ``####``, the content of a box or what follows ``Answer:``, whichever is last. What spelling
+    alone decides is decided here; the rest is parsed in worker processes, within a deadline (``rewards.symbolic``).
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._equivalence = Equivalence(workers)
+        self.close = self._equivalence.close
+
+    def __call__(self, response: str, ground_truth: Any) -> float:
+        return self.grade([(response, ground_truth)])[0][0]
+
+    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[tuple[float, str | None]]:
+        """For each response and ground truth the grade, and where there is none in time "timeout" or "error" beside a 0."""
+        grades: list[tuple[float, str | None]] = [(0.0, None)] * len(pairs)
+        open_questions: dict[tuple[str, str], list[int]] = {}
+        for index, (response, ground_truth) in enumerate(pairs):
+            answer = last_answer(response) if _fits(response) else None
+            truth = _truth_answer(_truth_text(ground_truth))
+            if not answer or not truth:
+                continue
+            if _same(answer, truth):
+                grades[index] = (1.0, None)
+            elif not _differ(answer, truth):
+                open_questions.setdefault((truth, answer), []).append(index)
+        verdicts = self._equivalence(list(open_questions))
+        for indices, verdict in zip(open_questions.values(), verdicts, strict=True):
+            for index in indices:
+                grades[index] = verdict
+        return grades
 
 
 GRADERS: dict[str, Grader] = {
     "exact_match": exact_match,
     "final_number": final_number,
     "boxed": boxed,
+    "answer_line": answer_line,
+    "math": MathGrader(),
     "format": answer_format,
 }
-
-
-def parse_number(text: str) -> Decimal | None:
-    r"""The number that ``text`` is as a whole, or None.
-
-    Currency signs, thousands separators (``,``, ``{,}``, ``\!``, ``\,``), a final ``%`` and a final dot are dropped.
-    None also for more than ``MAX_NUMBER_CHARS`` characters or an exponent beyond +-``MAX_EXPONENT``.
-    """
-    text = text.strip()
-    if len(text) > MAX_NUMBER_CHARS:
-        return None
-    text = _LATEX_SPACING.sub("", text).strip("$").removesuffix("%").removesuffix("\\").strip()
-    match = _NUMBER.fullmatch(text)
-    return None if match is None else _to_decimal(match)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the balanced ``\boxed{...}`` that opens last, or None. Of nested boxes that is the innermost."""
-    found = max(_boxes(text), default=None)
-    return None if found is None else text[found[0] : found[1]]
 
 
 def answer_of(response: str) -> str:
     """What a response votes for in a majority, or "" for nothing.
 
-    The number that ``final_number`` would compare, in one spelling (4.5 and 4.50 are both 9/2); else the content of the
-    last box, else a whole response of at most ``MAX_NUMBER_CHARS`` characters, both without whitespace.
+    What ``final_number`` would compare, else the content of the last box, else the last marked answer or the whole response where
+    that has at most ``MAX_NUMBER_CHARS`` characters; each in one spelling (4.5, 4.50 and 9/2 are one vote).
     """
     if not _fits(response):
         return ""
-    number = _marked_number(response)
+    number = marked_number(response)
     if number is not None:
-        numerator, denominator = number.as_integer_ratio()
-        return str(numerator) if denominator == 1 else f"{numerator}/{denominator}"
+        return str(number.numerator) if number.denominator == 1 else f"{number.numerator}/{number.denominator}"
     content = last_boxed(response)
-    text = _without_spaces(response if content is None else content)
-    return text if content is not None or len(text) <= MAX_NUMBER_CHARS else ""
+    answer = (last_answer(response) or response) if content is None else content
+    return canonical(answer) if content is not None or len(answer) <= MAX_NUMBER_CHARS else ""
 
 
-def _boxes(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of the content of every balanced box, in closing order. Escaped braces are not braces."""
-    if "\\boxed" not in text:
-        return
-    open_braces: list[int] = []  # where the content starts; -1: a brace that is not a box
-    for match in _BRACE.finditer(text):
-        token = match.group()
-        if token == "}":
-            start = open_braces.pop() if open_braces else -1
-            if start >= 0:
-                yield start, match.start()
-        elif token.endswith("{") and token != "\\{":
-            open_braces.append(match.end() if len(token) > 1 else -1)
+def _same(answer: str | None, ground_truth: Any) -> float:
+    """1 if an answer and a ground truth have one spelling."""
+    truth = canonical(_truth_answer(_truth_text(ground_truth)))
+    return float(answer is not None and bool(truth) and canonical(answer) == truth)
 
 
-def _marked(text: str) -> Iterator[Decimal]:
-    """The numbers that directly follow a ``####`` (and no fifth ``#``), in order."""
-    for marker in _MARKER.finditer(text):
-        match = _NUMBER.match(text, marker.end())
-        if match is None or _CONTINUES.match(text, match.end()):
-            continue
-        number = _to_decimal(match)
-        if number is not None:
-            yield number
+def _differ(answer: str, truth: str) -> bool:
+    """Whether answers that are spelled differently are different for certain.
+
+    Two numbers are, but 50% may be 1/2; and an equation to solve, x + 1 = 4, is not its right-hand side.
+    """
+    if canonical(answer).count("=") == 1 and "=" not in canonical(truth):
+        return True
+    return "%" not in answer + truth and number_of(answer) is not None and number_of(truth) is not None
 
 
-def _marked_number(text: str) -> Decimal | None:
-    """The number after the last ``####`` that has one, else the content of the last box as a number."""
-    numbers = list(_marked(text))
-    if numbers:
-        return numbers[-1]
-    content = last_boxed(text)
-    return None if content is None else parse_number(content)
+def _truth_number(truth: str) -> Fraction | None:
+    marked = marked_number(truth)
+    return number_of(truth) if marked is None else marked
 
 
-def _truth_number(truth: str) -> Decimal | None:
-    marked = _marked_number(truth)
-    return parse_number(truth) if marked is None else marked
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
-
-
-def _to_decimal(match: re.Match[str]) -> Decimal | None:
-    """The value of a match of ``_NUMBER``, or None where it exceeds the caps (checked first: Decimal cannot raise)."""
-    sign = match["sign"] or match["sign2"]
-    mantissa, exponent = match["mantissa"], match["exponent"] or "e0"
-    if (match["sign"] and match["sign2"]) or len(mantissa) + len(exponent) > MAX_NUMBER_CHARS:
-        return None
-    if abs(int(exponent[1:])) > MAX_EXPONENT:
-        return None
-    value = Decimal(mantissa.replace(",", "") + exponent)
-    # copy_negate, because unary minus rounds to 28 digits.
-    return value.copy_negate() if sign in ("-", "\u2212") else value
+def _truth_answer(truth: str) -> str:
+    """The answer that a worked solution marks, or the whole text."""
+    answer = last_answer(truth)
+    return truth if answer is None else answer
 
 
 def _fits(response: str) -> bool:

@@ -34,6 +34,7 @@ ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PY
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 START_TIMEOUT_S = 300.0  # for the imports of a user's file
 MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
+MAX_WORKERS = 8  # where nothing is said; a function that waits for a server wants more
 MAX_CHUNK = 32  # items that a worker is given at a time
 _RECEIVE_BYTES = 2**16
 _TAIL_CHARS = 1000  # of what a worker has printed, kept for the message about its end
@@ -48,11 +49,17 @@ _BOOTSTRAP = (
 class Limits:
     """What a pool may use."""
 
-    workers: int = 1
+    workers: int
     timeout_s: float = 60.0  # for one item
     memory_gib: float = 8.0  # of each worker
     env: tuple[str, ...] = ()  # names of variables that workers get beside ``ENVIRONMENT``
     retries: int = 1  # of an item whose worker has ended or was killed, each on a fresh one
+
+
+def default_workers() -> int:
+    """This rank's share of the cores of its machine, at most ``MAX_WORKERS``."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks))
 
 
 @dataclass(frozen=True, slots=True)

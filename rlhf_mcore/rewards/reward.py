@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.function import FunctionReward
-from rlhf_mcore.rewards.graders import GRADERS
+from rlhf_mcore.rewards.graders import GRADERS, MathGrader
 from rlhf_mcore.types import Score, Trajectory
 
 _NEEDS_NO_TRUTH = {"format"}
@@ -26,7 +27,7 @@ def build_reward(cfg: RewardConfig) -> RewardFunction:
         return FunctionReward(cfg)
     if not cfg.rules and cfg.model.path is None:
         raise ConfigError(f"reward.rules is empty and so is reward.function: name a rule ({', '.join(GRADERS)})")
-    return RuleReward(cfg.rules)
+    return RuleReward(cfg.rules, cfg.workers)
 
 
 class RuleReward:
@@ -36,16 +37,17 @@ class RuleReward:
 
     Args:
         rules: each name once; none: every score is 0.
+        workers: processes for the rule ``math``; None: this rank's share of the cores.
 
     Raises:
         ConfigError: an unknown or repeated name, or a number that is not finite.
     """
 
-    def __init__(self, rules: Sequence[RuleConfig]) -> None:
+    def __init__(self, rules: Sequence[RuleConfig], workers: int | None = None) -> None:
         problems = [problem for index, rule in enumerate(rules) if (problem := _rule_problem(index, rule, rules))]
         if problems:
             raise ConfigError.many(problems)
-        self._rules = list(rules)
+        self._rules, self._math = list(rules), MathGrader(workers)
         self._needs_truth = [rule.name for rule in rules if rule.name not in _NEEDS_NO_TRUTH]
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -54,17 +56,26 @@ class RuleReward:
         Raises:
             ConfigError: a prompt without a ground truth where a rule compares with it; all such rewards would be 0.
         """
-        return [self._score_one(trajectory) for trajectory in trajectories]
+        for prompt in (trajectory.prompt for trajectory in trajectories):
+            if prompt.ground_truth is None and self._needs_truth:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id!r} has no ground truth, which reward rule {self._needs_truth[0]!r} "
+                    "compares with: name its column in data.answer_key, or use reward.function"
+                )
+        pairs = [(trajectory.response_text, trajectory.prompt.ground_truth) for trajectory in trajectories]
+        grades = {rule.name: self._grade(rule.name, pairs) for rule in self._rules}
+        scores = []
+        for row in range(len(pairs)):
+            parts = {name: column[row][0] for name, column in grades.items()}
+            failure = next((column[row][1] for column in grades.values() if column[row][1] is not None), None)
+            scores.append(Score(math.fsum(_points(rule, parts[rule.name]) for rule in self._rules), parts, failure))
+        return scores
 
-    def _score_one(self, trajectory: Trajectory) -> Score:
-        prompt = trajectory.prompt
-        if prompt.ground_truth is None and self._needs_truth:
-            raise ConfigError(
-                f"prompt {prompt.prompt_id!r} has no ground truth, which reward rule {self._needs_truth[0]!r} "
-                "compares with: name its column in data.answer_key, or use reward.function"
-            )
-        parts = {rule.name: GRADERS[rule.name](trajectory.response_text, prompt.ground_truth) for rule in self._rules}
-        return Score(math.fsum(_points(rule, parts[rule.name]) for rule in self._rules), parts)
+    def _grade(self, name: str, pairs: Sequence[tuple[str, Any]]) -> Sequence[tuple[float, str | None]]:
+        """A grade per response, and for what was not judged in time, why."""
+        if name == "math":
+            return self._math.grade(pairs)
+        return [(GRADERS[name](response, ground_truth), None) for response, ground_truth in pairs]
 
 
 def _points(rule: RuleConfig, grade: float) -> float:

@@ -210,4 +210,49 @@ def _score(result: Any) -> dict[str, Any]:
     return {"score": float(result["score"]), "parts": parts}
 
 
-LOADERS: dict[str, Callable[..., Call]] = {"reward": load_reward}
+# ------------------------------------------------------------------------------------------------- mathematical equality
+class _Expired(BaseException):
+    """The time for an item is over. No ``except Exception`` on the way swallows it."""
+
+
+def load_math(cpu_s: float) -> Call:
+    """math-verify's judgement of items ``{"truth", "answer"}``: ``{"equal"}``, or ``{"expired"}`` after ``cpu_s`` seconds.
+
+    The seconds are those of the processor, so that a verdict does not depend on what else the machine is doing.
+    """
+    with open(os.devnull, "wb") as nowhere:  # the parser prints what it does not understand, which is up to the model
+        for descriptor in (1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from sympy.core.random import seed
+
+    targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
+
+    def read(text: str) -> list[Any]:
+        plain = text.replace("\\$", "").replace("$", "")
+        return parse(f"${' '.join(plain.split())}$", targets, parsing_timeout=None)
+
+    def expire(*_: Any) -> None:
+        raise _Expired
+
+    signal.signal(signal.SIGPROF, expire)
+
+    def call(item: Mapping[str, str]) -> dict[str, Any]:
+        seed(0)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s, 1.0)  # again each second, should something swallow it
+        try:
+            return {"equal": bool(verify(read(item["truth"]), read(item["answer"]), timeout_seconds=None))}
+        except MemoryError:
+            raise
+        except _Expired:
+            return {"expired": True}
+        except Exception:  # what cannot be parsed or compared is not equal
+            return {"equal": False}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    call({"truth": r"\frac{1}{2}", "answer": "0.5"})  # fills the parser's tables, which takes longer than an item
+    return call
+
+
+LOADERS: dict[str, Callable[..., Call]] = {"reward": load_reward, "math": load_math}

@@ -18,6 +18,8 @@ from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text
 
+RULES = "final_number for GSM8K, math for MATH, answer_line for DAPO-Math-17k"  # by data source, as verl chooses its graders
+
 
 def migrate(path: Path, source: str = "auto") -> Migration:
     """Read a YAML file (verl) or a launch script (verl, OpenRLHF) and carry over what can be.
@@ -96,7 +98,7 @@ def _note(migration: Migration) -> None:
     elif "reward.function" in settings:
         migration.notes.append("reward.function: called as f(data_source, solution_str, ground_truth, extra_info)")
     elif not supervised:
-        migration.notes.append("reward: not in the source as such; set reward.rules or reward.function")
+        migration.notes.append(f"reward: not in the source as such; set reward.rules ({RULES}) or reward.function")
     if "trainer.num_steps" not in settings:
         migration.notes.append("trainer.num_steps: there, it follows from epochs and rows; set it")
     model = str(settings.get("model.path", ""))

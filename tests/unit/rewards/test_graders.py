@@ -10,6 +10,7 @@ from rlhf_mcore.rewards.graders import (
     GRADERS,
     MAX_RESPONSE_CHARS,
     answer_format,
+    answer_line,
     answer_of,
     boxed,
     exact_match,
@@ -93,11 +94,61 @@ def test_exact_match(response: str, truth: object, expected: float):
         ("so \\boxed{50\\%}", "50", 1.0),
         ("\\boxed{1} no, \\boxed{2}", "2", 1.0),
         ("\\boxed{1} no, \\boxed{2}", "1", 0.0),
-        ("\\boxed{x = 42}", "42", 0.0),
+        ("\\boxed{x = 42}", "42", 1.0),
+        ("\\boxed{x + 1 = 42}", "42", 0.0),  # an equation to solve
         ("\\boxed{}", "0", 0.0),
         ("#### \\boxed{42}", "42", 1.0),
         ("\\boxed{1}\n#### 2", "2", 1.0),  # the marker wins
         ("\\boxed{1}\n#### 2", "1", 0.0),
+        # what is written around a number
+        ("#### **18**", "18", 1.0),
+        ("#### Answer: 18", "18", 1.0),
+        ("#### **Answer:** 18", "18", 1.0),
+        ("#### \\(18\\)", "18", 1.0),
+        ("#### $18$", "18", 1.0),
+        ("#### \u20ac18", "18", 1.0),
+        ("#### \u20ac1,800.00", "1800", 1.0),
+        ("#### -\u20ac18", "-18", 1.0),
+        ("#### `18`", "18", 1.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### x = 18", "18", 1.0),
+        ("#### 6 * 3 = 18", "18", 1.0),
+        ("#### 1/2", "0.5", 1.0),
+        ("#### \\frac{1}{2}", "1/2", 1.0),
+        ("#### 1 1/2", "1.5", 1.0),
+        ("\\boxed{18\\text{ dollars}}", "18", 1.0),
+        ("\\boxed{18 \\mathrm{~cm}^2}", "18", 1.0),
+        ("\\boxed{48^\\circ}", "48", 1.0),
+        ("\\boxed{\\dfrac12}", "0.5", 1.0),
+        # more than one number is no number
+        ("#### 18 or 19", "18", 0.0),
+        ("#### 18 or 19", "19", 0.0),
+        ("#### 18 dollars or 19 dollars", "18", 0.0),
+        ("#### 18, 19", "18", 0.0),
+        ("#### 18-19", "18", 0.0),
+        ("#### 18 to 19", "18", 0.0),
+        ("#### 18 \\pm 1", "18", 0.0),
+        ("#### 5 dollars and 30 cents", "5", 0.0),
+        ("#### 6 * 3", "6", 0.0),
+        ("#### 6 + 3", "6", 0.0),
+        ("\\boxed{18 \\text{ or } 19}", "18", 0.0),
+        # a comma
+        ("\\boxed{0,1}", "1", 0.0),
+        ("\\boxed{0,1}", "01", 0.0),
+        ("\\boxed{1,2,3}", "123", 0.0),
+        ("\\boxed{12,34}", "1234", 0.0),
+        ("\\boxed{1, 234}", "1234", 0.0),
+        ("#### 1,23", "123", 0.0),
+        ("#### 1,234,567", "1234567", 1.0),
+        ("#### 0,123", "123", 0.0),
+        # headings
+        ("#### 2. Solve\n... \\boxed{7}", "7", 1.0),
+        ("#### 2. Solve\n... \\boxed{7}", "2", 0.0),
+        ("\\boxed{7}\n#### 2. Check", "7", 1.0),
+        ("#### 2) Solve", "2", 0.0),
+        ("#### 2: Solve", "2", 0.0),
+        ("#### Step 2", "2", 0.0),
+        ("#### 3 steps are left\n\\boxed{7}", "7", 1.0),  # the later mark counts
         # ground truths
         ("#### 72", "48/2 = 24, 48 + 24 = 72\n#### 72", 1.0),
         ("#### 72", "Hence \\boxed{72}.", 1.0),
@@ -132,6 +183,9 @@ def test_final_number(response: str, truth: object, expected: float):
         ("boxed{5}", "5", 0.0),
         ("\\\\boxed{5}", "5", 0.0),  # a line break, then a word
         ("\\boxed{5}", None, 0.0),
+        ("\\boxed{0,1}", "1", 0.0),
+        ("\\boxed{1,0}", "0,1", 1.0),
+        ("\\fbox{5}", "5", 1.0),
         ("\\boxed{None}", None, 0.0),
     ],
 )
@@ -140,8 +194,43 @@ def test_boxed(response: str, truth: object, expected: float):
 
 
 @pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("so\nAnswer: 34", "34", 1.0),
+        ("so\nAnswer: 34", 34, 1.0),
+        ("so\nAnswer: 35", "34", 0.0),
+        ("so 34", "34", 0.0),
+        ("", "34", 0.0),
+        ("Answer:", "34", 0.0),
+        ("Answer: ", "", 0.0),
+        ("Answer: $34$.", "34", 1.0),
+        ("**Answer:** 34", "34", 1.0),
+        ("**Answer**: \\(34\\)", "34", 1.0),
+        ("Final answer: \\boxed{34}", "34", 1.0),
+        ("Answer:\n34", "34", 1.0),
+        ("answer: 1,234", "1234", 1.0),
+        ("Answer: 1\nAnswer: 34", "34", 1.0),  # the last one counts
+        ("Answer: 34\nAnswer: 1", "34", 0.0),
+        ("Answer: 34 or 35", "34", 0.0),
+        ("Answer: \\dfrac{1}{2}", "1/2", 1.0),
+        ("Answer: \\sqrt2", "\\sqrt{2}", 1.0),
+        ("Answer 34", "34", 0.0),
+        ("#### 34", "34", 0.0),
+        ("\\boxed{34}", "34", 0.0),
+        ("Answer: " + "3" * 2**19, "34", 0.0),
+    ],
+)
+def test_answer_line(response: str, truth: object, expected: float):
+    assert answer_line(response, truth) == expected
+
+
+@pytest.mark.parametrize(
     ("response", "expected"),
     [
+        ("Answer: 34", 1.0),
+        ("Answer: 34\nAnswer: 35", 0.0),
+        ("Answer: 34\n#### 34", 1.0),
+        ("#### 2. Solve\n\\boxed{5}", 1.0),
         ("so\n#### 42", 1.0),
         ("so \\boxed{x}", 1.0),
         ("#### Plan\nthink\n#### 42", 1.0),
@@ -163,8 +252,8 @@ def test_answer_format(response: str, expected: float):
 def test_numbers_are_capped():
     assert parse_number("1" * 60) == int("1" * 60)
     assert parse_number("1" * 65) is None
-    assert parse_number("1" + "{,}" * 20) == 1
-    assert parse_number("1" + "{,}" * 22) is None  # the cap comes before any clean-up
+    assert parse_number("1" + "{,}000" * 10) == 10**30
+    assert parse_number("1" + "{,}000" * 11) is None  # the cap comes before any clean-up
     assert parse_number("1e1000") == 10**1000
     assert parse_number("1e1001") is None
     assert parse_number("1e-1001") is None
@@ -200,6 +289,7 @@ HOSTILE = {
     "backslashes": "\\" * 200_000,
     "braces": "{}" * 100_000 + "\\boxed{}}",
     "latex": "\\boxed{" + "\\frac{" * 20_000 + "}" * 20_000 + "}",
+    "numbers on one line": "#### 5 or 6 " * 20_000,
     "a megabyte": "1" * MEGABYTE,
     "a megabyte of boxes": "\\boxed{5}" * (MEGABYTE // 9),
 }
@@ -227,7 +317,7 @@ def test_a_response_beyond_the_cap_scores_zero():
     for mark in ("#### 5", "\\boxed{5}"):
         fits = mark.rjust(MAX_RESPONSE_CHARS)
         assert max(final_number(fits, "5"), boxed(fits, "5")) == 1.0
-        assert [grade(" " + fits, "5") for grade in GRADERS.values()] == [0.0] * 4
+        assert [grade(" " + fits, "5") for grade in GRADERS.values()] == [0.0] * len(GRADERS)
 
 
 PIECES = [
@@ -278,7 +368,9 @@ def test_any_number_survives_its_notations(value, noise: str):
         ("#### 4.50", "9/2"),
         ("#### -.5", "-1/2"),
         (r"\boxed{4.5}", "9/2"),
-        (r"\boxed{\frac{1}{2} \pi}", r"\frac{1}{2}\pi"),
+        (r"\boxed{\frac{1}{2} \pi}", r"1/2\pi"),
+        (r"\boxed{\dfrac12\pi}", r"1/2\pi"),
+        ("so\nAnswer: $34$", "34"),
         (r"\boxed{ }", ""),
         (" B \n", "B"),
         ("", ""),
