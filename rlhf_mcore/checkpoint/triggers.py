@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.links import BestRule
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 
-# Reasons to save, as they are shown.
+# Reasons to save, and how they are shown.
 STEPS, EPOCHS, KEPT, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, END = (
     "steps",
     "epochs",
@@ -31,6 +31,19 @@ STEPS, EPOCHS, KEPT, MINUTES, BEST, SIGNAL, REQUEST, STOP, DEADLINE, MEASURE, EN
     "measure",
     "end",
 )
+REASONS = {
+    STEPS: "save_steps",
+    EPOCHS: "save_epochs",
+    KEPT: "checkpoint.keep",
+    MINUTES: "save_minutes",
+    BEST: "the best so far",
+    SIGNAL: "asked by SIGUSR2",
+    REQUEST: "asked by the file SAVE",
+    STOP: "asked to stop",
+    DEADLINE: "the time limit is near",
+    MEASURE: "to learn how long a save takes",
+    END: "the last step",
+}
 
 MARGIN = 1.25  # times what a step and a save are expected to take
 WINDOW = 100  # measurements that are remembered

@@ -24,13 +24,15 @@ from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.cli import supervised
+from rlhf_mcore.cli.beginning import SAVED_AS, finished_text
+from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
 from rlhf_mcore.cli.saving import build_saving, parameters_of, saved_roles
 from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
@@ -84,10 +86,15 @@ def run(cfg: Config) -> bool:
     seed_process(cfg.seed, dist.get_rank())
     try:
         with ExitStack() as stack:
-            requests = stack.enter_context(SignalRequests().listening())
-            watchdog = stack.enter_context(Watchdog(cfg.trainer.watchdog_s))
+            reporter = Reporter()
+            watchdog = Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None)
+            stack.enter_context(watchdog)
             record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every, watchdog=watchdog)
+            requests = stack.enter_context(SignalRequests(record.acknowledge, reporter.training).listening())
             start = _tell(on_every_rank(lambda: _open_record(cfg, record, stack)))
+            if start.continues and start.checkpoint is not None and start.step >= cfg.trainer.num_steps:
+                record.note(finished_text(cfg, start.checkpoint, start.step))
+                return True
             trainer = _build(cfg, platform, record, start, requests)
             finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
             if record.console is not None and finished:
@@ -112,11 +119,12 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
         notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]
     if cfg.logging.tensorboard:
-        trackers.append(TensorboardTracker(directory.tensorboard_path, start.step + 1 if start.continues else None))
+        trackers.append(TensorboardTracker(directory.tensorboard_path, start.step if start.continues else None))
     record.directory = directory
     record.tracker = stack.enter_context(closing(MultiTracker(trackers)))
     title = f"{cfg.project} / {cfg.experiment}"
-    record.console = stack.enter_context(Console(cfg.logging.console, cfg.trainer.num_steps, title))
+    console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
+    record.console = stack.enter_context(console)
     for note in notes:
         record.console.note(note)
     return start
@@ -125,9 +133,10 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
 def _tell(start: Start) -> Start:
     """What the first rank has found, on every rank."""
     weights = {role: str(path) for role, path in start.weights.items()}
-    checkpoint, step, weights = broadcast_json([str(start.checkpoint or ""), start.step, weights], 0)
+    told = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues], 0)
+    checkpoint, step, weights, continues = told
     found = {role: Path(path) for role, path in weights.items()}
-    return Start(Path(checkpoint) if checkpoint else None, step, found, inputs=start.inputs)
+    return Start(Path(checkpoint) if checkpoint else None, step, found, continues, inputs=start.inputs)
 
 
 def _build(
@@ -286,7 +295,8 @@ def _summary(cfg: Config, record: RunRecord) -> None:
     if record.rewards:
         few = max(len(record.rewards) // 10, 1)
         first, last = sum(record.rewards[:few]) / few, sum(record.rewards[-few:]) / few
-        rows.append((f"training reward (mean of {few} steps)", f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"))
+        label = f"training reward (mean of {few} steps)" if few > 1 else "training reward (first and last step)"
+        rows.append((label, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"))
     if len(record.evaluations) > 1:
         before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
         for name, label in SUMMARISED.items():
@@ -297,7 +307,7 @@ def _summary(cfg: Config, record: RunRecord) -> None:
     chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
     footer = [
         f"run directory   {directory}",
-        f"trained model   {directory}/{chosen}/{supervised.SAVED_AS.get(cfg.algorithm.kind, 'actor')}  (a Hugging Face directory)",
+        f"trained model   {directory}/{chosen}/{SAVED_AS.get(cfg.algorithm.kind, 'actor')}  (a Hugging Face directory)",
         f"curves          tensorboard --logdir {directory}",
     ]
     record.console.summary("result", rows, ("", "before", "after", "change"), footer)

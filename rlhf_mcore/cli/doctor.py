@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.train import TORCHRUN_VARIABLES
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.doctor import machine, software, storage
 from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
         _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
-    if all(name in os.environ for name in TORCHRUN_VARIABLES):
+    if torchrun_world_size() is not None:
         findings = _as_rank(args)
     else:
         findings = list(_local(args, num_ranks=args.ranks or 1))

@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.train import quiet, torchrun_world_size
+from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config import ConfigError
 
 MODULE = "rlhf_mcore.cli.evaluate"
@@ -53,17 +54,20 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
     if torchrun_world_size() is None:
+        from rlhf_mcore.cli import beginning
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.function import check_function
 
         check_function(cfg.reward)
-        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE)
+        logs = beginning.logs_directory(cfg)
+        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
     quiet()
     from rlhf_mcore.cli.evaluation import run
 
-    run(cfg)
+    with rank.no_early_exit():
+        run(cfg)
     return exit_codes.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rank.run(main))

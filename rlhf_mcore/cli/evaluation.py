@@ -19,6 +19,7 @@ from rlhf_mcore.bridge.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
+from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
@@ -30,6 +31,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.digests import digest_of_file, digest_of_json
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import pretty_json, write_atomically
+from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine
@@ -85,11 +87,14 @@ def run(cfg: Config) -> None:
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     try:
         with ExitStack() as stack:
+            reporter = Reporter()
+            watchdog = Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None)
+            stack.enter_context(watchdog)
             reward = on_every_rank(lambda: build_reward(cfg.reward))
             folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
             tasks = on_every_rank(lambda: _tasks(cfg, folders))
             engines = stack.enter_context(closing(_Engines(dtype)))
-            samples = [_evaluate(task, engines, reward, stack) for task in tasks]
+            samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
             if cfg.reward.model.path is not None:
                 engines.close()  # it has the memory that the reward model needs
                 samples = _score_by_model(tasks, samples, platform, dtype)
@@ -154,11 +159,14 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval")[: cfg.evaluate.max_prompts]
 
 
-def _evaluate(task: _Task, engines: _Engines, reward: RewardFunction, stack: ExitStack) -> list[Sample]:
+def _evaluate(
+    task: _Task, engines: _Engines, reward: RewardFunction, stack: ExitStack, watchdog: Watchdog
+) -> list[Sample]:
     """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
     path, done = broadcast_json(opened, 0)
     if len(done) < len(task.prompts):
+        watchdog.progress("start_engine")
         engine, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
@@ -169,13 +177,16 @@ def _evaluate(task: _Task, engines: _Engines, reward: RewardFunction, stack: Exi
                 advance(len(batch))
 
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
+                watchdog.progress("generate")
                 rows = grade(engine, reward, sampling, prompts)
                 records = [(sample_record(*row), row[0]) for row in rows]
                 waits = task.cfg.reward.model.path is not None
                 return [with_tokens(record, drawn) if waits else record for record, drawn in records]
 
             evaluate(task.prompts, draw, engine, prompts_per_batch(task.cfg), set(done), keep)
+    watchdog.pause()  # the other engines take as long as they take
     dist.barrier()
+    watchdog.progress("report")
     return task.directory.samples() if task.directory is not None else []
 
 

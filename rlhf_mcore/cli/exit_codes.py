@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import sys
 import time
+import traceback
 from pathlib import Path
 
+from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.show import without_secrets
 
 DONE = 0
+FAILED = 1
 USER_ERROR = 2
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved and not finished, start the same command again
+INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 EPILOG = """\
 exit codes:
-  0          done
+  0          done: the last step was made and saved
   2          a mistake in the configuration, the command line or the data; the message says which
-  75         a signal or the time limit ended the run after a save; start the same command again
+  75         Ctrl-C, a signal or the time limit ended the run after a save; start the same command again
   others     failure (128 + N: ended by signal N)"""
+
+# How the end of another rank shows on this one.
+_CONSEQUENCES = ("RanksFailed", "DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST_PEER = re.compile(r"gloo/|Connection (closed|reset) by peer")
+_MAX_LINES = 12  # of an error's own text
+_LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
 
 def of_process(returncode: int) -> int:
@@ -27,17 +40,48 @@ def of_process(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
-def report(error: ConfigError) -> int:
-    """Print a user's mistake on stderr, on rank 0 only, and return the exit code for it.
+def report(error: Exception) -> int:
+    """Say what went wrong, once, and return the exit code for it.
 
-    Under torchrun the message of every rank also goes into the file that torchrun reads when a worker has failed.
+    A rank that was started by a command of ours tells that command, which prints one message for all ranks; its traceback goes to
+    its own stderr, which is a log file then. Under the user's own torchrun, and without any, the message is printed here: a
+    user's mistake by rank 0, for all ranks know it. There the message also goes into the file that torchrun reads.
     """
+    kind, text = kind_of(error), without_secrets(cause(error))
+    reporter = Reporter()
+    with contextlib.suppress(OSError):  # a full disk must not hide what filled it
+        _leave_for_torchrun(text)
+        if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
+            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        if reporter.is_heard or kind == FAILURE or os.environ.get("RANK", "0") == "0":
+            rank = f"rank {os.environ['RANK']}: " if kind != USER and "RANK" in os.environ else ""
+            print(f"error: {rank}{text}", file=sys.stderr, flush=True)
+    reporter.failed(kind, text)
+    return USER_ERROR if kind == USER else FAILED
+
+
+def kind_of(error: BaseException) -> str:
+    """USER, FAILURE, or CONSEQUENCE of another rank's end."""
+    if isinstance(error, ConfigError):
+        return USER
+    lost = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error))
+    return CONSEQUENCE if lost or type(error).__name__ in _CONSEQUENCES else FAILURE
+
+
+def cause(error: BaseException) -> str:
+    """An error in a few lines: our own explain themselves; of others the class, and where it was raised."""
+    lines = str(error).strip().splitlines()
+    text = "\n".join(lines if isinstance(error, ConfigError) else lines[:_MAX_LINES])
+    if type(error).__module__.startswith("rlhf_mcore"):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)] or list(frames)
+    where = f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def _leave_for_torchrun(text: str) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         Path(error_file).parent.mkdir(parents=True, exist_ok=True)
-        Path(error_file).write_text(
-            json.dumps({"message": str(error), "timestamp": int(time.time())}), encoding="utf-8"
-        )
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return USER_ERROR
+        Path(error_file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")

@@ -8,6 +8,7 @@ store of the workers. For several machines see ``agent``.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,27 +19,53 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.processes import STARTED_BY, adopt_orphans, children, end_all
 from rlhf_mcore.cli.rendezvous import LOOPBACK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
 SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's own name for it
+SHOW_CURSOR = b"\x1b[?25h"
 # Exit codes after which nothing is started again: the run has said so itself, or somebody has ended it.
 FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
 def launch(
-    arguments: Sequence[str], world_size: int, threads_per_rank: int, module: str = TRAIN, max_restarts: int = 0
+    arguments: Sequence[str],
+    world_size: int,
+    threads_per_rank: int,
+    module: str = TRAIN,
+    max_restarts: int = 0,
+    logs: Path | None = None,
 ) -> int:
-    """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt."""
+    """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
+
+    With ``logs``, what ranks write to stderr, and all but the first to stdout, goes into files in that directory.
+    """
 
     def attempt(_number: int) -> int:
         with TemporaryDirectory(prefix="rlhf_mcore-") as folder:  # readable by this user only
-            options = local_rendezvous(Path(folder) / "rendezvous")
+            options = [*local_rendezvous(Path(folder) / "rendezvous"), *local_logs(logs, world_size)]
             command = torchrun_command(options, world_size, arguments, module)
             return run_child(command, child_environment(os.environ, threads_per_rank) | {SHARE_NO_STORE: "1"})
 
-    return with_restarts(attempt, max_restarts)
+    code = with_restarts(attempt, max_restarts)
+    if code == REQUEUE:
+        print(f"to continue: {this_command()}", file=sys.stderr, flush=True)
+    return code
+
+
+def local_logs(logs: Path | None, world_size: int) -> list[str]:
+    """Options of torchrun for a run whose first rank's stdout is the terminal."""
+    if logs is None:
+        return []
+    return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
+
+
+def this_command() -> str:
+    """The command line of this process, to be typed again."""
+    is_script = os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py")
+    return shlex.join(sys.argv if is_script else sys.orig_argv)
 
 
 def with_restarts(attempt: Callable[[int], int], max_restarts: int) -> int:
@@ -95,7 +122,10 @@ def child_environment(
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command to its end, handing on the signals that ask us to stop. Returns its exit code."""
+    """Run a command to its end, passing on the signals that ask us to stop. Returns its exit code.
+
+    Whatever it leaves running is ended, also when it is killed: a rank that outlives it would go on writing into the run directory.
+    """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
@@ -105,13 +135,19 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
         else:
             child.send_signal(number)
 
+    adopt_orphans()
+    others = set(children())
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
         # A session of its own: Ctrl-C at the terminal then reaches the child once, through us, and not twice.
-        child = subprocess.Popen(list(command), env=dict(environment), start_new_session=True)
+        environment = {**environment, STARTED_BY: str(os.getpid())}
+        child = subprocess.Popen(list(command), env=environment, start_new_session=True)
         for number in early:
             child.send_signal(number)
         return of_process(child.wait())
     finally:
+        end_all(set(children()) - others)
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), SHOW_CURSOR)  # a live display that was killed has hidden it
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -8,6 +8,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.cli.beginning import SAVED_AS
 from rlhf_mcore.cli.roles import build_supervised
 from rlhf_mcore.cli.saving import build_saving
 from rlhf_mcore.config.data_files import file_keys
@@ -34,8 +35,6 @@ from rlhf_mcore.trainer.supervised import (
     preference,
     preference_metrics,
 )
-
-SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
 
 
 @dataclass(slots=True)

@@ -1,40 +1,44 @@
-"""torchrun, with the exit code of the worker that failed first instead of 1, and no traceback for a user's mistake.
+"""torchrun with one message for whatever ends a run, the exit code of its cause, and an eye on the ranks' progress.
 
-Signals that ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the workers, which answer them between steps; others end the run.
+Ctrl-C ends a run at once unless it trains; then the ranks finish the step and save, and a second one ends it at once. Signals that
+ask a run to save (SIGUSR1, SIGUSR2, SIGTERM) go to the ranks, which answer them between steps. Others end the run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.cli.exit_codes import REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.processes import STARTED_BY, children, end_all, end_with_parent, has_ended
+from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
 HANDED_ON = (*HELD, signal.SIGTERM)
-LINES = 20  # of a failed rank's log
-ENDING = ("SIGINT", "SIGHUP", "SIGQUIT")
-
-_PR_SET_PDEATHSIG = 1
+LINES, MAX_LINE = 20, 200  # of a killed rank's log
+ENDING = ("SIGHUP", "SIGQUIT")
+_STACKS_S = 2.0  # that ranks get to print their stacks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run torchrun with ``argv``. Returns 0, the exit code of the first worker that failed, or 128 + N after signal N."""
-    _end_with_parent()
-    signal.signal(signal.SIGTERM, _hand_on)
-    hand_on_held()
+    """Run torchrun with ``argv``. Returns 0 if every rank has done all it should, the exit code of what failed first, or 128 + N after
+    signal N."""
+    end_with_parent(signal.SIGHUP)
+    agent = Agent(RankReports(has_ended))
+    os.environ.update(agent.reports.environment | {STARTED_BY: str(os.getpid())})
+    agent.handle_signals()
     from rlhf_mcore.cli import bound_rendezvous
 
     bound_rendezvous.register()
@@ -43,15 +47,108 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv])
+    agent.log_dir = Path(args.log_dir) if args.log_dir else None
+    agent.reports.follow(agent.stalled)
     try:
         run(args)
     except SignalException as ended:  # the workers have been ended with the same signal
         return of_process(-ended.sigval)
     except ChildFailedError as error:
-        return _report(error, args.log_dir)
-    return 0
+        return agent.report(error.failures)
+    return agent.check_done()
+
+
+class Agent:
+    """What this process knows of its ranks, and says about them."""
+
+    def __init__(self, reports: RankReports) -> None:
+        self.reports = reports
+        self.log_dir: Path | None = None
+        self._interrupted = False
+
+    def handle_signals(self) -> None:
+        """Take the signals that torchrun is not to take, from now on."""
+        signal.signal(signal.SIGINT, self._interrupt)
+        # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
+        signal.signal(signal.SIGTERM, lambda _number, _frame: _hand_on(signal.SIGUSR1))
+        hand_on_held()
+
+    def report(self, failures: Mapping[int, ProcessFailure]) -> int:
+        """Print what ended the run, once. Returns the exit code.
+
+        The cause is the first error that a rank has told of and that no other rank's end explains; else a rank that was killed;
+        else one that left without an error; else whatever torchrun saw first.
+        """
+        self.reports.read()
+        own = [told for told in self.reports.failures if told.kind != CONSEQUENCE]
+        explained = {told.rank for told in self.reports.failures if told.kind == CONSEQUENCE}
+        rank, failure = first_failure({n: found for n, found in failures.items() if n not in explained} or failures)
+        if own:
+            self._say(own[0].text, own[0].rank)
+            return USER_ERROR if own[0].kind == USER else FAILED  # torchrun may have ended it before it came to its own exit
+        if failure.exitcode == REQUEUE:
+            return REQUEUE
+        told = {entry.rank: entry.text for entry in self.reports.failures}
+        if rank not in told:
+            self._say(f"rank {rank} {_how(failure.exitcode)}", rank, failure.local_rank, tail=True)
+        elif left := [number for number in self.reports.unfinished() if number not in failures]:
+            self._say(_LEFT.format(left[0]), left[0])
+        else:
+            self._say(told[rank], rank)
+        return of_process(failure.exitcode)
+
+    def check_done(self) -> int:
+        """Exit code 0 is for runs whose ranks have all come to their end."""
+        self.reports.read()
+        unfinished = self.reports.unfinished()
+        if not unfinished:
+            return DONE
+        self._say(_LEFT.format(unfinished[0]), unfinished[0])
+        return FAILED
+
+    def stalled(self, message: str, blamed: list[int]) -> None:
+        """End a run that makes no progress. Does not return."""
+        for pid in children():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGQUIT)  # the ranks print their stacks
+        time.sleep(_STACKS_S)
+        self._say(f"{message}; the stacks of the ranks that could print them are in their logs", blamed[0])
+        end_all(children())
+        os._exit(FAILED)
+
+    def log_of(self, rank: int, local_rank: int | None = None) -> Path | None:
+        """Where a rank's stderr goes, if that is a file."""
+        if local_rank is None:
+            local_rank = self.reports.ranks[rank].local_rank
+        found = list(self.log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")) if self.log_dir else []
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+    def _say(self, text: str, rank: int, local_rank: int | None = None, *, tail: bool = False) -> None:
+        log = self.log_of(rank, local_rank)
+        phase = f" in phase {self.reports.ranks[rank].phase}" if rank in self.reports.ranks else ""
+        lines = [f"error: {text}"]
+        if log is not None:
+            lines += last_lines(log) if tail else []
+            lines.append(f"(rank {rank}{phase}; its log: {os.path.relpath(log)})")
+        else:
+            lines.append(f"(rank {rank}{phase})")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self.reports.read()
+        if self.reports.training and not self._interrupted:
+            self._interrupted = True
+            _hand_on(signal.SIGINT)
+            return
+        end_all(children())
+        again = "interrupted again: ended at once; what was saved before is whole\n"
+        os.write(2, (again if self._interrupted else "interrupted: ended before the first step, nothing was to be saved\n").encode())
+        os._exit(INTERRUPTED)
+
+
+_LEFT = "rank {} ended with exit code 0 before the run was done; does code that the run calls use sys.exit or os._exit?"
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -70,57 +167,30 @@ def hand_on_held() -> None:
 
     def wait() -> None:
         while True:
-            _hand_on(signal.sigwait(HELD), None)
+            _hand_on(signal.sigwait(HELD))
 
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _report(error: ChildFailedError, log_dir: str | None) -> int:
-    rank, failure = first_failure(error.failures)
-    if failure.exitcode not in (USER_ERROR, REQUEUE):
-        print(f"{error}\nrank {rank} failed first: {_how(failure.exitcode)}", file=sys.stderr, flush=True)
-        if log_dir:
-            print(tail_of_log(Path(log_dir), rank, failure.local_rank), file=sys.stderr, flush=True)
-    elif failure.exitcode == USER_ERROR and (
-        0 not in error.failures or not error.failures[0].error_file_data.get("timestamp")
-    ):  # or rank 0 has printed its own
-        print(f"error on rank {rank}: {failure.message}", file=sys.stderr, flush=True)
-    return of_process(failure.exitcode)
+def last_lines(log: Path) -> list[str]:
+    """The end of what a rank has written to stderr."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [f"    {line[:MAX_LINE]}" for line in lines[-LINES:]]
 
 
 def _how(exitcode: int) -> str:
-    return f"ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit code {exitcode}"
+    if exitcode == -signal.SIGKILL:
+        return "was ended by SIGKILL (the kernel does that when memory runs out: see dmesg)"
+    return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit code {exitcode}"
 
 
-def tail_of_log(logs: Path, rank: int, local_rank: int) -> str:
-    """The end of what a rank has written to stderr, with the file's name."""
-    found = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        return f"rank {rank} has left no log in {logs}"
-    lines = found[-1].read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([f"rank {rank}, the end of {found[-1]}:", *(f"    {line}" for line in lines[-LINES:])])
-
-
-def _hand_on(number: int, _frame: FrameType | None) -> None:
+def _hand_on(number: int) -> None:
     for child in children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
-
-
-def children() -> Iterator[int]:
-    """Ids of the processes that this one has started."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            # pid (name) state parent ...; the name may hold anything
-            parent = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid():
-                yield int(folder.name)
-
-
-def _end_with_parent() -> None:
-    """Be told when the process that started us is killed, so that no worker goes on writing into the run directory."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config import Config, ConfigError
-
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,27 +62,26 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
         quiet()
         from rlhf_mcore.cli.compose import run
 
-        if not run(cfg):
-            return exit_codes.REQUEUE
+        with rank.no_early_exit():
+            finished = run(cfg)
+        return exit_codes.DONE if finished else exit_codes.REQUEUE
     else:
+        from rlhf_mcore.cli import beginning
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.function import check_function
 
+        if beginning.is_finished(cfg):
+            return exit_codes.DONE
         if not is_supervised(cfg):
             check_function(cfg.reward)
-        trainer = cfg.trainer
         return launch(
             [path, *overrides],
             default_world_size(cfg),
-            trainer.threads_per_rank,
-            max_restarts=trainer.max_restarts,
+            cfg.trainer.threads_per_rank,
+            max_restarts=cfg.trainer.max_restarts,
+            logs=beginning.logs_directory(cfg),
         )
     return exit_codes.DONE
-
-
-def torchrun_world_size() -> int | None:
-    """Number of processes of the torchrun that started this one, or None without torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in TORCHRUN_VARIABLES) else None
 
 
 def quiet() -> None:
@@ -102,4 +100,4 @@ def show(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rank.run(main))

@@ -18,6 +18,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.interpolations import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.keys import KEYS, type_name
 from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.show import FromEnvironment
 from rlhf_mcore.config.sources import Setting, SettingReader
 from rlhf_mcore.foreign import shorten
 
@@ -48,7 +49,41 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _fill_preset(cfg, reader.settings)
     typed = OmegaConf.to_object(cfg)
     assert isinstance(typed, Config)
+    _mark_environment(typed, _last_of_each(reader.settings))
     return typed
+
+
+def _mark_environment(cfg: Config, settings: Sequence[Setting]) -> None:
+    """Let texts that came from the environment, also by way of another key, know how they were written."""
+    written = {setting.key: text for setting in settings for text in [setting.value] if any(interpolated_texts(text))}
+    marked: set[str] = set()
+    while found := [key for key, value in written.items() if key not in marked and _uses(value, marked)]:
+        marked.update(found)
+    for key in marked:
+        group, name = _owner(cfg, key)
+        setattr(group, name, _from_environment(getattr(group, name), written[key]))
+
+
+def _uses(value: Any, keys: set[str]) -> bool:
+    """Whether an interpolated value calls ``oc.env``, or refers to one of the keys."""
+    names = ("oc.env", *keys)
+    return any(name in text for text in interpolated_texts(value) for name in names)
+
+
+def _owner(cfg: Config, key: str) -> tuple[Any, str]:
+    *groups, name = key.split(".")
+    owner: Any = cfg
+    for group in groups:
+        owner = getattr(owner, group)
+    return owner, name
+
+
+def _from_environment(value: Any, written: Any) -> Any:
+    if isinstance(value, list) and isinstance(written, list) and len(value) == len(written):
+        return [_from_environment(item, text) for item, text in zip(value, written, strict=True)]
+    if isinstance(value, str) and isinstance(written, str) and "${" in written:
+        return FromEnvironment(value, written)
+    return value
 
 
 def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:

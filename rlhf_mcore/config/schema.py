@@ -362,16 +362,16 @@ class TrainerConfig:
 class CheckpointConfig:
     """When checkpoints are saved, which of them stay, and how a run goes on. The last step is always saved."""
 
-    save_steps: int = 0  # 0: not by steps
+    save_steps: int = 20  # 0: not by steps
     save_epochs: float = 0.0  # 0: not by epochs of data.train
-    save_minutes: float = 0.0  # 0: not by time
+    save_minutes: float = 30.0  # 0: not by time
     metric_for_best_model: Optional[str] = None  # of the evaluation; a checkpoint is saved whenever it has improved
     greater_is_better: bool = True
     load_best_model_at_end: bool = False
     save_by: Optional[str] = (
         "auto"  # time limit: minutes from the start | 2026-01-01T00:00 | auto (SLURM's); null: none
     )
-    save_total_limit: Optional[int] = None  # newest checkpoints that stay; null: all
+    save_total_limit: Optional[int] = 2  # newest checkpoints that stay; null: all
     keep_every: Optional[int] = None  # checkpoints of steps that this divides stay too
     keep: list[int] = field(default_factory=list)  # steps that are saved, and whose checkpoints stay
     mode: Optional[str] = (

@@ -1,8 +1,14 @@
-"""A configuration as YAML, for ``--print-config`` and the run directory, with secrets taken out."""
+"""A configuration as YAML, for ``--print-config`` and the run directory, and texts for people, with secrets taken out.
+
+A secret is known by its key (``api_key``), by its origin (a value that ``${oc.env:NAME}`` gave is shown as it was written), and, in
+any other text, by being the value of an environment variable with the name of a secret.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +21,26 @@ REDACTED = "<redacted>"
 _SECRET_KEY = re.compile(
     r"(^|_)(token|password|passwd|secret|credentials?|(api|access|private|secret)_?key)$", re.IGNORECASE
 )
+_SECRET_VARIABLE = re.compile(r"(^|_)(tokens?|password|passwd|secrets?|credentials?)(_|$)|key$", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SHORTEST = 6  # characters of a variable's value that is looked for in texts; shorter ones would be met by chance
+
+
+class FromEnvironment(str):
+    """A value that came from the environment, and the interpolation that it was written as, which is all that is shown of it."""
+
+    shown: str
+
+    def __new__(cls, value: str, shown: str) -> FromEnvironment:
+        made = super().__new__(cls, value)
+        made.shown = shown
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.shown)
+
+    def __deepcopy__(self, memo: object) -> FromEnvironment:
+        return self
 
 
 def to_yaml(cfg: Config) -> str:
@@ -24,12 +49,32 @@ def to_yaml(cfg: Config) -> str:
 
 
 def redact(value: Any) -> Any:
-    """A copy of a tree of dicts and lists in which values of secret keys, and logins inside URLs, are replaced."""
+    """A copy of a tree of dicts and lists without the values of secret keys and of the environment, and without logins inside URLs."""
     if isinstance(value, dict):
         return {key: REDACTED if _is_secret(key, child) else redact(child) for key, child in value.items()}
     if isinstance(value, list):
         return [redact(child) for child in value]
+    if isinstance(value, FromEnvironment):
+        return value.shown
     return _URL_LOGIN.sub(REDACTED, value) if isinstance(value, str) else value
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """``a.b=c`` arguments of a command line, without the values of secret keys and without other secrets."""
+    shown = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        secret = bool(equals) and _is_secret(key.strip().rpartition(".")[2], value)
+        shown.append(f"{key}={REDACTED}" if secret else without_secrets(argument))
+    return shown
+
+
+def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A text without logins inside URLs, and without the values of environment variables that are named as secrets are."""
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, f"<redacted: {name}>")
+    return _URL_LOGIN.sub(REDACTED, text)
 
 
 def _is_secret(key: object, value: Any) -> bool:

@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest
+from rlhf_mcore.config.show import redact_arguments
 from rlhf_mcore.config.yaml_text import Document, read_yaml_text
 from rlhf_mcore.foreign import shorten
 
@@ -66,7 +67,7 @@ class SettingReader:
     def read_override(self, text: str) -> None:
         """Take one ``a.b=c`` of the command line; ``c`` is YAML."""
         key, equals, value = text.partition("=")
-        name = f"override {shorten(text, 200)!r}"
+        name = f"override {shorten(redact_arguments([text])[0], 200)!r}"
         if not equals or not key.strip():
             self.problems.append(f"{name} is not of the form key=value, as in trainer.num_steps=10")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -37,7 +38,8 @@ class Console:
     """A run's progress, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
 
     ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "off"
-    prints nothing. ``output`` is where it goes, standard output unless a test says otherwise.
+    prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``output`` is where it goes,
+    standard output unless a test says otherwise.
 
     Raises:
         ConfigError: an unknown mode.
@@ -49,6 +51,7 @@ class Console:
         total_steps: int,
         title: str,
         *,
+        first_step: int = 0,
         output: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,6 +59,8 @@ class Console:
             raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(MODES)}")
         self.total_steps = total_steps
         self.title = title
+        self._first_step = first_step
+        self._request = ""
         self.mode = _resolve(mode)
         self._output = output or _default_output(self.mode)
         self._clock = clock
@@ -83,7 +88,7 @@ class Console:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop("stopped" if kind is not None else "done")
+        self._stop("stopped")
 
     def phase(self, name: str) -> None:
         """Say what is being done now: generate, score, update, ... Shown by the live display only."""
@@ -99,6 +104,13 @@ class Console:
         self._rewards = (*self._rewards, float(metrics.get("reward/mean", math.nan)))
         if self.mode == "plain":
             self._print(step_line(step, self.total_steps, metrics))
+
+    def acknowledge(self, text: str) -> None:
+        """Show at once that something was asked for. Safe inside a signal handler, which may have cut another print short."""
+        if self._live is not None:
+            self._request = text
+        elif self.mode != "off":
+            os.write(self._output.file.fileno(), f"{text}\n".encode())
 
     def note(self, text: str) -> None:
         """Print a line that stays: an event rather than a number."""
@@ -126,6 +138,8 @@ class Console:
         """The live display as it stands now."""
         width = min(self._output.width, MAX_WIDTH)
         parts = [self._progress(), self._now()]
+        if self._request:
+            parts.append(Text(self._request, style="bold yellow"))
         if self._recent:
             parts += [Text(), self._reward_curve(), Text(), _recent_table(self._recent, width - PANEL_EDGES)]
         return Panel(
@@ -133,7 +147,7 @@ class Console:
         )
 
     def _progress(self) -> RenderableType:
-        done = self._recent[-1][0] if self._recent else 0
+        done = self._recent[-1][0] if self._recent else self._first_step
         figures = [f"step {done}/{self.total_steps}", f"elapsed {_hours(self._clock() - self._started)}"]
         if self._step_seconds:
             # The median of the last steps, so that neither the first step nor an evaluation moves it much.

@@ -51,6 +51,9 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
     """Replace ``path`` by ``content``. A reader, or a crash at any instant, meets the old file or the new one.
 
     ``mode``: who may read it, None: what the umask leaves.
+
+    Raises:
+        FullDiskError: it does not fit.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

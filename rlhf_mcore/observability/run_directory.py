@@ -68,14 +68,16 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"), mode)
 
     def set_aside_metrics(self) -> Path | None:
-        """Move metrics and rollouts of an earlier run out of the way, to ``metrics.<n>.jsonl`` and ``rollouts.<n>``.
+        """Move what an earlier run has recorded out of the way: to ``metrics.<n>.jsonl``, ``rollouts.<n>`` and ``tensorboard.<n>``.
 
         Returns where the metrics went; None where there were none.
         """
-        kept = ((self.path / f"metrics.{n}.jsonl", self.path / f"rollouts.{n}") for n in count(1))
-        metrics, rollouts = next(paths for paths in kept if not any(path.exists() for path in paths))
-        if (self.path / ROLLOUTS).is_dir():
-            (self.path / ROLLOUTS).rename(rollouts)
+        names = ([f"metrics.{n}.jsonl", f"{ROLLOUTS}.{n}", f"tensorboard.{n}"] for n in count(1))
+        kept = ([self.path / name for name in group] for group in names)
+        metrics, *folders = next(paths for paths in kept if not any(path.exists() for path in paths))
+        for current, aside in zip((self.path / ROLLOUTS, self.tensorboard_path), folders, strict=True):
+            if current.is_dir():
+                current.rename(aside)
         return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None
 
     def cut_metrics(self, last_step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line
+from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, write_atomically
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker
@@ -51,16 +52,19 @@ class JsonlTracker:
 class TensorboardTracker:
     """Writes every finite number as a tensorboard scalar under its own name; other values are left out."""
 
-    def __init__(self, directory: Path, first_step: int | None = None) -> None:
-        """``first_step``: of a resumed run; what the directory holds from it on is not shown any more."""
+    def __init__(self, directory: Path, last_step: int | None = None) -> None:
+        """``last_step``: of a resumed run; what the directory holds of later steps is dropped, for it will be made again."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 f"logging.tensorboard=true needs the tensorboard package ({error}); set it to false"
             ) from error
+        if last_step is not None:
+            for path in sorted(directory.glob("*tfevents*")):
+                _cut_events(path, last_step)
         self._directory = directory
-        self._writer = SummaryWriter(str(directory), flush_secs=10, purge_step=first_step)
+        self._writer = SummaryWriter(str(directory), flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         with full_disk_named(self._directory):
@@ -72,6 +76,25 @@ class TensorboardTracker:
     def close(self) -> None:
         with full_disk_named(self._directory):
             self._writer.close()
+
+
+def _cut_events(path: Path, last_step: int) -> None:
+    """Drop the events of steps after ``last_step`` from a file, and one that was cut short; a file that then has no numbers goes."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    kept, numbers = io.BytesIO(), 0
+    writer = RecordWriter(kept)
+    for data in RawEventFileLoader(str(path)).Load():
+        event = Event.FromString(data)
+        if event.HasField("file_version") or event.step <= last_step:
+            writer.write(data)
+            numbers += event.HasField("summary")
+    if numbers:
+        write_atomically(path, kept.getvalue())
+    else:
+        path.unlink()
 
 
 class MultiTracker:

@@ -16,7 +16,7 @@ from rlhf_mcore.checkpoint.collective import CheckpointWriter, Entries, Transien
 from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.manifest import About
 from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REQUEST, Decision, Triggers
+from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REASONS, REQUEST, Decision, Triggers
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.trainer.metrics import refuse_not_finite
 
@@ -72,6 +72,7 @@ class Checkpointer:
 
     def begin(self) -> None:
         """The first step begins."""
+        self.requests.begin()
         if self.triggers is not None:
             self.triggers.begin()
 
@@ -109,7 +110,7 @@ class Checkpointer:
             else:
                 documents = self.documents(step)
                 self.writer.save(about, partial(self._write, documents), self._num_bytes(documents))
-                self._committed(step, time.monotonic() - started)
+                self._committed(step, time.monotonic() - started, decision)
         except SaveError as error:
             self._failed(error, decision)
 
@@ -139,7 +140,7 @@ class Checkpointer:
                 self.writer.finish(flush.about, flush.directory, entries, error)
             except TransientSaveError:
                 self.writer.save(flush.about, flush.write, flush.num_bytes)  # the copy is still there
-            self._committed(flush.about.step, flush.seconds)
+            self._committed(flush.about.step, flush.seconds, flush.decision)
         except SaveError as failure:
             self._failed(failure, flush.decision)
 
@@ -185,10 +186,11 @@ class Checkpointer:
             raise first_error
         return paths + _write_documents(directory, documents)
 
-    def _committed(self, step: int, seconds: float) -> None:
+    def _committed(self, step: int, seconds: float, decision: Decision) -> None:
         if self.triggers is None:
             return
         self.triggers.saved(step, seconds)
+        self.note(f"saved checkpoint-{step} ({', '.join(REASONS[reason] for reason in decision.reasons)})")
         self.after_commit()
 
     def _failed(self, error: SaveError, decision: Decision) -> None:

@@ -45,11 +45,16 @@ class RunRecord:
         if self.console is not None:
             self.console.note(text)
 
+    def acknowledge(self, text: str) -> None:
+        """Show at once that something was asked for by a signal; called inside its handler."""
+        if self.console is not None:
+            self.console.acknowledge(text)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it. That one begins is progress, on every rank."""
         if self.watchdog is not None:
-            self.watchdog.progress()
+            self.watchdog.progress(name)
         if self.console is not None:
             self.console.phase(name)
         with self.timers(name):

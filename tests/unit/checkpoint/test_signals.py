@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from rlhf_mcore.checkpoint.manifest import verify
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from tests.unit.checkpoint.saving import RecordingDisk, save
 
-HANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+HANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)  # beside SIGINT, which may end a process
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -20,6 +22,41 @@ def test_a_signal_asks_to_stop_and_does_nothing_else(number: int) -> None:
         os.kill(os.getpid(), number)
         assert requests.stop_requested
         assert not requests.take_save()
+
+
+def test_what_a_signal_asks_for_is_acknowledged_but_not_the_way_torchrun_ends_ranks() -> None:
+    told: list[str] = []
+    begun: list[str] = []
+    with SignalRequests(told.append, lambda: begun.append("yes")).listening() as requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == []
+    with SignalRequests(told.append, lambda: begun.append("yes")).listening() as requests:
+        requests.begin()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.stop_requested
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert begun == ["yes"]
+    assert [text.split(":")[0] for text in told] == ["asked to save", "Ctrl-C"]
+
+
+INTERRUPTED = """
+import os, signal, sys
+from rlhf_mcore.checkpoint.signals import SignalRequests
+with SignalRequests().listening() as requests:
+    if sys.argv[1] == "training":
+        requests.begin()
+        os.kill(os.getpid(), signal.SIGINT)
+        print("first", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("not reached", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("when", "printed"), [("training", "first\n"), ("starting", "")])
+def test_fault_30_the_second_ctrl_c_and_one_before_the_first_step_end_at_once(when: str, printed: str) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, when], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, printed, "")
 
 
 def test_a_signal_asks_for_one_save() -> None:

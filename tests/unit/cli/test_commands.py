@@ -74,7 +74,8 @@ def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:
 def test_under_torchrun_the_world_is_that_of_the_environment_and_rank_0_speaks(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name, value in {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -83,8 +84,11 @@ def test_under_torchrun_the_world_is_that_of_the_environment_and_rank_0_speaks(
         assert ("the number of processes=3 is not divisible" in error) is (rank == "0")
 
 
+RANK_1_OF_2 = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 def test_under_torchrun_a_message_is_left_for_the_launcher(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+    for name, value in RANK_1_OF_2.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(workspace.root / "attempt" / "error.json"))
     assert train.main(["run.yaml", "sed=1"]) == 2
@@ -123,7 +127,8 @@ def test_print_config_shows_a_wrong_tree_too(workspace: Any, capsys: pytest.Capt
 def test_a_good_config_is_launched_with_its_own_arguments(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[list[str], int, int, int]] = []
 
-    def launch(arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int) -> int:
+    def launch(arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int, logs: Path) -> int:
+        assert (logs / "launch.json").is_file()
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 

@@ -19,7 +19,7 @@ def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: py
 
 def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments: calls.append(arguments) or 7)
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, logs: calls.append(arguments) or 7)
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
     assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.cli.evaluate")]
@@ -28,7 +28,7 @@ def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypa
 def test_under_torchrun_the_world_is_that_of_the_environment(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "rollout.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 2

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child, torchrun_command, with_restarts
+from rlhf_mcore.cli.processes import STARTED_BY, has_ended
+from rlhf_mcore.cli.rank_reports import Failed, Rank, RankReports
 from rlhf_mcore.cli.rendezvous import interface_of, listener, source_address
 from tests.processes import descendants, wait_for
 
@@ -141,18 +144,8 @@ def test_a_signal_that_comes_before_a_worker_listens_is_kept_for_it() -> None:
         assert parent.wait(timeout=30) == 0
 
 
-def test_the_end_of_a_failed_ranks_log_is_shown(tmp_path: Path) -> None:
-    log = tmp_path / "run_x" / "attempt_0" / "1" / "stderr.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("\n".join(f"line {number}" for number in range(100)))
-    text = torchrun.tail_of_log(tmp_path, rank=5, local_rank=1)
-    assert text.splitlines()[0] == f"rank 5, the end of {log}:"
-    assert [text.splitlines()[1].strip(), text.splitlines()[-1].strip()] == ["line 80", "line 99"]
-    assert "rank 4 has left no log" in torchrun.tail_of_log(tmp_path, rank=4, local_rank=0)
-
-
-def failure(exitcode: int, timestamp: int) -> SimpleNamespace:
-    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp)
+def failure(exitcode: int, timestamp: int, local_rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=exitcode, timestamp=timestamp, local_rank=local_rank)
 
 
 def test_the_exit_code_is_that_of_the_cause_not_of_those_that_were_ended_for_it() -> None:
@@ -177,14 +170,103 @@ def test_signals_that_ask_for_a_save_end_nothing() -> None:
     assert set(torchrun.HANDED_ON) <= set(launch.FORWARDED)
 
 
-def test_the_rank_that_failed_first_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    def report(failures: dict[int, SimpleNamespace]) -> tuple[int, str]:
-        error = Exception("two workers")
-        error.failures = failures  # type: ignore[attr-defined]
-        return torchrun._report(error, None), capsys.readouterr().err  # type: ignore[arg-type]
+def reports_of(*failed: Failed, ranks: int = 2, done: bool = False) -> RankReports:
+    reports = RankReports(has_ended=lambda pid: False)
+    reports.ranks = {rank: Rank(pid=1, local_rank=rank, phase="update", done=done) for rank in range(ranks)}
+    reports.failures = list(failed)
+    return reports
 
-    killed = "two workers\nrank 1 failed first: ended by SIGKILL\n"
-    assert report({0: failure(-15, 100), 1: failure(-9, 100)}) == (137, killed)
-    failed = "two workers\nrank 0 failed first: exit code 1\n"
-    assert report({0: failure(1, 100), 1: failure(-15, 100)}) == (1, failed)
-    assert report({0: failure(75, 100), 1: failure(-15, 100)}) == (75, "")
+
+BAD = Failed(1, "failure", "KeyError: 'answer' (reward.py:3, in score)")
+MISTAKE = Failed(1, "user", "reward.function=... returned None; return a number")
+LOST = Failed(0, "consequence", "RuntimeError: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("told", "failures", "code", "words"),
+    [
+        # the first word is that of the rank that lost its peer, and torchrun's seconds are equal
+        ([LOST, BAD], {0: failure(1, 100), 1: failure(1, 100)}, 1, BAD.text),
+        ([MISTAKE, LOST], {0: failure(1, 100), 1: failure(2, 100)}, 2, MISTAKE.text),
+        ([BAD], {0: failure(-9, 130), 1: failure(1, 100)}, 1, BAD.text),  # torchrun had to kill the other one
+        ([MISTAKE], {0: failure(-9, 130), 1: failure(-15, 100)}, 2, MISTAKE.text),  # or ended both, for a third one
+        ([LOST], {0: failure(1, 100), 1: failure(-9, 101)}, 137, "rank 1 was ended by SIGKILL"),
+        ([], {0: failure(-15, 100), 1: failure(-11, 100)}, 139, "rank 1 was ended by SIGSEGV"),
+        ([LOST], {0: failure(1, 100)}, 1, "rank 1 ended with exit code 0 before the run was done"),
+        ([], {0: failure(7, 100), 1: failure(-15, 100)}, 7, "rank 0 ended with exit code 7"),
+    ],
+)
+def test_one_message_names_the_cause_and_its_rank(
+    told: list[Failed], failures: dict[int, Any], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert torchrun.Agent(reports_of(*told)).report(failures) == code
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {words}") and printed.count("error: ") == 1
+    rank = 0 if 7 in (found.exitcode for found in failures.values()) else 1
+    assert f"(rank {rank} in phase update)" in printed
+
+
+def test_a_run_that_saved_and_asks_to_be_started_again_says_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torchrun.Agent(reports_of()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
+    assert capsys.readouterr().err == ""
+
+
+def test_exit_code_0_needs_the_word_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert torchrun.Agent(reports_of(done=True)).check_done() == 0
+    assert torchrun.Agent(reports_of(ranks=0)).check_done() == 0  # a module that tells nothing
+    assert capsys.readouterr().err == ""
+    assert torchrun.Agent(reports_of()).check_done() == 1
+    assert "rank 0 ended with exit code 0 before the run was done" in capsys.readouterr().err
+
+
+def test_the_log_of_a_killed_rank_is_named_and_its_end_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "logs" / "run_x" / "attempt_0" / "1" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("\n".join(f"line {number}" for number in range(100)))
+    agent = torchrun.Agent(reports_of())
+    agent.log_dir = tmp_path / "logs"
+    agent.report({1: failure(-11, 100, local_rank=1)})  # type: ignore[dict-item]
+    lines = capsys.readouterr().err.splitlines()
+    assert (lines[1].strip(), lines[-2].strip(), len(lines)) == ("line 80", "line 99", 22)
+    assert lines[-1] == "(rank 1 in phase update; its log: logs/run_x/attempt_0/1/stderr.log)"
+
+
+ORPHANS = """
+import os, subprocess, sys
+from rlhf_mcore.cli.launch import run_child
+code = 'import os, subprocess as s; print(s.Popen(["sleep", "60"], start_new_session=True).pid, flush=True); os.kill(os.getpid(), 9)'
+print(run_child([sys.executable, "-c", code], os.environ), flush=True)
+"""
+
+
+def test_what_a_killed_child_leaves_running_is_ended_before_anything_else_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHANS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    orphan, code = map(int, done.stdout.split())
+    assert code == 137 and not Path(f"/proc/{orphan}").exists()
+
+
+DIES_WITH_PARENT = """
+import signal, sys, time
+from rlhf_mcore.cli.processes import end_with_parent
+end_with_parent(signal.SIGKILL)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    start = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {DIES_WITH_PARENT!r}]); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        (child,) = descendants(parent.pid)
+        parent.kill()
+        wait_for(lambda: has_ended(child))
+
+
+def test_a_parent_that_has_ended_before_is_noticed() -> None:
+    environment = os.environ | {STARTED_BY: "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", DIES_WITH_PARENT], env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

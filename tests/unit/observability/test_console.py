@@ -133,6 +133,21 @@ def test_a_run_that_fails_says_that_it_stopped() -> None:
     assert printed(output).rindex("stopped") > printed(output).find("generate")
 
 
+def test_the_display_of_a_continued_run_begins_at_its_step_and_shows_what_a_signal_asks_for() -> None:
+    output = terminal()
+    with Console("rich", 20, "quickstart", first_step=12, output=output) as console:
+        console.acknowledge("Ctrl-C: this step is finished and saved")
+    text = printed(output)
+    assert "step 12/20" in text and "step 0/20" not in text
+    assert "Ctrl-C: this step is finished and saved" in text
+
+
+def test_a_log_gets_what_a_signal_asks_for_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Console("plain", 20, "quickstart") as console:
+        console.acknowledge("asked to save")
+    assert capfd.readouterr().out == "asked to save\n"
+
+
 def test_off_prints_nothing() -> None:
     output = log_file()
     with Console("off", 2, "grpo", output=output) as console:

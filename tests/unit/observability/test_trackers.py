@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from rlhf_mcore.observability.files import FullDiskError
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
@@ -57,6 +58,37 @@ def test_a_line_is_written_at_once_or_the_run_is_told(tmp_path: Path, monkeypatc
         tracker.log(7, {})
     monkeypatch.undo()
     tracker.close()
+
+
+def scalars(directory: Path) -> list[tuple[int, float]]:
+    """(step, value) of every scalar in every file, as a reader finds them that knows nothing of restarts."""
+    found = []
+    for path in sorted(directory.glob("*tfevents*")):
+        for event in EventFileLoader(str(path)).Load():
+            found += [(event.step, value.tensor.float_val[0]) for value in event.summary.value]
+    return sorted(found)
+
+
+def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    for last_step, steps in ((None, (1, 2, 3)), (2, (3, 4)), (0, ())):
+        tracker = TensorboardTracker(tmp_path, last_step)
+        for step in steps:
+            tracker.log(step, {"reward/mean": step + (0.5 if last_step else 0.0)})
+        tracker.close()
+        if last_step == 2:
+            assert scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5)]
+    assert scalars(tmp_path) == []  # the run went back to its beginning
+
+
+def test_tensorboard_events_that_a_crash_cut_short_are_dropped(tmp_path: Path) -> None:
+    tracker = TensorboardTracker(tmp_path)
+    tracker.log(1, {"a": 1.0})
+    tracker.log(2, {"a": 2.0})
+    tracker.close()
+    (path,) = tmp_path.glob("*tfevents*")
+    path.write_bytes(path.read_bytes()[:-3])
+    TensorboardTracker(tmp_path, 9).close()
+    assert scalars(tmp_path) == [(1, 1.0)]
 
 
 def test_tensorboard_gets_finite_numbers_under_their_names(tmp_path: Path) -> None:

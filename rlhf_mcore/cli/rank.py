@@ -1,0 +1,74 @@
+"""A process that torchrun has started: how it begins, and that it does not end unnoticed."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.processes import end_with_parent
+from rlhf_mcore.cli.rank_reports import Reporter
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
+
+DUMP_STACKS = signal.SIGQUIT
+
+
+def run(main: Callable[[], int]) -> int:
+    """What a module that torchrun starts does with its ``main``. Returns the exit code.
+
+    The process ends with torchrun's agent, Ctrl-C ends it at once until the run handles it, ``DUMP_STACKS`` prints the stacks of all
+    threads, and whatever is raised becomes a message (``exit_codes.report``).
+    """
+    if torchrun_world_size() is None:
+        return main()
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, _interrupted)
+    faulthandler.enable()
+    faulthandler.register(DUMP_STACKS, chain=False)
+    reporter = Reporter()
+    reporter.started()
+    try:
+        code = main()
+    except Exception as error:
+        code = exit_codes.report(error)
+    if code == exit_codes.DONE:
+        reporter.done()
+    _flush(code)
+    return code
+
+
+@contextmanager
+def no_early_exit() -> Iterator[None]:
+    """Make an error of a ``sys.exit`` in somebody's code: a run that ends early must not look like one that is done.
+
+    Raises:
+        EarlyExit: in its place.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise EarlyExit(f"the run was ended in the middle by sys.exit({error.code!r})") from error
+
+
+class EarlyExit(RuntimeError):
+    """Code that a run calls has ended the process."""
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> None:
+    if os.environ["RANK"] == "0" and not Reporter().is_heard:
+        os.write(2, b"interrupted: ended before the first step, nothing was to be saved\n")
+    os._exit(exit_codes.INTERRUPTED)
+
+
+def _flush(code: int) -> None:
+    """Python would replace the exit code by 120 where standard error is a file on a full disk."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os._exit(code)

@@ -1,0 +1,95 @@
+"""What a run finds out about its directory before any process is started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.observability.run_directory import RunDirectory
+
+RUN = Path("outputs") / "rlhf_mcore" / "default"
+
+
+@pytest.fixture
+def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The directories of logs of the launches, none of which is made."""
+    calls: list[Path] = []
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
+    return calls
+
+
+def make_checkpoint(step: int, **changes: object) -> None:
+    cfg = resolve(load_config("run.yaml", [f"{key}={value}" for key, value in changes.items()]))
+    folder = RUN / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+
+
+def train(*overrides: str) -> int:
+    return main_module.main(["train", "run.yaml", *overrides])
+
+
+def test_a_finished_run_says_so_and_nothing_is_started(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(100)
+    assert train() == 0 and launched == []
+    assert capsys.readouterr().out == (
+        "this run is finished: 100 steps were made, and trainer.num_steps=100\n"
+        "trained model   outputs/rlhf_mcore/default/checkpoint-100/actor\n"
+        "raise trainer.num_steps to train on, or choose another experiment\n"
+    )
+    assert not (RUN / "logs").exists()
+
+
+def test_a_run_that_continues_says_from_where(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(12)
+    make_checkpoint(100)
+    assert train("trainer.num_steps=130") == 0 and len(launched) == 1
+    expected = "outputs/rlhf_mcore/default/checkpoint-100 is there: the run continues after step 100 of 130\n"
+    assert capsys.readouterr().out == expected
+    assert train("trainer.num_steps=130", f"checkpoint.resume={RUN}/checkpoint-12") == 0 and len(launched) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_what_cannot_be_changed_is_refused(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(12, seed=3)
+    assert train() == 2 and launched == []
+    assert "seed was 3 and is 0; restore it, or start a new experiment" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_found(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    held = RunDirectory.create("outputs", "rlhf_mcore", "default")
+    assert train() == 2 and launched == []
+    held.close()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and f"in use by another run (process {os.getpid()}" in error
+    assert train() == 0 and len(launched) == 1
+
+
+def test_a_directory_that_cannot_be_written_is_found(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("outputs").mkdir()
+    Path("outputs/rlhf_mcore").write_text("")
+    assert train() == 2 and launched == []
+    assert capsys.readouterr().err.startswith("error: output_dir='outputs': cannot write to")
+
+
+def test_a_start_leaves_command_host_and_version_without_secrets(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hunter2hunter2")
+    monkeypatch.setattr("sys.argv", ["rlhf-mcore", "train", "run.yaml", "experiment=hunter2hunter2"])
+    assert train() == 0 and train() == 0
+    first, second = launched
+    assert first != second and first.parent == RUN.resolve() / "logs"
+    record = json.loads((first / "launch.json").read_text())
+    assert record["command"] == ["rlhf-mcore", "train", "run.yaml", "experiment=<redacted: MY_TOKEN>"]
+    assert (record["directory"], record["host"]) == (os.getcwd(), os.uname().nodename)
+    assert record["started"] and record["rlhf_mcore"] and "git_commit" in record
