@@ -308,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer.save_pretrained(options.out / "model")
     write_parquet(options.out / "train.parquet", train, "train")
     write_parquet(options.out / "eval.parquet", held_out, "eval")
-    print(f"wrote {options.out} in {time.monotonic() - started:.0f} s; held-out greedy accuracy {accuracy:.2f}")
+    print(f"made model and data in {time.monotonic() - started:.0f} s; held-out greedy accuracy {accuracy:.2f}")
     return 0
 
 

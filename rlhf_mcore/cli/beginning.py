@@ -19,6 +19,7 @@ from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
+from rlhf_mcore.foreign import SMALL, read_text
 from rlhf_mcore.observability.files import pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import RunDirectory
 
@@ -38,10 +39,11 @@ def is_finished(cfg: Config) -> bool:
         return False
     newest = own[-1]
     try:
-        saved = (newest.path / "config.yaml").read_text(encoding="utf-8")
-    except (OSError, ValueError):  # the ranks find out what is wrong with it, and whether another one will do
+        saved = read_text(newest.path / "config.yaml", limit=SMALL.num_bytes, remedy="choose another checkpoint")
+        fixed, _ = compare_configs(saved, to_yaml(cfg), by_content=["data.train"])
+    except ConfigError:  # the ranks find out what is wrong with it, and whether another one will do
         return False
-    refuse(newest.path, compare_configs(saved, to_yaml(cfg))[0])
+    refuse(newest.path, fixed)
     if newest.step < cfg.trainer.num_steps:
         print(
             f"{os.path.relpath(newest.path)} is there: the run continues after step {newest.step} of {cfg.trainer.num_steps}",

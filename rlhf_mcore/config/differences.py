@@ -44,10 +44,17 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     """
     before, now = dict(_leaves(asdict(Config()))), dict(_leaves(_read(current)))
     before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(_FREE)]
+    free = _FREE if _has_critic(before) or _has_critic(now) else (*_FREE, "critic.")
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}
     fixed = [key for key in changed if key in FIXED and key not in by_content]
     return [lines[key] for key in fixed], [lines[key] for key in changed if key not in fixed]
+
+
+def _has_critic(tree: dict[str, Any]) -> bool:
+    """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, are nobody's."""
+    wanted = tree.get("algorithm.use_critic")
+    return wanted == "true" or (wanted == "auto" and tree.get("algorithm.advantage") == "gae")
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:

@@ -22,6 +22,15 @@ def test_what_cannot_be_changed_is_told_from_what_can() -> None:
     assert compare_configs(to_yaml(saved), to_yaml(saved)) == ([], [])
 
 
+def test_what_follows_from_other_keys_for_a_critic_is_listed_only_where_there_is_one() -> None:
+    saved, current = Config(), Config()
+    current.trainer.num_steps = 200
+    current.critic.optimizer.schedule.total_updates, current.critic.minibatch_size = 200, 16
+    assert compare_configs(to_yaml(saved), to_yaml(current))[1] == ["trainer.num_steps was 100 and is 200"]
+    saved.algorithm.advantage = current.algorithm.advantage = "gae"
+    assert "critic.minibatch_size was None and is 16" in compare_configs(to_yaml(saved), to_yaml(current))[1]
+
+
 def test_keys_that_only_one_of_them_has_are_listed() -> None:
     fixed, other = compare_configs("seed: 0\nold: {key: 1}\n", "seed: 0\nnew: 2\n")
     assert fixed == [] and other == ["old.key was 1 and is not there", "new was not there and is 2"]
