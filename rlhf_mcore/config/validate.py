@@ -27,10 +27,10 @@ from rlhf_mcore.config.derive import (
 )
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, layout_problems, tensor_cut_problems
-from rlhf_mcore.config.model_files import ModelShape, inspect_model, tokenizer_problems
+from rlhf_mcore.config.model_files import ModelShape, inspect_model
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
 from rlhf_mcore.config.supervised import RL_GROUPS, STARTING_HEADS, example_problems, length_problems, step_problems
-from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
 from rlhf_mcore.config.user_functions import function_problems
 
 __all__ = ["default_world_size", "resolve", "validate"]
@@ -227,7 +227,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     problems += example_problems(cfg) if is_supervised(cfg) else _rollout_problems(cfg)
     problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path", STARTING_HEADS.get(cfg.algorithm.kind, ("lm",)))
-    problems += [*model_problems, *map(FileProblem, _tokenizer_problems(cfg))]
+    problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
     # Layouts are checked only where they are in range: the checks divide by their numbers.
     problems += _role_problems(cfg, None if out_of_range else shape)
     if not out_of_range:
@@ -359,18 +359,6 @@ def needs_answer(cfg: Config) -> bool:
     """Whether some grader compares a response with a ground truth from the data."""
     graded_by_rule = cfg.reward.function is None
     return graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
-
-
-def _tokenizer_problems(cfg: Config) -> Iterator[str]:
-    path = cfg.model.tokenizer_path
-    owner = cfg.model.path if path is None else path
-    yield from token_problems(cfg.model.path, tokenizer_size(owner), "model.path", owner)
-    if path is None:
-        yield from tokenizer_problems(cfg.model.path, "model.path")
-    elif not isdir(path):
-        yield f"model.tokenizer_path={path} is not a directory; give the path of a directory with tokenizer files"
-    else:
-        yield from tokenizer_problems(path, "model.tokenizer_path")
 
 
 def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.tokenizer_files import growth_problems
 from rlhf_mcore.foreign import read_json
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ConfigError: no such directory, a tokenizer that asks for its own code, or one without an end-of-sequence token.
     """
     _refuse_foreign_code(path)
+    if problems := list(growth_problems(path)):
+        raise ConfigError.many(problems)
     from transformers import AutoTokenizer  # seconds to import, so not before the cheap checks
 
     try:
