@@ -29,8 +29,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded from it ({error})") from error
+    except Exception as error:  # the Rust half raises plain ones for what it does not know
+        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
+        raise ConfigError(f"model.tokenizer_path={path!r}: no tokenizer could be loaded from it ({reason})") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"model.tokenizer_path={path!r}: the tokenizer has no end-of-sequence token, so no response could end; "
