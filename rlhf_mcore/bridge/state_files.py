@@ -6,6 +6,7 @@ which rectangle of which Hugging Face tensor is in which file. Padding of the vo
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.types import ModelGeometry, StateShard
 
 STATE_INDEX = "index.json"
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+SECOND_MOMENT = "exp_avg_sq"
+KINDS = ("master", "exp_avg", SECOND_MOMENT)
 _FORMAT = 1
 _REMEDY = "Resume from another checkpoint, or start from the weights alone (model.path)."
 
@@ -148,14 +150,21 @@ class StateReader:
         self._check()
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
-        """Fill the tensors of ``shards`` in place; what is padding becomes zero."""
+        """Fill the tensors of ``shards`` in place; what is padding becomes zero.
+
+        Raises:
+            ConfigError: the files do not hold it, or hold what no optimizer can have come to: a value that is not finite, a second
+                moment below zero.
+        """
         for shard in shards:
             wanted = regions(pieces(shard.name, self._geometry, shard.shard), shard.start, shard.stop)
             for kind, tensor in shard.tensors.items():
                 if sum(region.numel for region in wanted) < tensor.numel():
                     tensor.zero_()
                 for region in wanted:
-                    self._read_region(kind, region, tensor[region.offset : region.offset + region.numel])
+                    part = tensor[region.offset : region.offset + region.numel]
+                    self._read_region(kind, region, part)
+                    self._check_values(kind, region, part)
 
     def _read_region(self, kind: str, region: Region, flat: Tensor) -> None:
         """Put together a rectangle from the parts of the stored ones that lie in it."""
@@ -175,6 +184,16 @@ class StateReader:
             target[_within(shared, region.start)].copy_(part)
             filled.append((tuple(a - b for a, b in zip(shared[0], region.start, strict=True)), shared[1]))
         self._check_filled(region, filled)
+
+    def _check_values(self, kind: str, region: Region, values: Tensor) -> None:
+        low, high = (float(value) for value in values.aminmax())  # both NaN if any is
+        if not (math.isfinite(low) and math.isfinite(high)):
+            problem = "has values that are not finite"
+        elif kind == SECOND_MOMENT and low < 0:
+            problem = f"is a mean of squares and has a value of {low:g}"
+        else:
+            return
+        raise ConfigError(f"{self.directory}: {kind} of tensor {region.hf_name} {problem}. {_REMEDY}")
 
     def _check_filled(self, region: Region, filled: Sequence[Rectangle]) -> None:
         try:
@@ -252,17 +271,13 @@ def _is_region(region: Any, shape: tuple[int, ...], num_files: int) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    content = read_json(path, limits=INDEX, remedy=_REMEDY).content
-    types = {"format": int, "files": list, "tensors": dict, "scalars": dict}
-    if content.keys() != types.keys():
+    index = read_json(path, limits=INDEX, remedy="choose another checkpoint")
+    if set(index) != {"format", "files", "tensors", "scalars"}:
         raise ConfigError(f"{path}: not an index of an optimizer's state. {_REMEDY}")
-    if content["format"] != _FORMAT:
-        raise ConfigError(f"{path}: format {content['format']}, this version reads {_FORMAT}. {_REMEDY}")
-    if any(not isinstance(content[key], kind) for key, kind in types.items()) or not all(
-        isinstance(name, str) for name in content["files"]
-    ):
-        raise ConfigError(f"{path}: not an index of an optimizer's state. {_REMEDY}")
-    return dict(content)
+    if index.integer("format") != _FORMAT:
+        raise ConfigError(f"{path}: format {index.integer('format')}, this version reads {_FORMAT}. {_REMEDY}")
+    found = {"files": index.texts("files")}
+    return {**found, **{key: dict(index.object(key).content) for key in ("tensors", "scalars")}}
 
 
 def _intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:

@@ -20,6 +20,8 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.types import StateShard
 
+_REMEDY = "choose another checkpoint"
+
 
 def optimizer_shards(model: MegatronModel, optimizer: MegatronOptimizer) -> list[StateShard]:
     """Live views of this rank's part of the optimizer's state.
@@ -73,8 +75,13 @@ def load_optimizer_scalars(optimizer: MegatronOptimizer, scalars: Mapping[str, A
     Raises:
         ConfigError: they are not what that function returns.
     """
-    if scalars.keys() != {"step", "loss_scale"} or type(scalars["step"]) is not int:
-        raise ConfigError(f"the optimizer's state has scalars {dict(scalars)}, expected step and loss_scale")
+    if scalars.keys() != {"step", "loss_scale"}:
+        raise ConfigError(f"the optimizer's state has scalars {dict(scalars)}, expected step and loss_scale; {_REMEDY}")
+    if type(scalars["step"]) is not int or scalars["step"] < 0:
+        raise ConfigError(
+            f"the optimizer's state has step={scalars['step']!r}, which is no count of updates; {_REMEDY}"
+        )
+    _check_scaler(scalars["loss_scale"])
     for part in _parts(optimizer):
         for _, stepped in _stepped(part):
             state = part.optimizer.state[stepped]
@@ -153,6 +160,23 @@ def _scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
         return None
     state = scalers[0].state_dict()
     return {name: value.item() if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+def _check_scaler(state: Any) -> None:
+    if state is None:
+        return
+    counts = ("growth_tracker", "hysteresis_tracker")
+    if not isinstance(state, Mapping) or state.keys() != {"scale", *counts}:
+        raise ConfigError(
+            f"the optimizer's state has loss_scale={state!r}, expected scale, {' and '.join(counts)}; {_REMEDY}"
+        )
+    scale = state["scale"]
+    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f"the optimizer's state has a loss scale of {scale!r}, not a positive number; {_REMEDY}")
+    if any(type(state[name]) is not int for name in counts):
+        raise ConfigError(
+            f"the optimizer's state has loss_scale={dict(state)}, whose trackers are no counts; {_REMEDY}"
+        )
 
 
 def _load_scaler(scaler: Any, state: Mapping[str, Any]) -> None:

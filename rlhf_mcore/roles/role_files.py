@@ -99,6 +99,11 @@ class RoleFiles:
         reader = StateReader(directory / TRAINING, self._geometry)
         scalars = dict(reader.scalars)
         role.num_updates, role.num_bad = (_count(scalars.pop(name, None), name, directory) for name in _COUNTS)
+        if type(step := scalars.get("step")) is int and step > role.num_updates:
+            raise ConfigError(
+                f"{directory / TRAINING / STATE_INDEX}: Adam's step={step} is more than num_updates={role.num_updates}; "
+                "choose another checkpoint"
+            )
         reader.read_into(optimizer_shards(model, optimizer))
         load_optimizer_scalars(optimizer, scalars)
         if wrong := unrounded_masters(model, optimizer):

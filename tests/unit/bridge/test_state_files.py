@@ -206,7 +206,7 @@ NORM = "model.norm.weight"
         (lambda i: i["files"].__setitem__(0, "../state-00000.safetensors"), "not a plain file"),
         (lambda i: i["files"].__setitem__(0, "/etc/passwd"), "not a plain file"),
         (lambda i: i["files"].__setitem__(0, "state-00009.safetensors"), "state-00009.safetensors is missing"),
-        (lambda i: i["files"].__setitem__(0, 3), "not an index"),
+        (lambda i: i["files"].__setitem__(0, 3), r"index\.json has files=.*, not a list of texts"),
         (lambda i: i.__setitem__("format", 2), "format 2, this version reads 1"),
         (lambda i: i.pop("scalars"), "not an index"),
         (lambda i: i["tensors"].pop(NORM), "model.norm.weight .missing"),
@@ -230,6 +230,28 @@ def test_a_hostile_index_is_refused(saved: Path, change: Callable[[dict[str, Any
     change_index(saved, change)
     with pytest.raises(ConfigError, match=message):
         read_all(saved)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("exp_avg_sq", -1e-12, f"exp_avg_sq of tensor {NORM} is a mean of squares and has a value of -1e-12"),
+        ("exp_avg_sq", torch.nan, f"exp_avg_sq of tensor {NORM} has values that are not finite"),
+        ("exp_avg_sq", torch.inf, f"exp_avg_sq of tensor {NORM} has values that are not finite"),
+        ("exp_avg", torch.nan, f"exp_avg of tensor {NORM} has values that are not finite"),
+        ("exp_avg", -torch.inf, f"exp_avg of tensor {NORM} has values that are not finite"),
+    ],
+)
+def test_a_state_that_no_optimizer_can_have_come_to_is_refused(
+    tmp_path: Path, kind: str, value: float, message: str
+) -> None:
+    ranks = make_shards(GEOMETRY, 1, 1, ("exp_avg", "exp_avg_sq"), fill=True)
+    (norm,) = (shard for shard in ranks[0] if shard.name == "decoder.final_layernorm.weight")
+    norm.tensors[kind][3] = value
+    save(tmp_path, GEOMETRY, ranks)
+    shards = make_shards(GEOMETRY, 1, 1, ("exp_avg", "exp_avg_sq"), fill=False)[0]
+    with pytest.raises(ConfigError, match=message):
+        StateReader(tmp_path, GEOMETRY).read_into(shards)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{" * 100_000, '{"format": 1}', "\xff"])

@@ -56,7 +56,7 @@ def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) ->
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 7', "has drawn 7 prompts, but trainer_state.json counts 8"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 800000000', "has drawn 800000000 prompts, but"),
         ("dataloader.json", '"num_drawn": 8', f'"num_drawn": {10**30}', "num_drawn is an integer of 100 bits"),
-        ("dataloader.json", '"num_drawn": 8', '"num_drawn": -8', "num_drawn=-8, not an integer from 0"),
+        ("dataloader.json", '"num_drawn": 8', '"num_drawn": -8', "num_drawn=-8, not "),
     ],
 )
 def test_counts_that_contradict_each_other_are_refused(
