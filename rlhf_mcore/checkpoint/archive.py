@@ -22,6 +22,7 @@ from rlhf_mcore.checkpoint.errors import SaveError
 from rlhf_mcore.checkpoint.layout import ARCHIVE, MANIFEST, Checkpoint
 from rlhf_mcore.checkpoint.manifest import FileEntry, files_below, read_manifest
 from rlhf_mcore.checkpoint.retention import remove
+from rlhf_mcore.own_files import open_own
 
 LEVEL = 3
 _CHUNK_BYTES = 2**20
@@ -123,7 +124,7 @@ def _write(checkpoint: Path, target: Path) -> None:
     # An archive holds what its most private file says.
     mode = reduce(and_, ((checkpoint / name).stat().st_mode for name in files_below(checkpoint)))
     with (
-        os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o777), "wb") as file,
+        os.fdopen(open_own(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o777), "wb") as file,
         zstandard.ZstdCompressor(LEVEL).stream_writer(file, closefd=False) as stream,
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as tar,
     ):

@@ -29,6 +29,7 @@ from rlhf_mcore.checkpoint.manifest import (
     write_manifest,
 )
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_files import own_directory, refuse_link
 
 
 def is_weight_file(name: str) -> bool:
@@ -147,12 +148,13 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
     if base is None and set(names) >= {path.name for path in (checkpoint / role).iterdir()} - {TRAINING}:
         return checkpoint / role
     scratch = scratch or checkpoint.resolve().parent
-    whole = transitional_path(scratch, manifest.about.step, "full", manifest.digest[:8]) / role
+    scratch.mkdir(parents=True, exist_ok=True)
+    whole = own_directory(transitional_path(scratch, manifest.about.step, "full", manifest.digest[:8])) / role
+    refuse_link(whole)
     if not whole.is_dir():
-        half = transitional_path(scratch, manifest.about.step, "full") / role
-        shutil.rmtree(half, ignore_errors=True)
+        half = own_directory(transitional_path(scratch, manifest.about.step, "full")) / role
+        Disk().remove_tree(half)
         _restore(checkpoint / role, names, base, half, place=_link)
-        whole.parent.mkdir(parents=True, exist_ok=True)
         half.rename(whole)
         half.parent.rmdir()
     return whole

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf_mcore.observability.files import free_bytes
+from rlhf_mcore.own_files import own_directory
 
 T = TypeVar("T")
 
@@ -51,8 +52,17 @@ class Disk:
         return free_bytes(directory)
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents; it may be there."""
-        self._retried("mkdir", lambda: path.mkdir(parents=True, exist_ok=True), path)
+        """Make a directory and its parents; it may be there, but is no link.
+
+        Raises:
+            ConfigError: it is a link, or no directory.
+        """
+
+        def make() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own_directory(path)
+
+        self._retried("mkdir", make, path)
 
     def write(self, path: Path, content: bytes) -> None:
         """Create or replace a file and make its content durable."""
@@ -76,7 +86,10 @@ class Disk:
         self._retried("unlink", lambda: path.unlink(missing_ok=True), path)
 
     def remove_tree(self, directory: Path) -> None:
-        """Remove a directory and what is in it; it may be gone. Links are removed, not followed."""
+        """Remove a directory and what is in it; it may be gone. Links are removed, not followed, be it the directory's own name."""
+        if directory.is_symlink():
+            self.unlink(directory)
+            return
         for folder, folders, files in os.walk(directory, topdown=False):
             for name in files:
                 self.unlink(Path(folder, name))

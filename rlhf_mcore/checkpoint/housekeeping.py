@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import QUARANTINE, scan_transitional
+from rlhf_mcore.checkpoint.layout import QUARANTINE, own_entries, scan_transitional
 from rlhf_mcore.checkpoint.links import BestRule, refresh_links
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
 
@@ -38,7 +38,7 @@ def remove_partials(run: Path, disk: Disk) -> int:
     Returns how many there were.
     """
     left = [item.path for item in scan_transitional(run) if item.state == "partial"]
-    quarantined = (run / QUARANTINE).glob("checkpoint-*.partial-*")
+    quarantined = (path for path in own_entries(run, QUARANTINE) if path.match("checkpoint-*.partial-*"))
     left += [path for path in quarantined if path.is_dir() and not path.is_symlink()]
     for path in left:
         disk.remove_tree(path)

@@ -81,6 +81,17 @@ def scan_transitional(run: Path) -> list[Transitional]:
     return sorted(found, key=lambda item: (item.step, item.path.name))
 
 
+def own_entries(run: Path, folder: str) -> list[Path]:
+    """What is in a directory of the run (``quarantine``, ``archive``), by name; nothing where that is a link."""
+    path = run / folder
+    return sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+
+
+def linked_checkpoints(run: Path) -> list[Path]:
+    """Links that have the name of a checkpoint, which no run makes."""
+    return sorted(path for path in run.glob("checkpoint-*") if path.is_symlink() and step_of(path.name) is not None)
+
+
 def linked_step(run: Path, link: str) -> int | None:
     """The step that a link of the run directory names, None when it is missing or does not name a committed checkpoint."""
     path = run / link

@@ -17,6 +17,7 @@ from rlhf_mcore.checkpoint.layout import (
     QUARANTINE,
     Transitional,
     checkpoint_path,
+    own_entries,
     scan,
     scan_transitional,
 )
@@ -37,7 +38,7 @@ def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
         notes.append(f"the disk is full ({free:,} bytes free): what {count} unfinished saves had left was removed")
     for left in scan_transitional(run):
         notes.append(_resolve(run, left, disk))
-    notes += _clear_archives(run / ARCHIVE, disk)
+    notes += _clear_archives(run, disk)
     return notes + refresh_links(run, rule, disk)
 
 
@@ -84,9 +85,9 @@ def _resolve(run: Path, left: Transitional, disk: Disk) -> str:
     return f"{left.path.name} removed"
 
 
-def _clear_archives(folder: Path, disk: Disk) -> list[str]:
+def _clear_archives(run: Path, disk: Disk) -> list[str]:
     notes = []
-    for path in sorted(folder.glob(".*.partial")):
+    for path in (path for path in own_entries(run, ARCHIVE) if path.match(".*.partial")):
         disk.unlink(path)
         notes.append(f"unfinished {ARCHIVE}/{path.name} removed")
     return notes

@@ -17,6 +17,7 @@ from rlhf_mcore.checkpoint.layout import (
     QUARANTINE,
     Checkpoint,
     linked_step,
+    own_entries,
     scan,
     step_of,
     transitional_path,
@@ -69,7 +70,7 @@ def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
 def prune_quarantine(run: Path, disk: Disk) -> None:
     """Remove all but the newest of what was set aside. Checkpoints of steps that are pinned stay."""
     pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
-    for path in _oldest(run / QUARANTINE):
+    for path in _oldest(own_entries(run, QUARANTINE)):
         if not path.name.startswith(pinned):
             disk.remove_tree(path)
 
@@ -97,8 +98,6 @@ def _bases(kept: Sequence[Checkpoint]) -> set[int]:
     return steps
 
 
-def _oldest(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+def _oldest(entries: Sequence[Path]) -> list[Path]:
+    found = [path for path in entries if path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.delta import verify_chain
-from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_step, scan, step_of
+from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
 from rlhf_mcore.checkpoint.manifest import Problem
 from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.cli import exit_codes
@@ -87,7 +87,7 @@ def _checkpoints(directory: Path) -> list[Path]:
         raise ConfigError(f"{directory} is not a directory; give a checkpoint or a run directory")
     if (directory / MANIFEST).exists() or (directory / "actor").is_dir():
         return [directory.resolve()]
-    found = [checkpoint.path for checkpoint in scan(directory)]
+    found = [*(checkpoint.path for checkpoint in scan(directory)), *linked_checkpoints(directory)]
     if not found:
         raise ConfigError(f"{directory} has neither a {MANIFEST} nor checkpoints; give a checkpoint or a run directory")
     return [*found, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
@@ -97,6 +97,9 @@ def _check(path: Path, *, hashes: bool) -> Report:
     if not path.is_symlink():
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
         return Report(path, verify_chain(path, hashes=hashes), pins)
+    if path.name not in (LATEST, BEST):
+        detail = f"a link to {path.readlink()}: no run goes on from it; move the checkpoint here"
+        return Report(path, [Problem(path.name, "outside", detail)])
     if linked_step(path.parent, path.name) is None:
         return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])
     return Report(path, [])

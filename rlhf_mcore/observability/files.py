@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.own_files import open_own
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -57,7 +59,8 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with full_disk_named(path, len(content)), temporary.open("wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with full_disk_named(path, len(content)), os.fdopen(open_own(temporary, flags, 0o666), "wb") as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(content)

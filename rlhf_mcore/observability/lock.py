@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_files import open_own
 
 
 class DirectoryLock:
@@ -19,11 +20,12 @@ class DirectoryLock:
 
     Raises:
         ConfigError: another process holds it; ``remedy`` is what the user may do instead of waiting.
+        ConfigError: the file is a link.
         OSError: the file cannot be opened.
     """
 
     def __init__(self, file: Path, remedy: str) -> None:
-        self._file = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = open_own(file, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

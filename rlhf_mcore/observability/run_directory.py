@@ -9,8 +9,11 @@ from pathlib import Path
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import keep_steps, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
+from rlhf_mcore.own_files import own_directory, refuse_link
 
 ROLLOUTS = "rollouts"
+TENSORBOARD = "tensorboard"
+OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, "archive", "quarantine", "pins")
 
 
 class RunDirectory:
@@ -28,7 +31,8 @@ class RunDirectory:
         """Make the directory, or take up the existing one, and lock it.
 
         Raises:
-            ConfigError: a name leads out of ``output_dir``, the directory is not writable, or another run holds it.
+            ConfigError: a name leads out of ``output_dir``, the directory is not writable, another run holds it, or something in it
+                that is the run's own is a link.
         """
         root = Path(output_dir).resolve()
         path = (root / project / experiment).resolve()
@@ -39,6 +43,8 @@ class RunDirectory:
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
+            for name in OWN_DIRECTORIES:
+                refuse_link(path / name)
             tempfile.TemporaryFile(dir=path).close()
             lock = DirectoryLock(path / "run.lock", "change experiment or output_dir")
         except OSError as error:
@@ -55,13 +61,12 @@ class RunDirectory:
     @property
     def tensorboard_path(self) -> Path:
         """Where tensorboard's event files go."""
-        return self.path / "tensorboard"
+        return self.path / TENSORBOARD
 
     def rollouts_path(self, step: int) -> Path:
         """``rollouts/step-000001.jsonl``; its folder is made."""
         folder = self.path / ROLLOUTS
-        folder.mkdir(exist_ok=True)
-        return folder / f"step-{step:06d}.jsonl"
+        return own_directory(folder) / f"step-{step:06d}.jsonl"
 
     def write_config(self, yaml_text: str, mode: int | None = None) -> None:
         """Write ``config.yaml``, whole or not at all. ``mode``: who may read it."""

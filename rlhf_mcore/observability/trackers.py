@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, write_atomically
+from rlhf_mcore.own_files import open_own
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import Tracker
@@ -27,7 +28,7 @@ class JsonlTracker:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         os.ftruncate(self._file, end_of_last_line(path))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import CONFIG, Checkpoint, scan
+from rlhf_mcore.checkpoint.layout import CONFIG, Checkpoint, linked_checkpoints, scan
 from rlhf_mcore.checkpoint.links import BestRule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
@@ -58,6 +58,7 @@ def find_start(
     inputs = inputs or {}
     disk = disk or Disk()
     rule = best_rule(cfg)
+    _refuse_linked(run)
     notes = recover(run, rule, disk)
     own = scan(run)
     if cfg.resume == NEVER:
@@ -158,6 +159,18 @@ def _changed_inputs(checkpoint: Path, cfg: CheckpointConfig, changed: list[str])
             ]
         )
     return [f"warning: {line}" for line in changed]
+
+
+def _refuse_linked(run: Path) -> None:
+    """A checkpoint that is a link is neither passed over nor cleared away with what it names."""
+    if found := linked_checkpoints(run):
+        raise ConfigError.many(
+            [
+                f"{path} is a link to {path.readlink()}, and a run uses directories of its own only; move the checkpoint here, or go "
+                f"on from it in another experiment (checkpoint.resume={path.resolve()})"
+                for path in found
+            ]
+        )
 
 
 def _refuse_to_mix(run: Path, own: list[Checkpoint]) -> None:

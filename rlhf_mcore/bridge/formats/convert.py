@@ -25,6 +25,7 @@ from rlhf_mcore.bridge.hf_writer import ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.tensor_files import TensorTypes, bytes_of
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.own_files import own_directory
 from rlhf_mcore.types import ModelGeometry
 
 BLOCK_BYTES = 16 * 2**20
@@ -149,8 +150,7 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     replaced = destination.with_name(f".{destination.name}.replaced")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir(exist_ok=True)
-        lock = os.open(temporary, os.O_RDONLY)
+        lock = os.open(own_directory(temporary), os.O_RDONLY | os.O_NOFOLLOW)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ConfigError(

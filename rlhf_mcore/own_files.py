@@ -1,0 +1,67 @@
+"""Files and directories that this program makes under names of its own: never through a link that is there already.
+
+A link at such a name would have us empty, cut or overwrite what is somewhere else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from rlhf_mcore.config.errors import ConfigError
+
+
+def own_directory(path: Path) -> Path:
+    """Make a directory, unless it is there, and return it. The parent's names may be links, its own may not.
+
+    Raises:
+        ConfigError: the name is a link, or no directory.
+        OSError: it cannot be made.
+    """
+    parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path.name, dir_fd=parent)
+        os.close(os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            refuse_link(path)
+            raise ConfigError(f"{path} is no directory, and one is made here; move it away") from error
+        raise
+    finally:
+        os.close(parent)
+    return path
+
+
+def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
+    """``os.open`` of a file of ours, a regular one that is no link. Returns the file descriptor.
+
+    Raises:
+        ConfigError: the name is a link, or no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ConfigError(f"{path} is no regular file, and one is written here; move it away")
+    return file
+
+
+def refuse_link(path: Path) -> None:
+    """Raise if a name of ours is a link.
+
+    Raises:
+        ConfigError: naming the link and where it leads.
+    """
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a link to {path.readlink()}, and links are not followed here; remove it, or mount what it names"
+        )
