@@ -129,7 +129,7 @@ def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[s
         f"--local-addr={local}",
         f"--log-dir={logs}",
         "--redirects=3",
-        *(["--tee=0:3"] if args.node_rank == 0 else []),  # the first rank is also heard here
+        *(["--tee=0:1"] if args.node_rank == 0 else []),  # what the first rank prints is also heard here
     ]
 
 

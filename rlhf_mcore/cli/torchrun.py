@@ -29,6 +29,10 @@ HELD = (signal.SIGUSR1, signal.SIGUSR2)
 HANDED_ON = (*HELD, signal.SIGTERM)
 LINES, MAX_LINE = 20, 200  # of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
+INTERRUPTED_IN = {  # what Ctrl-C means that comes before a first step
+    "rlhf_mcore.cli.train": "ended before the first step, nothing was to be saved",
+    "rlhf_mcore.cli.evaluate": "what is scored is kept, the same command continues",
+}
 _STACKS_S = 2.0  # that ranks get to print their stacks
 
 
@@ -49,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv])
+    agent.module = args.training_script
     agent.log_dir = Path(args.log_dir) if args.log_dir else None
     agent.reports.follow(agent.stalled)
     try:
@@ -66,6 +71,7 @@ class Agent:
     def __init__(self, reports: RankReports) -> None:
         self.reports = reports
         self.log_dir: Path | None = None
+        self.module = ""  # what the ranks run
         self._interrupted = False
 
     def handle_signals(self) -> None:
@@ -144,7 +150,8 @@ class Agent:
             return
         end_all(children())
         again = "interrupted again: ended at once; what was saved before is whole\n"
-        os.write(2, (again if self._interrupted else "interrupted: ended before the first step, nothing was to be saved\n").encode())
+        first = f"interrupted: {INTERRUPTED_IN.get(self.module, 'ended')}\n"
+        os.write(2, (again if self._interrupted else first).encode())
         os._exit(INTERRUPTED)
 
 

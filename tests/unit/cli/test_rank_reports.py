@@ -54,7 +54,7 @@ def test_others_are_not_heard_and_nobody_is_told_without_a_listener() -> None:
     alone.done()
 
 
-def test_the_stopped_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
+def test_fault_14_the_stopped_rank_is_blamed_and_not_the_one_that_waits_for_it() -> None:
     reports, both = pair(0, 1)
     for reporter in both:
         reporter.watch(30)
@@ -77,7 +77,7 @@ def test_the_rank_that_is_behind_is_blamed_when_all_are_alive() -> None:
     assert (seconds(reports, 31, alive=(0, 1)) or ("", []))[1] == [0]
 
 
-def test_all_ranks_stopped_are_noticed_and_one_that_has_nothing_to_do_is_not() -> None:
+def test_fault_14_all_ranks_stopped_are_noticed_and_one_that_has_nothing_to_do_is_not() -> None:
     reports, both = pair(0, 1)
     for reporter in both:
         reporter.watch(30)
