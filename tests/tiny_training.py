@@ -30,6 +30,7 @@ SMALL = [
     "rollout.sampling.n=2",
     "rollout.sampling.max_new_tokens=12",
     "reward.function=reward.py:score",
+    "reward.timeout_s=300",
     "checkpoint.save_steps=1",
     "logging.console=plain",
     "logging.tensorboard=false",

@@ -21,7 +21,7 @@ CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 PROMPTS, SAMPLES = 12, 4
 SAMPLED = [f"evaluate.samples={SAMPLES}", "evaluate.temperature=1.0", "evaluate.prompts_per_batch=2"]
 # Every character counts, so that equal numbers mean equal responses. Each call is written down; where a file says so, the
-# process is killed in the middle of scoring.
+# rank is killed in the middle of scoring.
 REWARD = """
 import os, signal
 
@@ -29,7 +29,8 @@ def grade(data_source, solution_str, ground_truth, extra_info):
     with open("calls.log", "a") as log:
         log.write(f"{extra_info['index']}\\n")
     if os.path.exists("kill") and extra_info["index"] == int(open("kill").read()):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
     return sum((place + 1) * ord(letter) for place, letter in enumerate(solution_str)) / 1e4
 """
 
@@ -43,8 +44,8 @@ def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 
 def evaluate(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    reward = "reward.function=reward.py:grade"
-    return rlhf_mcore(directory, "-m", "rlhf_mcore.cli.main", "evaluate", CONFIG, reward, *SAMPLED, *overrides)
+    reward = ["reward.function=reward.py:grade", "reward.workers=1"]
+    return rlhf_mcore(directory, "-m", "rlhf_mcore.cli.main", "evaluate", CONFIG, *reward, *SAMPLED, *overrides)
 
 
 def results(directory: Path) -> dict[str, Any]:

@@ -269,7 +269,7 @@ def test_fault_26_out_of_memory_leaves_a_valid_state_and_a_port_in_use_is_left_a
         taken.listen()
         died = run(workspace, *arguments)
         flag.unlink()
-        assert died.returncode == 1 and "cannot allocate" in died.stderr
+        assert died.returncode == 2 and "ran out of memory" in died.stderr
         assert [c.step for c in scan(directory)] == [1, 2] and verify(scan(directory)[-1].path) == []
         done = run(workspace, *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -98,7 +98,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_function_ends_in_its_policy(reward: Callable[..., FunctionReward], name: str, capfd: Any) -> None:
+def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
+    reward: Callable[..., FunctionReward], name: str, capfd: Any
+) -> None:
     body, cause = BAD[name]
     guarded = "if solution_str == 'good': return 1\n    " + body
     texts = ["good", "bad", "good"]
@@ -123,7 +125,9 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_a_function_does_beside_its_score_does_no_harm(reward: Callable[..., FunctionReward], name: str) -> None:
+def test_fault_31_what_a_function_does_beside_its_score_does_no_harm(
+    reward: Callable[..., FunctionReward], name: str
+) -> None:
     here = os.getcwd()
     scores = reward(HARMLESS[name]).score([trajectory("hi", index) for index in range(5)])
     assert [score.value for score in scores] == [1.0] * 5
@@ -213,7 +217,7 @@ def test_failures_are_told_but_not_one_by_one(reward: Callable[..., FunctionRewa
     assert "on prompt 'train-0', sample 3, raised ValueError: 0" in record.getMessage()
 
 
-def test_children_end_with_their_worker(reward: Callable[..., FunctionReward]) -> None:
+def test_fault_24_children_end_with_their_worker(reward: Callable[..., FunctionReward]) -> None:
     word = f"sleep-{random.getrandbits(64)}"
     body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); return 1"
     failing = reward(body)
