@@ -159,7 +159,11 @@ def _build(
             dtype=dtype,
             max_model_len=cfg.rollout.max_model_len,
             seed=cfg.seed,
-            **({"hf_shapes": hf_shapes(built.actor.spec.geometry)} if cfg.rollout.engine == "vllm" else {}),
+            **(
+                {"hf_shapes": hf_shapes(built.actor.spec.geometry)}
+                if cfg.rollout.engine == "vllm"
+                else {"attention": cfg.model.attention}
+            ),
         )
     sampler = _sampler(cfg, data.train)
     counters = Counters()

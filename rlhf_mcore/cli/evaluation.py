@@ -355,7 +355,7 @@ class _Engines:
                 dtype=self.dtype,
                 max_model_len=cfg.rollout.max_model_len,
                 seed=cfg.seed,
-                **({"hf_shapes": shapes} if cfg.rollout.engine == "vllm" else {}),
+                **({"hf_shapes": shapes} if cfg.rollout.engine == "vllm" else {"attention": cfg.model.attention}),
             )
             self._built_for = wanted
         on_every_rank(lambda: self._load(cfg.model.path, reader))

@@ -295,6 +295,10 @@ def _unsupported_problems(cfg: Config) -> Iterator[str]:
         yield f"rollout.placement={cfg.rollout.placement!r} is not a choice; choose one of: colocated"
     if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
         yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
+    if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":
+        yield f"model.attention={cfg.model.attention} is of rollout.engine=hf, found {cfg.rollout.engine!r}; set it to auto"
+    if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
+        yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
     if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
         yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 

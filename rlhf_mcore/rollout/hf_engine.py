@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.rollout.environment import preserved_rng
@@ -37,9 +38,23 @@ class HFEngine(VersionedWeights):
     """
 
     def __init__(
-        self, cfg: RolloutConfig, *, model_dir: str, tokenizer_dir: str, dtype: str, max_model_len: int, seed: int
+        self,
+        cfg: RolloutConfig,
+        *,
+        model_dir: str,
+        tokenizer_dir: str,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        attention: str = "auto",
     ) -> None:
-        """Build the model without weights. Arguments as for ``VLLMEngine``; batches of ``cfg.max_num_seqs`` rows."""
+        """Build the model without weights. Arguments as for ``VLLMEngine``; batches of ``cfg.max_num_seqs`` rows.
+
+        ``attention``: the kernel, by transformers' name; "auto" leaves it to transformers.
+
+        Raises:
+            ConfigError: the kernel is not installed, or the model cannot use it.
+        """
         super().__init__()
         refuse_foreign_code(model_dir)
         self.is_lead = True
@@ -50,7 +65,7 @@ class HFEngine(VersionedWeights):
         self._device = current_platform().device()
         self._tokenizer = load_tokenizer(tokenizer_dir)
         self._stops = stop_token_ids(model_dir, self._tokenizer)
-        self._model = _build_model(model_dir, _DTYPES[dtype], seed).to(self._device)
+        self._model = _build_model(model_dir, _DTYPES[dtype], seed, attention).to(self._device)
         self._expected = ExpectedTensors.of_model(self._model)
 
     @torch.no_grad()
@@ -150,13 +165,22 @@ class HFEngine(VersionedWeights):
         del self._model
 
 
-def _build_model(model_dir: str, dtype: torch.dtype, seed: int) -> torch.nn.Module:
+def _build_model(model_dir: str, dtype: torch.dtype, seed: int, attention: str) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
     with preserved_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        kernel = {} if attention == "auto" else {"attn_implementation": attention}
+        try:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **kernel).eval()
+        except (ImportError, ValueError) as error:
+            if attention == "auto":
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"model.attention={attention} cannot be used here ({reason}); set model.attention=auto"
+            ) from error
 
 
 def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> tuple[Tensor, Tensor]:

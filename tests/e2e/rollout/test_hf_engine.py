@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
@@ -95,3 +96,14 @@ def test_a_torn_load_leaves_the_engine_unusable_until_a_whole_one(engine: Any, r
         engine.generate(PROMPTS, Sampling(), step=0)
     engine.load_weights(pairs, version=2)
     assert engine.generate(PROMPTS[:1], Sampling(max_new_tokens=1), step=0)[0].policy_version == 2
+
+
+def test_the_attention_kernel_is_chosen_by_name(model_dir: str, reference: Any, engine: Any) -> None:
+    options: Any = dict(model_dir=model_dir, tokenizer_dir=model_dir, dtype="fp32", max_model_len=48, seed=0)
+    cfg, greedy = RolloutConfig(engine="hf", max_num_seqs=4), Sampling(temperature=0.0, max_new_tokens=12)
+    eager = build_engine(cfg, **options, attention="eager")
+    assert eager.model.config._attn_implementation == "eager"
+    eager.load_weights(reference.named_parameters(), version=0)
+    assert ids(eager.generate(PROMPTS, greedy, step=0)) == ids(engine.generate(PROMPTS, greedy, step=0))
+    with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be used here .*attention=auto"):
+        build_engine(cfg, **options, attention="flash_attention_2")

@@ -38,7 +38,9 @@ def train(*overrides: str) -> int:
     return main_module.main(["train", "run.yaml", *overrides])
 
 
-def test_a_finished_run_says_so_and_nothing_is_started(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_says_so_and_nothing_is_started(
+    launched: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     make_checkpoint(100)
     assert train() == 0 and launched == []
     assert capsys.readouterr().out == (

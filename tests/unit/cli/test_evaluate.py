@@ -28,7 +28,13 @@ def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypa
 def test_under_torchrun_the_world_is_that_of_the_environment(
     workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "rollout.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 2

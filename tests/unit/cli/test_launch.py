@@ -258,7 +258,9 @@ time.sleep(60)
 
 
 def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    start = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {DIES_WITH_PARENT!r}]); time.sleep(60)"
+    start = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {DIES_WITH_PARENT!r}]); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
         (child,) = descendants(parent.pid)

@@ -40,7 +40,9 @@ def test_what_is_saved_loads_again_to_the_same_values(workspace: Any) -> None:
     assert load_config("printed.yaml").experiment == VALUE
 
 
-@pytest.mark.parametrize("override", ["logging.api_key=hunter2hunter2", "wandb.password=hunter2hunter2", "hf_token=hunter2hunter2"])
+@pytest.mark.parametrize(
+    "override", ["logging.api_key=hunter2hunter2", "wandb.password=hunter2hunter2", "hf_token=hunter2hunter2"]
+)
 def test_an_unknown_key_that_is_a_secret_is_named_without_its_value(workspace: Any, override: str) -> None:
     with pytest.raises(ConfigError, match="unknown key") as raised:
         load_config("run.yaml", [override])
@@ -51,7 +53,12 @@ def test_the_value_of_a_secret_variable_is_found_in_any_text(workspace: Any) -> 
     with pytest.raises(ConfigError) as raised:
         load_config("run.yaml", [f"trainer.nun_steps={VALUE}"])
     assert VALUE not in str(raised.value)
-    environment = {"HF_TOKEN": "abcdefgh", "MONKEY": "bananas", "TOKENIZERS_PARALLELISM": "false-and-long", "MY_KEY": "1234"}
+    environment = {
+        "HF_TOKEN": "abcdefgh",
+        "MONKEY": "bananas",
+        "TOKENIZERS_PARALLELISM": "false-and-long",
+        "MY_KEY": "1234",
+    }
     assert without_secrets("abcdefgh false-and-long 1234", environment) == "<redacted: HF_TOKEN> false-and-long 1234"
 
 

@@ -450,3 +450,20 @@ def test_bounds_of_rows_name_their_keys(workspace: Any) -> None:
 def test_chat_templates_of_texts(workspace: Any, value: str) -> None:
     assert check(f"data.apply_chat_template={value}") == []
     assert load_config("run.yaml", [f"data.apply_chat_template={value}"]).data.apply_chat_template == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["rollout.engine=hf", "model.attention=eager"], None),
+        (["model.attention=sdpa"], "model.attention=sdpa is of rollout.engine=hf, found 'vllm'"),
+        (["rollout.engine=hf", "model.attention=flash"], "model.attention='flash' is not a choice"),
+        (
+            ["rollout.engine=hf", "model.attention=flash_attention_2", "model.dtype=fp32"],
+            "model.attention=flash_attention_2 has no fp32",
+        ),
+    ],
+)
+def test_attention_of_the_plain_engine(workspace: Any, settings: list[str], problem: str | None) -> None:
+    found = check(*settings)
+    assert found == [] if problem is None else problem in only(found)
