@@ -24,11 +24,14 @@ FIXED = (
     "data.rejected_key",
     "data.max_prompt_tokens",
     "data.overlong_prompts",
+    "data.transform",
     "algorithm.kind",
     "algorithm.advantage",
     "algorithm.policy_loss",
     "algorithm.use_critic",
 )
+# What a release did that did not have the key yet, where that is not the key's default.
+_BEFORE_THE_KEY = {"data.apply_chat_template": "false", "algorithm.bootstrap_truncated": True, "algorithm.kl.clip": None}
 # How a run is saved, shown and resumed is nobody's business but the new run's.
 _FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
@@ -36,13 +39,13 @@ _FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """(what cannot be changed, what has changed otherwise) between two configurations in YAML, a line for each key.
 
-    A key that the release which wrote the saved one did not have counts as changed where it is not at its default now.
+    A key that the release which wrote the saved one did not have counts as changed where its value now is not what that release did.
     ``by_content``: keys that name files whose contents are compared; their paths may change.
 
     Raises:
         ConfigError: the saved one is no configuration.
     """
-    before, now = dict(_leaves(asdict(Config()))), dict(_leaves(_read(current)))
+    before, now = {**dict(_leaves(asdict(Config()))), **_BEFORE_THE_KEY}, dict(_leaves(_read(current)))
     before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
     free = _FREE if _has_critic(before) or _has_critic(now) else (*_FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]

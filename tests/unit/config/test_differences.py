@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rlhf_mcore.config.differences import FIXED, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.yaml_text import load_yaml
 
 
 def test_what_cannot_be_changed_is_told_from_what_can() -> None:
@@ -29,6 +32,34 @@ def test_what_follows_from_other_keys_for_a_critic_is_listed_only_where_there_is
     assert compare_configs(to_yaml(saved), to_yaml(current))[1] == ["trainer.num_steps was 100 and is 200"]
     saved.algorithm.advantage = current.algorithm.advantage = "gae"
     assert "critic.minibatch_size was None and is 16" in compare_configs(to_yaml(saved), to_yaml(current))[1]
+
+
+def test_a_key_that_an_earlier_release_did_not_have_stands_for_what_it_did() -> None:
+    """None of the keys that have come since is named but those by which the run is another one now."""
+    sample = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1" / "checkpoint-2" / "config.yaml"
+    saved = sample.read_text(encoding="utf-8")
+    now = load_yaml(to_yaml(Config()), "now")
+    for group, content in load_yaml(saved, "saved").items():
+        if isinstance(content, dict):
+            merge(now[group], content)
+        else:
+            now[group] = content
+    assert compare_configs(saved, yaml.safe_dump(now, sort_keys=False)) == (
+        [],
+        [
+            "algorithm.bootstrap_truncated was True and is False",
+            "algorithm.kl.clip was None and is 10.0",
+            "data.apply_chat_template was 'false' and is 'auto'",
+        ],
+    )
+
+
+def merge(tree: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict):
+            merge(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def test_keys_that_only_one_of_them_has_are_listed() -> None:
