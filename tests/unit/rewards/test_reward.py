@@ -9,6 +9,8 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
+from rlhf_mcore.config.validate import RULES, RULES_WITHOUT_ANSWER
+from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
 from rlhf_mcore.types import Prompt, Trajectory
 
@@ -40,6 +42,11 @@ def write(tmp_path: Path):
 
 def function_reward(spec: str) -> FunctionReward:
     return FunctionReward(RewardConfig(function=spec, workers=1))
+
+
+def test_the_configuration_knows_every_rule():
+    assert set(RULES) == set(GRADERS)
+    assert set(RULES_WITHOUT_ANSWER) == {"format"}
 
 
 def test_rules_are_a_weighted_sum_with_unweighted_parts():
