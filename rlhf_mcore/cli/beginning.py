@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import rlhf_mcore
+from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.config.checkpoint_rules import NEVER
 from rlhf_mcore.config.differences import compare_configs, refuse
@@ -41,9 +42,12 @@ def is_finished(cfg: Config) -> bool:
     try:
         saved = read_text(newest.path / "config.yaml", limit=SMALL.num_bytes, remedy="choose another checkpoint")
         fixed, _ = compare_configs(saved, to_yaml(cfg), by_content=["data.train"])
+        damaged = any(problem.is_damage for problem in verify_chain(newest.path, hashes=False))
     except ConfigError:  # the ranks find out what is wrong with it, and whether another one will do
         return False
     refuse(newest.path, fixed)
+    if damaged:
+        return False
     if newest.step < cfg.trainer.num_steps:
         print(
             f"{os.path.relpath(newest.path)} is there: the run continues after step {newest.step} of {cfg.trainer.num_steps}",

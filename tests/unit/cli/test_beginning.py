@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
@@ -23,6 +24,7 @@ def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of logs of the launches, none of which is made."""
     calls: list[Path] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
+    monkeypatch.setattr("rlhf_mcore.cli.beginning.verify_chain", lambda path, hashes: [])
     return calls
 
 
@@ -49,6 +51,15 @@ def test_a_finished_run_says_so_and_nothing_is_started(
         "raise trainer.num_steps to train on, or choose another experiment\n"
     )
     assert not (RUN / "logs").exists()
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(100)
+    monkeypatch.setattr("rlhf_mcore.cli.beginning.verify_chain", verify_chain)
+    assert train() == 0 and len(launched) == 1  # the ranks fall back to the one before it, or refuse
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_continues_says_from_where(launched: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
