@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -86,10 +87,10 @@ def _settings(name: str, changes: Sequence[str]) -> tuple[Gpu, Assumptions]:
         key, _, text = change.partition("=")
         try:
             number = float(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9"
-            ) from error
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9")
         if key in _RATES:
             gpu = replace(gpu, **{key: type(getattr(gpu, key))(number)})
         elif key in _ASSUMED:

@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from rlhf_mcore.config.derive import RoleLayout, balanced_stages
 from rlhf_mcore.config.model_files import ModelShape
 from rlhf_mcore.config.schema import LayoutConfig
+from rlhf_mcore.foreign import shorten
+
+MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
     """A role's layout and ranks in a world of ``world`` processes; ``source`` says where that number is from."""
     name, layout = role.name, role.layout
+    if world > MAX_WORLD:
+        yield f"{source} is more than the {MAX_WORLD} that a run may have; lower it, or what it follows from ({name}.layout, ranks)"
+        return
     if layout.vpp is not None and layout.pp == 1:
         yield f"{name}.layout.vpp={layout.vpp} needs {name}.layout.pp of at least 2, found 1; set {name}.layout.vpp=null"
     if layout.sequence_parallel and layout.tp == 1:
@@ -19,7 +25,7 @@ def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
     if role.ranks is not None:
         ordered = len(role.ranks) == 2 and 0 <= role.ranks[0] < role.ranks[1]
         if not ordered or role.ranks[1] > world:
-            yield f"{name}.ranks={role.ranks} is not [first, end) within {source}; name ranks that the run has"
+            yield f"{name}.ranks={shorten(role.ranks)} is not [first, end) within {source}; name ranks that the run has"
             return
         world = role.ranks[1] - role.ranks[0]
         source = f"the number of ranks in {name}.ranks={role.ranks}"
@@ -62,22 +68,23 @@ def balance_problems(role: str, coef: float, shape: ModelShape, model: str) -> I
 def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:
     stages, sizes = layout.pp * (layout.vpp or 1), layout.layers_per_stage
     name = f"{role}.layout.pp" if layout.vpp is None else f"{role}.layout.pp*vpp"
-    example = f"{role}.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
     if stages > num_layers:
         yield f"{name}={stages} is more than num_hidden_layers={num_layers} of {model}; lower it"
-    elif sizes is None and num_layers % stages:
+        return
+    example = f"{role}.layout.layers_per_stage={balanced_stages(num_layers, stages)}"
+    if sizes is None and num_layers % stages:
         yield (
             f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
             f"or say how many layers each stage has: {example}"
         )
     elif sizes is not None and len(sizes) != stages:
         yield (
-            f"{role}.layout.layers_per_stage={sizes} has {len(sizes)} numbers for {name}={stages} stages; "
+            f"{role}.layout.layers_per_stage={shorten(sizes)} has {len(sizes)} numbers for {name}={stages} stages; "
             f"give one for each, for example {example}"
         )
     elif sizes is not None and (min(sizes) < 1 or sum(sizes) != num_layers):
         yield (
-            f"{role}.layout.layers_per_stage={sizes} does not share out num_hidden_layers={num_layers} of {model}; "
+            f"{role}.layout.layers_per_stage={shorten(sizes)} does not share out num_hidden_layers={num_layers} of {model}; "
             f"give positive numbers with this sum, for example {example}"
         )
 

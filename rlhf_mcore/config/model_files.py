@@ -64,7 +64,7 @@ MAX_SIZES = {
     "vocab_size": 2**20,
     "max_position_embeddings": 2**31,
 }
-MAX_EXPERTS = 2**16  # of all layers together
+MAX_EXPERTS = 2**15  # of all layers together; also the heads of keys and values of all layers
 _EXPORT = "export the model again"
 
 
@@ -339,6 +339,11 @@ def num_kv_heads(hf_config: Fields) -> int:
     found = size(hf_config, "num_key_value_heads", num_heads)
     if num_heads % found:
         raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    num_layers = size(hf_config, "num_hidden_layers")
+    if found * num_layers > MAX_EXPERTS:
+        raise hf_config.wrong(
+            "num_key_value_heads", f"at most {MAX_EXPERTS // num_layers} in each of {num_layers} layers"
+        )
     return found
 
 

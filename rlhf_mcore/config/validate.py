@@ -26,7 +26,7 @@ from rlhf_mcore.config.derive import (
     role_layouts,
 )
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.layouts import balance_problems, cut_problems, layout_problems, tensor_cut_problems
+from rlhf_mcore.config.layouts import MAX_WORLD, balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model
 from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
 from rlhf_mcore.config.supervised import RL_GROUPS, STARTING_HEADS, example_problems, length_problems, step_problems
@@ -104,6 +104,7 @@ AT_LEAST_1 = Range(1)
 ABOVE_0 = Range(0, open_low=True)
 BETA = Range(0, 1, open_high=True)
 SHARE = Range(0, 1, open_low=True)
+PARTS = Range(1, 4096)  # of a model: layers, heads and experts are fewer
 
 RANGES: dict[str, Range] = {
     "seed": AT_LEAST_0,
@@ -111,11 +112,11 @@ RANGES: dict[str, Range] = {
         f"{role}.layout.{key}": allowed
         for role in WITH_LAYOUT
         for key, allowed in {
-            "tp": AT_LEAST_1,
-            "pp": AT_LEAST_1,
-            "vpp": Range(2),
-            "ep": AT_LEAST_1,
-            "etp": AT_LEAST_1,
+            "tp": PARTS,
+            "pp": PARTS,
+            "vpp": Range(2, 1024),
+            "ep": PARTS,
+            "etp": PARTS,
         }.items()
     },
     **{
@@ -145,7 +146,7 @@ RANGES: dict[str, Range] = {
     "critic.minibatch_size": AT_LEAST_1,
     "critic.ppo_epochs": AT_LEAST_1,
     "reference.refresh_steps": AT_LEAST_0,
-    "rollout.layout.tp": AT_LEAST_1,
+    "rollout.layout.tp": PARTS,
     "rollout.sampling.n": AT_LEAST_1,
     "rollout.sampling.temperature": ABOVE_0,  # a greedy rollout has nothing to learn from
     "rollout.sampling.top_p": SHARE,
@@ -190,7 +191,7 @@ RANGES: dict[str, Range] = {
     "trainer.minibatch_size": AT_LEAST_1,
     "trainer.ppo_epochs": AT_LEAST_1,
     "trainer.max_tokens_per_microbatch": AT_LEAST_1,
-    "trainer.world_size": AT_LEAST_1,
+    "trainer.world_size": Range(1, MAX_WORLD),
     "trainer.threads_per_rank": AT_LEAST_1,
     "trainer.max_restarts": AT_LEAST_0,
     "trainer.max_bad_updates": AT_LEAST_1,

@@ -73,9 +73,13 @@ def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 1024, "num_experts": 1024}, "at most 64: 1024 layers have up to 65536 experts"),
-        ({"num_hidden_layers": 17, "num_experts": 4096}, "at most 3855: 17 layers"),
+        ({"num_hidden_layers": 1024, "num_experts": 1024}, "at most 32: 1024 layers have up to 32768 experts"),
+        ({"num_hidden_layers": 17, "num_experts": 4096}, "at most 1927: 17 layers"),
         ({"num_attention_heads": 6}, "num_key_value_heads=4, not a divisor of num_attention_heads=6"),
+        (
+            {"num_hidden_layers": 1024, "num_experts": 8, "num_attention_heads": 64, "num_key_value_heads": 64},
+            "num_key_value_heads=64, not at most 32 in each of 1024 layers",
+        ),
         ({"head_dim": 7}, "head_dim=7, not an even number"),
         ({"num_attention_heads": 1024, "head_dim": None}, "hidden_size=64, not at least num_attention_heads=1024"),
         ({"mlp_only_layers": [10**9]}, None),
