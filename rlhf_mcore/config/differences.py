@@ -24,7 +24,6 @@ FIXED = (
     "data.rejected_key",
     "data.max_prompt_tokens",
     "data.overlong_prompts",
-    "data.apply_chat_template",
     "data.transform",
     "algorithm.kind",
     "algorithm.advantage",
