@@ -55,7 +55,7 @@ def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) ->
         ("dataloader.json", '"step": 2', '"step": 1', r"dataloader.json \(step\) tells of step 1"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 7', "has drawn 7 prompts, but trainer_state.json counts 8"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 800000000', "has drawn 800000000 prompts, but"),
-        ("dataloader.json", '"num_drawn": 8', f'"num_drawn": {10**30}', "num_drawn is an integer of 100 bits"),
+        ("dataloader.json", '"num_drawn": 8', f'"num_drawn": {10**30}', "num_drawn.*integer"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": -8', "num_drawn=-8, not "),
     ],
 )
