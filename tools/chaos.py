@@ -49,13 +49,20 @@ class Run:
         subprocess.run(self.command, check=True)
         return time.monotonic() - started
 
-    def is_killed_after(self, seconds: float) -> bool:
+    def is_killed_after(self, seconds: float, after_save: bool = False) -> bool:
         """Start, and kill every process of it after a time. Returns False if it came to its end before.
+
+        Args:
+            seconds: the time.
+            after_save: it is counted from the first checkpoint that this start saves, instead of from the start.
 
         Raises:
             subprocess.CalledProcessError: it failed before it was killed.
         """
+        found = self.last_step()
         process = subprocess.Popen(self.command, start_new_session=True)
+        while after_save and process.poll() is None and self.last_step() == found:
+            time.sleep(0.02)
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -65,6 +72,10 @@ class Run:
         if code != 0:
             raise subprocess.CalledProcessError(code, self.command)
         return False
+
+    def last_step(self) -> int:
+        """The step of the newest checkpoint, -1: there is none."""
+        return max((checkpoint.step for checkpoint in scan(self.directory)), default=-1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,12 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--latest", type=float, help="seconds after a start until which it is killed; as long as the calm run took"
     )
+    parser.add_argument(
+        "--after-save", action="store_true", help="count these seconds from the first checkpoint that a start saves"
+    )
     args = parser.parse_intermixed_args(argv)
     calm, chaos = (make_run(args.config, args.overrides, kind) for kind in ("calm", "chaos"))
     seconds = calm.finish()
     print(f"chaos: left alone, the run took {seconds:.1f} s", flush=True)
     latest = seconds if args.latest is None else args.latest
-    kills = torment(chaos, args.kills, latest, random.Random(args.seed), args.earliest)
+    instants = random.Random(args.seed)
+    seconds_of_kills = [instants.uniform(args.earliest, max(latest, args.earliest)) for _ in range(args.kills)]
+    kills = torment(chaos, seconds_of_kills, args.after_save)
     found = differences(calm.directory, chaos.directory)
     for line in found[:50]:
         print(f"chaos: {line}")
@@ -104,16 +120,14 @@ def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
     return Run(command, directory)
 
 
-def torment(run: Run, kills: int, latest: float, rng: random.Random, earliest: float) -> int:
-    """Kill a run up to ``kills`` times, each between so many seconds after a start, then let it end. Returns how often it was."""
-    for number in range(kills):
-        after = rng.uniform(earliest, max(latest, earliest))
-        if not run.is_killed_after(after):
+def torment(run: Run, instants: Sequence[float], after_save: bool = False) -> int:
+    """Kill a run once per instant, in seconds after a start (or a save), then let it end. Returns how often it was."""
+    for number, after in enumerate(instants):
+        if not run.is_killed_after(after, after_save):
             return number
-        steps = [checkpoint.step for checkpoint in scan(run.directory)]
-        print(f"chaos: kill {number + 1} after {after:.2f} s; checkpoints: {steps[-3:]}", flush=True)
+        print(f"chaos: kill {number + 1} after {after:.2f} s; newest checkpoint: {run.last_step()}", flush=True)
     run.finish()
-    return kills
+    return len(instants)
 
 
 def kill_tree(root: int) -> None:

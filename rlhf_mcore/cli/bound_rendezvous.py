@@ -23,11 +23,14 @@ TIMEOUT_S = 300  # for all nodes to arrive
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """Torch's static rendezvous over a store that we have opened."""
+    """Torch's static rendezvous over a store that we have opened. Port 0 of the first node is one that is free."""
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str) -> None:
+        made = listener(address, port) if rank == 0 else None
+        if made is not None:
+            port = made.getsockname()[1]
         super().__init__(address, port, rank, num_nodes, run_id, TIMEOUT_S)
-        listening = listener(address, port).detach() if rank == 0 else None  # the store closes it
+        listening = None if made is None else made.detach()  # the store closes it
         self._store = TCPStore(
             address,
             port,
@@ -50,5 +53,5 @@ def register() -> None:
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     rank = parameters.get_as_int("rank")
-    assert rank is not None and port > 0, "the agent has said both"
+    assert rank is not None and (port > 0 or parameters.max_nodes == 1), "the agent has said both"
     return BoundRendezvous(address, port, rank, parameters.max_nodes, parameters.run_id)

@@ -1,13 +1,14 @@
 """Start torchrun on this machine as a child, without torch in this process: signals go in, the exit code comes out.
 
 A run on one machine listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous
-unpickles what it finds there; so the rendezvous is a file in a private directory, and ``rendezvous.connect`` makes the
-store of the workers. For several machines see ``agent``.
+unpickles what it finds there; so the store is ours (``bound_rendezvous``), at a port that is picked when it is opened. Nothing of it
+is a file, so a kill leaves none behind. For several machines see ``agent``.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -15,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
@@ -24,7 +24,6 @@ from rlhf_mcore.cli.rendezvous import LOOPBACK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
-SHARE_NO_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun's own name for it
 SHOW_CURSOR = b"\x1b[?25h"
 # Exit codes after which nothing is started again: the run has said so itself, or somebody has ended it.
 FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
@@ -44,10 +43,9 @@ def launch(
     """
 
     def attempt(_number: int) -> int:
-        with TemporaryDirectory(prefix="rlhf_mcore-") as folder:  # readable by this user only
-            options = [*local_rendezvous(Path(folder) / "rendezvous"), *local_logs(logs, world_size)]
-            command = torchrun_command(options, world_size, arguments, module)
-            return run_child(command, child_environment(os.environ, threads_per_rank) | {SHARE_NO_STORE: "1"})
+        options = [*local_rendezvous(), *local_logs(logs, world_size)]
+        command = torchrun_command(options, world_size, arguments, module)
+        return run_child(command, child_environment(os.environ, threads_per_rank))
 
     code = with_restarts(attempt, max_restarts)
     if code == REQUEUE:
@@ -58,7 +56,7 @@ def launch(
 def local_logs(logs: Path | None, world_size: int) -> list[str]:
     """Options of torchrun for a run whose first rank's stdout is the terminal."""
     if logs is None:
-        return []
+        return [f"--log-dir={os.devnull}"]  # without it torchrun makes a directory in the temporary folder, and leaves it
     return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
 
 
@@ -86,14 +84,14 @@ def torchrun_command(
     return [*torchrun, *options, "-m", module, *arguments]
 
 
-def local_rendezvous(path: Path) -> list[str]:
-    """Options of torchrun for a run on this machine alone that meets in a file."""
+def local_rendezvous() -> list[str]:
+    """Options of torchrun for a run on this machine alone."""
     return [
-        "--nnodes=1:1",
-        "--rdzv-backend=c10d",
-        "--rdzv-conf=store_type=file",
-        f"--rdzv-endpoint={path}",
-        f"--rdzv-id={path.parent.name}",
+        "--nnodes=1",
+        "--rdzv-backend=bound",
+        "--rdzv-conf=rank=0",
+        f"--rdzv-endpoint={LOOPBACK}:0",
+        f"--rdzv-id=rlhf_mcore-{secrets.token_hex(4)}",
         f"--local-addr={LOOPBACK}",
     ]
 

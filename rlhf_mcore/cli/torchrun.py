@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -60,9 +59,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(args)
     except SignalException as ended:  # the workers have been ended with the same signal
-        rendezvous = Path(args.rdzv_endpoint)
-        if ended.sigval == signal.SIGHUP and rendezvous.is_file():  # the launcher, whose folder it is in, was killed
-            shutil.rmtree(rendezvous.parent, ignore_errors=True)
         return of_process(-ended.sigval)
     except ChildFailedError as error:
         return agent.report(error.failures)

@@ -23,7 +23,7 @@ from rlhf_mcore.checkpoint.manifest import verify
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 5
+STEPS = 8
 REWARD = """
 from pathlib import Path
 
@@ -51,6 +51,9 @@ SMALL = [
 ]
 
 
+VLLM = ["rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
+
+
 def command(*arguments: str, module: str = "rlhf_mcore.cli.main") -> list[str]:
     config = str(ROOT / "configs" / "quickstart" / "ppo.yaml")
     start = (
@@ -61,18 +64,22 @@ def command(*arguments: str, module: str = "rlhf_mcore.cli.main") -> list[str]:
     return [*start, config, *SMALL, *arguments]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment(directory: Path) -> dict[str, str]:
+    """With a temporary folder of its own, so that what a kill leaves there is seen."""
+    (directory / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
 
 
-def run(directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main") -> subprocess.CompletedProcess[str]:
+def run(
+    directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main", seconds: float = 400
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments, module=module),
         cwd=directory,
-        env=environment(),
+        env=environment(directory),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=seconds,
         check=False,
     )
 
@@ -82,7 +89,7 @@ def running(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
     process = subprocess.Popen(
         command(*arguments),
         cwd=directory,
-        env=environment(),
+        env=environment(directory),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -121,31 +128,54 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("resume")
     tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
     options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
-    subprocess.run([*tool, *options], cwd=directory, env=environment(), check=True, capture_output=True)
+    subprocess.run([*tool, *options], cwd=directory, env=environment(directory), check=True, capture_output=True)
     (directory / "reward.py").write_text(REWARD)
     return directory
 
 
 @pytest.fixture(scope="module")
 def tormented(workspace: Path) -> Path:
-    """A calm run, and one that was killed twice while it was training; saving in the background."""
-    arguments = [f"trainer.num_steps={STEPS}", "experiment=x", "checkpoint.async_save=true", "evaluate.every=2"]
-    done = run(workspace, *arguments, "--kills", "2", "--seed", "1", "--earliest", "10", module="chaos")
+    """A calm run, and one that was killed three times; with vLLM, saving in the background."""
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=x", "checkpoint.async_save=true", "evaluate.every=2", *VLLM]
+    done = run(workspace, *arguments, "--kills", "3", "--after-save", "--latest", "0.2", module="chaos", seconds=580)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "3 kills, 0 differences" in done.stdout
     return workspace / "outputs" / "quickstart"
 
 
-def test_fault_27_a_killed_run_ends_as_one_that_was_left_alone(tormented: Path) -> None:
-    calm, chaos = tormented / "x-calm", tormented / "x-chaos"
-    assert [record["step"] for record in metrics(chaos)] == list(range(STEPS + 1))
-    assert [c.step for c in scan(chaos)][-1] == STEPS and verify(chaos / f"checkpoint-{STEPS}") == []
+def test_fault_27_a_killed_run_ends_as_one_that_was_left_alone(workspace: Path, tormented: Path) -> None:
+    assert_as_left_alone(tormented / "x-calm", tormented / "x-chaos", STEPS)
+    assert left_behind(workspace) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_fault_27_twenty_kills(tmp_path: Path, workspace: Path) -> None:
+    """In every phase: start-up, generation, updates, saves, pruning."""
+    shutil.copytree(workspace, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("outputs", "tmp"))
+    arguments = ["trainer.num_steps=300", "experiment=x", "checkpoint.async_save=true", "checkpoint.save_total_limit=2"]
+    arguments += VLLM
+    done = run(tmp_path, *arguments, "--kills", "20", "--latest", "30", module="chaos", seconds=3500)
+    assert done.returncode == 0 and "20 kills, 0 differences" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert_as_left_alone(*(tmp_path / "outputs" / "quickstart" / f"x-{kind}" for kind in ("calm", "chaos")), 300)
+    assert left_behind(tmp_path) == []
+
+
+def left_behind(directory: Path) -> list[str]:
+    """What kills have left in the temporary folder, but for torch's cache of compiled code, which the next run uses."""
+    return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def assert_as_left_alone(calm: Path, chaos: Path, steps: int) -> None:
+    assert [record["step"] for record in metrics(chaos)] == list(range(steps + 1))
+    assert [c.step for c in scan(chaos)][-1] == steps and verify(chaos / f"checkpoint-{steps}") == []
     for name in ("actor", "critic"):
-        folder = Path(f"checkpoint-{STEPS}") / name
+        folder = Path(f"checkpoint-{steps}") / name
         for path in sorted((calm / folder).rglob("*.safetensors")):
             assert path.read_bytes() == (chaos / path.relative_to(calm)).read_bytes(), path
     first, last = (metrics(calm)[k] for k in (1, -1))
     assert last["actor/grad_norm"] > 0 and first["critic/grad_norm"] > 0
-    assert last["progress/samples"] == STEPS * 8
+    assert last["progress/samples"] == steps * 8
 
 
 def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, tormented: Path) -> None:
@@ -154,12 +184,12 @@ def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, tormen
     shutil.copytree(tormented / "x-calm", directory, symlinks=True)
     shutil.rmtree(directory / f"checkpoint-{STEPS}")
     value = {row["step"]: row["evaluate/reward"] for row in metrics(directory) if "evaluate/reward" in row}
-    saved = {step: value[step] for step in (2, 4, STEPS)}
+    saved = {step: value[step] for step in (2, 4, 6, STEPS)}
     greater = max(saved.values()) > saved[STEPS]
     best = (max if greater else min)(saved, key=lambda step: saved[step])
     assert best != STEPS, saved
     rule = ["checkpoint.metric_for_best_model=evaluate/reward", f"checkpoint.greater_is_better={greater}"]
-    arguments = [f"trainer.num_steps={STEPS}", "experiment=best", "evaluate.every=2"]
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=best", "evaluate.every=2", *VLLM]
     done = run(workspace, *arguments, *rule, "checkpoint.load_best_model_at_end=true")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     *_, last, final = metrics(directory)
@@ -183,12 +213,12 @@ def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
     ]  # 4 prompts a step
     private = ["checkpoint.mode=private"]
     arguments = [f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}"]
-    done = run(workspace, *arguments, *layout, *due, *private)
+    done = run(workspace, *arguments, *layout, *due, *private, *VLLM)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "changed since: actor.layout.pp was" in done.stdout and "going on after step 2" in done.stdout
     expected = {record["step"]: record for record in metrics(tormented / "x-calm")}
     found = metrics(tormented / "moved")
-    assert [record["step"] for record in found] == [3, 4, 5]
+    assert [record["step"] for record in found] == list(range(3, STEPS + 1))
     for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
         assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-6), name
     saved = scan(tormented / "moved")
@@ -263,7 +293,7 @@ def test_fault_26_out_of_memory_leaves_a_valid_state_and_a_port_in_use_is_left_a
     workspace: Path, tormented: Path
 ) -> None:
     directory, flag = workspace / "outputs" / "quickstart" / "memory", workspace / "short_of_memory"
-    arguments = [f"trainer.num_steps={STEPS}", "experiment=memory", "evaluate.every=2"]
+    arguments = [f"trainer.num_steps={STEPS}", "experiment=memory", "evaluate.every=2", *VLLM]
     flag.touch()
     with socket.socket() as taken:  # torch's default
         taken.bind(("127.0.0.1", 29500))
@@ -318,7 +348,11 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_restart_finds_the_director
     arguments = ["trainer.num_steps=4", "experiment=agentless", "trainer.max_restarts=1"]
     with running(workspace, *arguments) as process:
         wait_for(lambda: scan(directory))
-        (agent,) = [int(pid) for path in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in path.read_text().split()]
+        (agent,) = [
+            int(pid)
+            for path in Path(f"/proc/{process.pid}/task").glob("*/children")
+            for pid in path.read_text().split()
+        ]
         os.kill(agent, signal.SIGKILL)
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-3000:]

@@ -11,11 +11,21 @@ from rlhf_mcore.cli import bound_rendezvous
 from rlhf_mcore.cli.rendezvous import free_port
 
 
-def arrive(port: int, rank: int) -> RendezvousInfo:
+def arrive(port: int, rank: int, nodes: int = 2) -> RendezvousInfo:
     parameters = RendezvousParameters(
-        backend="bound", endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=2, max_nodes=2, rank=str(rank)
+        backend="bound", endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=nodes, max_nodes=nodes, rank=str(rank)
     )
     return rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
+
+
+def test_one_node_opens_its_store_at_a_free_port_and_tells_which() -> None:
+    bound_rendezvous.register()
+    first, second = arrive(0, 0, nodes=1), arrive(0, 0, nodes=1)
+    ports = [info.bootstrap_store_info.master_port for info in (first, second)]
+    assert all(ports) and ports[0] != ports[1]
+    for info in (first, second):
+        info.store.set("key", "value")
+        assert info.store.get("key") == b"value"
 
 
 def test_two_nodes_meet_in_a_store_on_one_address() -> None:

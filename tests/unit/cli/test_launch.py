@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_command_hands_the_arguments_on() -> None:
-    command = torchrun_command(local_rendezvous(Path("/private/rendezvous")), 4, ["a b.yaml", "x=${seed}"])
+    command = torchrun_command(local_rendezvous(), 4, ["a b.yaml", "x=${seed}"])
     assert command[:3] == [sys.executable, "-m", "rlhf_mcore.cli.torchrun"]
     assert command[-4:] == ["-m", "rlhf_mcore.cli.train", "a b.yaml", "x=${seed}"]
     assert "--nproc-per-node=4" in command
     assert "--local-addr=127.0.0.1" in command
-    assert {"--rdzv-conf=store_type=file", "--rdzv-endpoint=/private/rendezvous"} <= set(command)
+    assert {"--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"} <= set(command)
 
 
 def test_the_environment_binds_to_the_loopback_unless_the_user_says_otherwise() -> None:

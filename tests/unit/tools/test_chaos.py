@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_mcore.checkpoint.layout import MANIFEST
 from tests.unit.checkpoint.saving import save
 from tools.chaos import Run, differences, make_run, torment
 
@@ -59,16 +60,29 @@ def test_both_runs_begin_in_directories_of_their_own(workspace: Any) -> None:
         make_run("run.yaml", ["experiment=x"], "chaos")
 
 
-def test_instants_are_those_of_the_seed_and_a_run_that_ends_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_killed_at_every_instant_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 
-    def killed(run: Run, seconds: float) -> bool:
+    def killed(run: Run, seconds: float, after_save: bool) -> bool:
         waited.append(seconds)
         return len(waited) < 3
 
     monkeypatch.setattr(Run, "is_killed_after", killed)
-    assert torment(Run([], tmp_path), 5, 10.0, random.Random(4), earliest=2.0) == 2
-    generator = random.Random(4)
-    assert waited == [generator.uniform(2.0, 10.0) for _ in range(3)]
+    assert torment(Run([], tmp_path), [5.0, 1.0, 2.0, 3.0]) == 2
+    assert waited == [5.0, 1.0, 2.0]
+
+
+def test_a_kill_after_a_save_waits_for_one(tmp_path: Path) -> None:
+    """A stand-in that saves a checkpoint after every fifth of a second."""
+    save = (
+        "import pathlib, sys, time\n"
+        "for n in range(500):\n"
+        "    time.sleep(0.2)\n"
+        "    folder = pathlib.Path(sys.argv[1], f'checkpoint-{n}')\n"
+        "    folder.mkdir(exist_ok=True)\n"
+        "    (folder / sys.argv[2]).touch()\n"
+    )
+    run = Run([sys.executable, "-c", save, str(tmp_path), MANIFEST], tmp_path)
+    assert run.last_step() == -1
+    assert run.is_killed_after(0.0, after_save=True)
+    assert run.last_step() >= 0
