@@ -25,11 +25,14 @@ from tests.small_disk import small_disk
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 REWARD = """
+import os
 from pathlib import Path
 
 def score(data_source, solution_str, ground_truth, extra_info):
     if Path("short_of_memory").exists() and list(Path("outputs/quickstart/memory").glob("checkpoint-2")):
         raise MemoryError("cannot allocate")
+    if list(Path("outputs/quickstart/exits").glob("checkpoint-2")):
+        os._exit(0)
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
 """
 SMALL = [
@@ -306,6 +309,15 @@ def test_fault_26_out_of_memory_leaves_a_valid_state_and_a_port_in_use_is_left_a
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     weights = Path(f"checkpoint-{STEPS}") / "actor" / "model.safetensors"
     assert (directory / weights).read_bytes() == (tormented / "x-calm" / weights).read_bytes()
+
+
+def test_fault_31_a_reward_function_that_exits_with_0_ends_the_run_with_2_and_one_message(workspace: Path) -> None:
+    died = run(workspace, f"trainer.num_steps={STEPS}", "experiment=exits")
+    directory = workspace / "outputs" / "quickstart" / "exits"
+    assert died.returncode == 2, died.stdout[-3000:] + died.stderr[-3000:]
+    assert died.stderr.count("ended its process with exit code 0") == 1 and "Traceback" not in died.stderr
+    assert [c.step for c in scan(directory)] == [1, 2] and verify(scan(directory)[-1].path) == []
+    shutil.rmtree(directory)
 
 
 def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(workspace: Path) -> None:
