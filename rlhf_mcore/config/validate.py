@@ -28,7 +28,8 @@ from rlhf_mcore.config.derive import (
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import MAX_WORLD, balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model
-from rlhf_mcore.config.schema import PRESETS, Config, LayoutConfig
+from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.schema import Config, LayoutConfig
 from rlhf_mcore.config.supervised import RL_GROUPS, STARTING_HEADS, example_problems, length_problems, step_problems
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
 from rlhf_mcore.config.user_functions import function_problems

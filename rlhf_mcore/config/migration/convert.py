@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, openrlhf_supervised, verl, verl_source
+from rlhf_mcore.config.migration import openrlhf, openrlhf_flags, openrlhf_supervised, verl, verl_source
 from rlhf_mcore.config.migration.shell import read_script
 from rlhf_mcore.config.migration.table import Migration, Table, apply
 from rlhf_mcore.config.show import redact
@@ -71,9 +71,9 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
 
 def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[str, Any]] | None:
     """How a command of a script is carried over, and what it sets; None where it starts no training."""
-    program = openrlhf.command_of(command)
+    program = openrlhf_flags.command_of(command)
     if program is not None and source in ("auto", "openrlhf"):
-        flags = openrlhf.read_flags(command)
+        flags = openrlhf_flags.read_flags(command)
         if program.startswith("train_ppo"):
             return openrlhf.TABLE, flags
         if program in openrlhf_supervised.TABLES:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -20,123 +18,7 @@ from rlhf_mcore.config.migration.table import (
     path,
     positive,
 )
-from rlhf_mcore.config.migration.verl_source import named
 
-# Plain flags (until 0.9) -> today's.
-OLD_NAMES = {
-    "pretrain": "actor.model_name_or_path",
-    "reward_pretrain": "reward.model_name_or_path",
-    "critic_pretrain": "critic.model_name_or_path",
-    "remote_rm_url": "reward.remote_url",
-    "agent_func_path": "train.agent_func_path",
-    "save_path": "ckpt.output_dir",
-    "ckpt_path": "ckpt.path",
-    "save_steps": "ckpt.save_steps",
-    "max_ckpt_num": "ckpt.max_num",
-    "max_ckpt_mem": "ckpt.max_mem",
-    "load_checkpoint": "ckpt.load_enable",
-    "save_hf_ckpt": "ckpt.save_hf",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "eval_steps": "eval.steps",
-    "eval_dataset": "eval.dataset",
-    "eval_split": "eval.split",
-    "eval_temperature": "eval.temperature",
-    "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
-    "logging_steps": "logger.logging_steps",
-    "use_tensorboard": "logger.tensorboard_dir",
-    "use_wandb": "logger.wandb.key",
-    "wandb_project": "logger.wandb.project",
-    "wandb_run_name": "logger.wandb.run_name",
-    **{
-        f"{role}_num_{unit}": f"{role}.num_{unit}"
-        for role in ("actor", "critic", "ref", "reward")
-        for unit in ("nodes", "gpus_per_node")
-    },
-    "vllm_num_engines": "vllm.num_engines",
-    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
-    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
-    "vllm_sync_backend": "vllm.sync_backend",
-    "vllm_enable_sleep": "vllm.enable_sleep",
-    "enable_prefix_caching": "vllm.enable_prefix_caching",
-    "enforce_eager": "vllm.enforce_eager",
-    "deepspeed_enable_sleep": "ds.enable_sleep",
-    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
-    "zero_stage": "ds.zero_stage",
-    "adam_offload": "ds.adam_offload",
-    "flash_attn": "ds.attn_implementation",
-    "packing_samples": "ds.packing_samples",
-    "ring_attn_size": "ds.ring_attn_size",
-    "ring_head_stride": "ds.ring_attn_head_stride",
-    "lora_rank": "ds.lora.rank",
-    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
-    "colocate_all_models": "train.colocate_all",
-    "colocate_actor_ref": "train.colocate_actor_ref",
-    "colocate_critic_reward": "train.colocate_critic_reward",
-    "async_train": "train.async_enable",
-    "use_dynamic_batch": "train.dynamic_batch_enable",
-    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
-    "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu",
-    "num_episodes": "train.num_episodes",
-    "max_epochs": "train.max_epochs",
-    "train_batch_size": "train.batch_size",
-    "micro_train_batch_size": "train.micro_batch_size",
-    "rollout_batch_size": "rollout.batch_size",
-    "micro_rollout_batch_size": "rollout.micro_batch_size",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "generate_max_len": "rollout.max_new_tokens",
-    "prompt_max_len": "data.prompt_max_len",
-    "max_len": "data.max_len",
-    "max_samples": "data.max_samples",
-    "top_p": "rollout.top_p",
-    "temperature": "rollout.temperature",
-    "seed": "train.seed",
-    "full_determinism": "train.full_determinism_enable",
-    "max_norm": "actor.max_norm",
-    "l2": "actor.adam.weight_decay",
-    "actor_learning_rate": "actor.adam.lr",
-    "critic_learning_rate": "critic.adam.lr",
-    "adam_betas": "actor.adam.betas",
-    "lr_scheduler": "actor.lr_scheduler",
-    "lr_warmup_ratio": "actor.lr_warmup_ratio",
-    "eps_clip": "actor.eps_clip",
-    "eps_clip_low_high": "actor.eps_clip_low_high",
-    "dual_clip": "actor.dual_clip",
-    "value_clip": "critic.value_clip",
-    "freezing_actor_steps": "critic.freezing_steps",
-    "aux_loss_coef": "actor.aux_loss_coef",
-    "entropy_loss_coef": "actor.entropy_coef",
-    "lambd": "algo.advantage.lambd",
-    "gamma": "algo.advantage.gamma",
-    "advantage_estimator": "algo.advantage.estimator",
-    "no_advantage_std_norm": "algo.advantage.no_std_norm",
-    "use_kl_loss": "algo.kl.use_loss",
-    "init_kl_coef": "algo.kl.init_coef",
-    "kl_target": "algo.kl.target",
-    "kl_horizon": "algo.kl.horizon",
-    "kl_estimator": "algo.kl.estimator",
-    "dynamic_filtering": "algo.dynamic_filtering_enable",
-    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
-    "normalize_reward": "reward.normalize_enable",
-    "reward_clip_range": "reward.clip_range",
-    "overlong_buffer_len": "reward.overlong_buffer_len",
-    "overlong_penalty_factor": "reward.overlong_penalty_factor",
-    "prompt_data": "data.prompt_dataset",
-    "prompt_data_probs": "data.prompt_probs",
-    "prompt_split": "data.prompt_split",
-    "input_key": "data.input_key",
-    "label_key": "data.label_key",
-    "input_template": "data.input_template",
-    "apply_chat_template": "data.apply_chat_template",
-    # sft, rm
-    "dataset": "data.dataset",
-    "dataset_probs": "data.dataset_probs",
-    "dataset_split": "data.dataset_split",
-    "output_key": "data.output_key",
-    "chosen_key": "data.chosen_key",
-    "rejected_key": "data.rejected_key",
-    "multiturn": "data.multiturn",
-    "learning_rate": "adam.lr",
-}
 ESTIMATORS = {
     "gae": "gae",
     "reinforce": "reinforce_plus_plus",  # theirs whitens over the batch: REINFORCE++
@@ -146,41 +28,6 @@ ESTIMATORS = {
     "dr_grpo": "grpo",
 }
 PRESETS = {"gae": "ppo"}
-_PROGRAM = re.compile(r"openrlhf[./]cli[./](\w+)")
-
-
-def command_of(words: Sequence[str]) -> str | None:
-    """Which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
-    named = [word for word in words if _PROGRAM.search(word)]
-    return _PROGRAM.findall(named[-1])[-1] if named else None
-
-
-def read_flags(words: Sequence[str]) -> dict[str, Any]:
-    """Flags with their values under today's names; a flag without a value is True."""
-    starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
-    found: dict[str, list[str]] = {}
-    name = None
-    for word in words[starts[-1] + 1 if starts else 0 :]:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name] = [value] if equals else []
-        elif name is not None:
-            found[name].append(word)
-    return {OLD_NAMES.get(name, name): named(_value(given)) for name, given in found.items()}
-
-
-def _value(words: Sequence[str]) -> Any:
-    values = [_number(word) for word in words]
-    return True if not values else values[0] if len(values) == 1 else values
-
-
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            pass
-    return word
 
 
 def _advantage(values: Values) -> dict[str, Any]:
@@ -254,16 +101,21 @@ def _correction(values: Values) -> dict[str, Any]:
     return found
 
 
-def _schedule(values: Values) -> dict[str, Any]:
-    names = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear"}
-    name = choose({**names, "constant": "constant", "constant_with_warmup": "constant"})(values["actor.lr_scheduler"])
-    has_floor = values["actor.lr_scheduler"] == "cosine_with_min_lr"
-    floor = float(values["actor.min_lr_ratio"]) * float(values["actor.adam.lr"]) if has_floor else 0.0
-    return {"actor.optimizer.schedule.name": name, "actor.optimizer.schedule.min_lr": floor}
+def schedule(model: str) -> Joint:
+    """The learning rate's. ``model`` is before the names: "actor." where there are several models."""
+    names = (f"{model}lr_scheduler", f"{model}min_lr_ratio", f"{model}adam.lr")
+
+    def convert(values: Values) -> dict[str, Any]:
+        theirs, ratio, lr = (values[name] for name in names)
+        kinds = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear"}
+        name = choose({**kinds, "constant": "constant", "constant_with_warmup": "constant"})(theirs)
+        floor = float(ratio) * float(lr) if theirs == "cosine_with_min_lr" else 0.0
+        return {"actor.optimizer.schedule.name": name, "actor.optimizer.schedule.min_lr": floor}
+
+    return Joint(names, convert)
 
 
-def warmup(share: Any) -> float:
-    """A share of the updates."""
+def _warmup(share: Any) -> float:
     if not 0 <= float(share) <= 1:
         raise Lost("not a share of the updates: set actor.optimizer.schedule.warmup_updates")
     return float(share)
@@ -332,30 +184,45 @@ def _reward_model(values: Values) -> dict[str, Any]:
     return {"reward.model.path": path(values["reward.model_name_or_path"]), "reward.rules": []}
 
 
-def _adam(values: Values) -> dict[str, Any]:
-    if values["actor.optim"] != "adam":
+def adam(values: Values) -> dict[str, Any]:
+    """Nothing to set, if the one value is "adam"."""
+    if list(values.values()) != ["adam"]:
         raise Lost("AdamW is the only optimizer")
     return {}
 
 
-ROWS = (
+# Of a model that is trained, in every program of theirs.
+MODEL_ROWS = (
     Row("actor.model_name_or_path", "model.path", path),
     Row("ds.param_dtype", "model.dtype", choose({"bf16": "bf16", "fp16": "fp16"})),
     Row("bf16", "model.dtype", lambda on: "bf16" if on else "auto"),
     Row("ds.tensor_parallel_size", "actor.layout.tp", int),
-    Row("ds.ring_attn_size", "actor.layout.cp", context_parallel),
     Row("ds.packing_samples", "trainer.packing", bool),
     Row("actor.gradient_checkpointing_enable", "actor.recompute.granularity", lambda on: "full" if on else "off"),
     Row("actor.adam.lr", "actor.optimizer.lr", float),
     Row("actor.adam.eps", "actor.optimizer.eps", float),
     Row("actor.adam.weight_decay", "actor.optimizer.weight_decay", float),
     Row("actor.max_norm", "actor.optimizer.clip_grad", float),
-    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_ratio", warmup),
+    Row("actor.lr_warmup_ratio", "actor.optimizer.schedule.warmup_ratio", _warmup),
+    Row("actor.aux_loss_coef", "actor.moe.aux_loss_coef", float),
+    Row("train.seed", "seed", int),
+    Row("train.full_determinism_enable", "deterministic", bool),
+    Row("data.apply_chat_template", "data.apply_chat_template", lambda on: "true" if on else "false"),
+    Row("ckpt.output_dir", "output_dir", str),
+    Row("ckpt.save_steps", "checkpoint.save_steps", positive),
+    Row("ckpt.max_num", "checkpoint.save_total_limit", int),
+    Row("ckpt.load_enable", "checkpoint.resume", lambda on: "auto" if on else "never"),
+    Row("logger.wandb.project", "project", str),
+    Row("logger.wandb.run_name", "experiment", str),
+    Row("logger.tensorboard_dir", "logging.tensorboard", bool),
+)
+ROWS = (
+    *MODEL_ROWS,
+    Row("ds.ring_attn_size", "actor.layout.cp", context_parallel),
     Row("critic.model_name_or_path", "critic.path", path),
     Row("critic.freezing_steps", "critic.warmup_steps", positive),
     Row("actor.dual_clip", "algorithm.dual_clip", float),
     Row("actor.entropy_coef", "algorithm.entropy_coef", float),
-    Row("actor.aux_loss_coef", "actor.moe.aux_loss_coef", float),
     Row("algo.advantage.gamma", "algorithm.gamma", float),
     Row("algo.advantage.lambd", "algorithm.lam", float),
     Row("algo.dynamic_filtering_enable", "algorithm.dynamic_sampling.enabled", bool),
@@ -369,20 +236,10 @@ ROWS = (
     Row("rollout.temperature", "rollout.sampling.temperature", float),
     Row("rollout.top_p", "rollout.sampling.top_p", float),
     Row("train.max_epochs", "trainer.ppo_epochs", int),
-    Row("train.seed", "seed", int),
-    Row("train.full_determinism_enable", "deterministic", bool),
     Row("data.prompt_dataset", "data.train", data_files),
     Row("data.input_key", "data.prompt_key", str),
     Row("data.label_key", "data.answer_key", str),
-    Row("data.apply_chat_template", "data.apply_chat_template", lambda on: "true" if on else "false"),
     Row("eval.steps", "evaluate.every", positive),
-    Row("ckpt.output_dir", "output_dir", str),
-    Row("ckpt.save_steps", "checkpoint.save_steps", positive),
-    Row("ckpt.max_num", "checkpoint.save_total_limit", int),
-    Row("ckpt.load_enable", "checkpoint.resume", lambda on: "auto" if on else "never"),
-    Row("logger.wandb.project", "project", str),
-    Row("logger.wandb.run_name", "experiment", str),
-    Row("logger.tensorboard_dir", "logging.tensorboard", bool),
 )
 JOINTS = (
     Joint(("algo.advantage.estimator", "algo.advantage.no_std_norm"), _advantage),
@@ -392,11 +249,8 @@ JOINTS = (
     Joint(("actor.policy_loss_type",), _policy_loss),
     Joint(("algo.kl.init_coef", "algo.kl.estimator", "algo.kl.use_loss", "algo.kl.target"), _kl),
     Joint(tuple(f"algo.advantage.is_correction_{name}" for name in ("enable", "threshold", "type")), _correction),
-    Joint(("actor.lr_scheduler", "actor.min_lr_ratio", "actor.adam.lr"), _schedule),
-    Joint(
-        ("actor.adam.betas",),
-        pair("actor.optimizer.beta1", "actor.optimizer.beta2"),
-    ),
+    schedule("actor."),
+    Joint(("actor.adam.betas",), pair("actor.optimizer.beta1", "actor.optimizer.beta2")),
     Joint(("reward.overlong_buffer_len", "reward.overlong_penalty_factor"), _overlong),
     Joint(("eval.dataset", "eval.temperature", "eval.n_samples_per_prompt"), _evaluation),
     Joint(("algo.advantage.estimator", "critic.adam.lr", "critic.value_clip"), _critic),
@@ -412,7 +266,7 @@ JOINTS = (
         ),
         _tokens,
     ),
-    Joint(("actor.optim",), _adam),
+    Joint(("actor.optim",), adam),
     Joint(("reward.model_name_or_path",), _reward_model),
 )
 DEFAULTS = {

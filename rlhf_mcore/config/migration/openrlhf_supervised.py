@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from rlhf_mcore.config.migration.openrlhf import data_files, warmup
-from rlhf_mcore.config.migration.table import Joint, Lost, Row, Table, Values, choose, pair, path, positive
+from rlhf_mcore.config.migration import openrlhf
+from rlhf_mcore.config.migration.table import Joint, Row, Table, Values, pair
 
-# What train_ppo_ray says of its actor, the two programs with one model say of that: `--pretrain` is any of these.
+# What is the actor's in train_ppo_ray belongs to the only model in these two programs; `--pretrain` is any of these.
 ONE_MODEL = {
     "actor.model_name_or_path": "model.model_name_or_path",
     "actor.gradient_checkpointing_enable": "model.gradient_checkpointing_enable",
+    "actor.aux_loss_coef": "model.aux_loss_coef",
+    "actor.adam.lr": "adam.lr",
+    "actor.adam.eps": "adam.eps",
     "actor.adam.weight_decay": "adam.weight_decay",
     "actor.adam.betas": "adam.betas",
     "actor.lr_scheduler": "lr_scheduler",
     "actor.lr_warmup_ratio": "lr_warmup_ratio",
     "actor.max_norm": "max_norm",
-    "actor.aux_loss_coef": "model.aux_loss_coef",
 }
 
 
 def read(flags: Values) -> dict[str, Any]:
-    """Flags of ``openrlhf.read_flags`` under the names of these programs."""
+    """Flags of ``openrlhf_flags.read_flags`` under the names of these programs."""
     return {ONE_MODEL.get(name, name): value for name, value in flags.items()}
-
-
-def _schedule(values: Values) -> dict[str, Any]:
-    names = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "linear"}
-    name = choose({**names, "constant": "constant", "constant_with_warmup": "constant"})(values["lr_scheduler"])
-    has_floor = values["lr_scheduler"] == "cosine_with_min_lr"
-    floor = float(values["min_lr_ratio"]) * float(values["adam.lr"]) if has_floor else 0.0
-    return {"actor.optimizer.schedule.name": name, "actor.optimizer.schedule.min_lr": floor}
 
 
 def _tokens(rows: int) -> Joint:
@@ -47,47 +42,20 @@ def _tokens(rows: int) -> Joint:
     return Joint(("data.max_len", "train.micro_batch_size"), convert)
 
 
-def _adam(values: Values) -> dict[str, Any]:
-    if values["optim"] != "adam":
-        raise Lost("AdamW is the only optimizer")
-    return {}
-
-
 def _kind(name: str) -> Joint:
     return Joint(("kind",), lambda _: {"algorithm.preset": name})
 
 
 ROWS = (
-    Row("model.model_name_or_path", "model.path", path),
-    Row("ds.param_dtype", "model.dtype", choose({"bf16": "bf16", "fp16": "fp16"})),
-    Row("bf16", "model.dtype", lambda on: "bf16" if on else "auto"),
-    Row("ds.tensor_parallel_size", "actor.layout.tp", int),
-    Row("ds.packing_samples", "trainer.packing", bool),
-    Row("model.gradient_checkpointing_enable", "actor.recompute.granularity", lambda on: "full" if on else "off"),
-    Row("model.aux_loss_coef", "actor.moe.aux_loss_coef", float),
-    Row("adam.lr", "actor.optimizer.lr", float),
-    Row("adam.eps", "actor.optimizer.eps", float),
-    Row("adam.weight_decay", "actor.optimizer.weight_decay", float),
-    Row("max_norm", "actor.optimizer.clip_grad", float),
-    Row("lr_warmup_ratio", "actor.optimizer.schedule.warmup_ratio", warmup),
+    *(replace(row, theirs=ONE_MODEL.get(row.theirs, row.theirs)) for row in openrlhf.MODEL_ROWS),
     Row("train.batch_size", "trainer.prompts_per_step", int),
-    Row("train.seed", "seed", int),
-    Row("train.full_determinism_enable", "deterministic", bool),
-    Row("data.dataset", "data.train", data_files),
-    Row("data.apply_chat_template", "data.apply_chat_template", lambda on: "true" if on else "false"),
-    Row("eval.dataset", "data.eval", lambda names: data_files(names, "data.eval")),
-    Row("ckpt.output_dir", "output_dir", str),
-    Row("ckpt.save_steps", "checkpoint.save_steps", positive),
-    Row("ckpt.max_num", "checkpoint.save_total_limit", int),
-    Row("ckpt.load_enable", "checkpoint.resume", lambda on: "auto" if on else "never"),
-    Row("logger.wandb.project", "project", str),
-    Row("logger.wandb.run_name", "experiment", str),
-    Row("logger.tensorboard_dir", "logging.tensorboard", bool),
+    Row("data.dataset", "data.train", openrlhf.data_files),
+    Row("eval.dataset", "data.eval", lambda names: openrlhf.data_files(names, "data.eval")),
 )
 JOINTS = (
-    Joint(("lr_scheduler", "min_lr_ratio", "adam.lr"), _schedule),
+    openrlhf.schedule(""),
     Joint(("adam.betas",), pair("actor.optimizer.beta1", "actor.optimizer.beta2")),
-    Joint(("optim",), _adam),
+    Joint(("optim",), openrlhf.adam),
 )
 SFT_ROWS = (
     *ROWS,

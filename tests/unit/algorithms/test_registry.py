@@ -13,7 +13,8 @@ from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy
 from rlhf_mcore.config.algorithm_rules import ADVANTAGES, GROUP_RELATIVE, WITH_WHITENING
 from rlhf_mcore.config.algorithm_rules import POLICY_LOSSES as LOSS_NAMES
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import PRESETS, AlgorithmConfig
+from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.schema import AlgorithmConfig
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

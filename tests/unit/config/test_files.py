@@ -15,7 +15,8 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaf_keys
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.schema import PRESETS, Config
+from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact, to_yaml
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

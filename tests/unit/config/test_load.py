@@ -9,7 +9,8 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import nearest
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.schema import PRESETS, Config, RuleConfig
+from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.schema import Config, RuleConfig
 
 
 def problems(*overrides: str, file: str = "run.yaml") -> list[str]:

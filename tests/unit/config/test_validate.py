@@ -13,7 +13,7 @@ from rlhf_mcore.config.derive import SUPERVISED
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.schema import PRESETS
+from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.validate import CHOICES, RANGES, validate
 from tests.unit.config.checking import check, only
 

@@ -17,7 +17,8 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
-from rlhf_mcore.rewards.function import FunctionReward, check_function, num_workers
+from rlhf_mcore.rewards.function import FunctionReward, check_function
+from rlhf_mcore.rewards.pool import default_workers
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
@@ -313,8 +314,7 @@ def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch: Any) -> Non
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     for ranks, expected in (("1", 8), ("8", 3), ("48", 1)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert num_workers(RewardConfig()) == expected
-    assert num_workers(RewardConfig(workers=64)) == 64
+        assert default_workers() == expected
 
 
 def test_frames_come_in_pieces_and_rubbish_is_refused() -> None:

@@ -1,0 +1,160 @@
+"""OpenRLHF's command lines: which program is started, and its flags under today's (dotted) names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf_mcore.config.migration.verl_source import named
+
+# Plain flags (until 0.9) -> today's.
+OLD_NAMES = {
+    "pretrain": "actor.model_name_or_path",
+    "reward_pretrain": "reward.model_name_or_path",
+    "critic_pretrain": "critic.model_name_or_path",
+    "remote_rm_url": "reward.remote_url",
+    "agent_func_path": "train.agent_func_path",
+    "save_path": "ckpt.output_dir",
+    "ckpt_path": "ckpt.path",
+    "save_steps": "ckpt.save_steps",
+    "max_ckpt_num": "ckpt.max_num",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "eval_steps": "eval.steps",
+    "eval_dataset": "eval.dataset",
+    "eval_split": "eval.split",
+    "eval_temperature": "eval.temperature",
+    "eval_n_samples_per_prompt": "eval.n_samples_per_prompt",
+    "logging_steps": "logger.logging_steps",
+    "use_tensorboard": "logger.tensorboard_dir",
+    "use_wandb": "logger.wandb.key",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name",
+    **{
+        f"{role}_num_{unit}": f"{role}.num_{unit}"
+        for role in ("actor", "critic", "ref", "reward")
+        for unit in ("nodes", "gpus_per_node")
+    },
+    "vllm_num_engines": "vllm.num_engines",
+    "vllm_tensor_parallel_size": "vllm.tensor_parallel_size",
+    "vllm_gpu_memory_utilization": "vllm.gpu_memory_utilization",
+    "vllm_sync_backend": "vllm.sync_backend",
+    "vllm_enable_sleep": "vllm.enable_sleep",
+    "enable_prefix_caching": "vllm.enable_prefix_caching",
+    "enforce_eager": "vllm.enforce_eager",
+    "deepspeed_enable_sleep": "ds.enable_sleep",
+    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
+    "zero_stage": "ds.zero_stage",
+    "adam_offload": "ds.adam_offload",
+    "flash_attn": "ds.attn_implementation",
+    "packing_samples": "ds.packing_samples",
+    "ring_attn_size": "ds.ring_attn_size",
+    "ring_head_stride": "ds.ring_attn_head_stride",
+    "lora_rank": "ds.lora.rank",
+    "gradient_checkpointing": "actor.gradient_checkpointing_enable",
+    "colocate_all_models": "train.colocate_all",
+    "colocate_actor_ref": "train.colocate_actor_ref",
+    "colocate_critic_reward": "train.colocate_critic_reward",
+    "async_train": "train.async_enable",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
+    "rollout_max_tokens_per_gpu": "rollout.max_tokens_per_gpu",
+    "num_episodes": "train.num_episodes",
+    "max_epochs": "train.max_epochs",
+    "train_batch_size": "train.batch_size",
+    "micro_train_batch_size": "train.micro_batch_size",
+    "rollout_batch_size": "rollout.batch_size",
+    "micro_rollout_batch_size": "rollout.micro_batch_size",
+    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
+    "generate_max_len": "rollout.max_new_tokens",
+    "prompt_max_len": "data.prompt_max_len",
+    "max_len": "data.max_len",
+    "max_samples": "data.max_samples",
+    "top_p": "rollout.top_p",
+    "temperature": "rollout.temperature",
+    "seed": "train.seed",
+    "full_determinism": "train.full_determinism_enable",
+    "max_norm": "actor.max_norm",
+    "l2": "actor.adam.weight_decay",
+    "actor_learning_rate": "actor.adam.lr",
+    "critic_learning_rate": "critic.adam.lr",
+    "adam_betas": "actor.adam.betas",
+    "lr_scheduler": "actor.lr_scheduler",
+    "lr_warmup_ratio": "actor.lr_warmup_ratio",
+    "eps_clip": "actor.eps_clip",
+    "eps_clip_low_high": "actor.eps_clip_low_high",
+    "dual_clip": "actor.dual_clip",
+    "value_clip": "critic.value_clip",
+    "freezing_actor_steps": "critic.freezing_steps",
+    "aux_loss_coef": "actor.aux_loss_coef",
+    "entropy_loss_coef": "actor.entropy_coef",
+    "lambd": "algo.advantage.lambd",
+    "gamma": "algo.advantage.gamma",
+    "advantage_estimator": "algo.advantage.estimator",
+    "no_advantage_std_norm": "algo.advantage.no_std_norm",
+    "use_kl_loss": "algo.kl.use_loss",
+    "init_kl_coef": "algo.kl.init_coef",
+    "kl_target": "algo.kl.target",
+    "kl_horizon": "algo.kl.horizon",
+    "kl_estimator": "algo.kl.estimator",
+    "dynamic_filtering": "algo.dynamic_filtering_enable",
+    "dynamic_filtering_reward_range": "algo.dynamic_filtering_range",
+    "normalize_reward": "reward.normalize_enable",
+    "reward_clip_range": "reward.clip_range",
+    "overlong_buffer_len": "reward.overlong_buffer_len",
+    "overlong_penalty_factor": "reward.overlong_penalty_factor",
+    "prompt_data": "data.prompt_dataset",
+    "prompt_data_probs": "data.prompt_probs",
+    "prompt_split": "data.prompt_split",
+    "input_key": "data.input_key",
+    "label_key": "data.label_key",
+    "input_template": "data.input_template",
+    "apply_chat_template": "data.apply_chat_template",
+    # sft, rm
+    "dataset": "data.dataset",
+    "dataset_probs": "data.dataset_probs",
+    "dataset_split": "data.dataset_split",
+    "output_key": "data.output_key",
+    "chosen_key": "data.chosen_key",
+    "rejected_key": "data.rejected_key",
+    "multiturn": "data.multiturn",
+    "learning_rate": "adam.lr",
+}
+_PROGRAM = re.compile(r"openrlhf[./]cli[./](\w+)")
+
+
+def command_of(words: Sequence[str]) -> str | None:
+    """Which of OpenRLHF's programs a command starts: "train_ppo_ray" of ``openrlhf.cli.train_ppo_ray``."""
+    named = [word for word in words if _PROGRAM.search(word)]
+    return _PROGRAM.findall(named[-1])[-1] if named else None
+
+
+def read_flags(words: Sequence[str]) -> dict[str, Any]:
+    """Flags with their values under today's names; a flag without a value is True."""
+    starts = [place for place, word in enumerate(words) if _PROGRAM.search(word)]
+    found: dict[str, list[str]] = {}
+    name = None
+    for word in words[starts[-1] + 1 if starts else 0 :]:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = [value] if equals else []
+        elif name is not None:
+            found[name].append(word)
+    return {OLD_NAMES.get(name, name): named(_value(given)) for name, given in found.items()}
+
+
+def _value(words: Sequence[str]) -> Any:
+    values = [_number(word) for word in words]
+    return True if not values else values[0] if len(values) == 1 else values
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            pass
+    return word
