@@ -99,7 +99,7 @@ def load_examples(
 
 
 def example_batch(examples: Sequence[Example], pad_token_id: int) -> TrainBatch:
-    """The rows of the examples one after the other; ``group_ids`` say which example each belongs to."""
+    """The rows of the examples one after the other; ``group_ids`` holds the example that each belongs to."""
     rows = [
         Row(example.prompt_ids, response_ids, [0.0] * len(response_ids), 0.0)
         for example in examples
