@@ -1,6 +1,7 @@
-"""The records that travel through a step: Prompt -> Trajectory -> RolloutGroup -> TrainBatch -> Microbatch.
+"""The records that travel through a step: Prompt -> Trajectory -> TrainBatch -> Microbatch.
 
-Axes: P prompts, G samples per prompt, B = P * G sequences, T padded tokens, N packed tokens, V vocabulary.
+Axes: P prompts, G samples per prompt, B = P * G rows of a step, R of them on one rank, N tokens back to back, T padded tokens,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes of a decoder that decide where every weight is stored. Read from a Hugging Face config, needs no weights."""
+    """The sizes of a decoder that decide where every weight lies. Read from a Hugging Face config, needs no weights."""
 
     family: str  # llama | mistral | qwen2 | qwen3 | qwen3_moe | mixtral
     num_layers: int
@@ -43,7 +46,7 @@ class Shard:
     """Which part of a tensor a rank holds, and of an expert's tensor: which of the experts.
 
     ``rank`` of ``size`` is the cut of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are dealt to
-    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` is the run of this rank.
+    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` says which run this rank has.
     """
 
     rank: int
@@ -54,7 +57,7 @@ class Shard:
 
 @dataclass(slots=True)
 class LocalParameter:
-    """A trained tensor as this rank holds it. ``name`` is Megatron's, with the layer's number counted over the whole model."""
+    """A trained tensor as it lies on this rank. ``name`` is Megatron's, with the layer's number counted over the whole model."""
 
     name: str
     tensor: Tensor
@@ -63,7 +66,7 @@ class LocalParameter:
 
 @dataclass(slots=True)
 class StateShard:
-    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
+    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted as it lies flat.
 
     ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, and ``master`` where the weights that the
     optimizer steps are not the parameter itself.
@@ -108,28 +111,58 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Trajectory:
-    """One response to one prompt. ``response_ids`` ends with the end-of-sequence token when ``finish_reason`` is "stop".
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens ``start`` to ``stop`` of an episode, by who wrote them: "prompt", "policy" or "environment"."""
 
-    ``rollout_logprobs[t]`` is the engine's logprob of ``response_ids[t]`` at the sampling temperature.
+    writer: str
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """One sampled episode: N tokens, of which the policy sampled those in ``loss_mask``.
+
+    ``logprobs`` are the engine's, at the sampling temperature, and zero where the mask is not. ``versions`` are (first token, policy
+    version) in ascending order: each version holds until the next one begins. A policy turn whose ``finish_reason`` is "stop" ends
+    with the end-of-sequence token.
     """
 
     prompt: Prompt
     sample: int
-    response_ids: list[int]
-    rollout_logprobs: list[float]
+    token_ids: NDArray[np.int32]  # [N]
+    loss_mask: NDArray[np.bool_]  # [N]
+    logprobs: NDArray[np.float32]  # [N]
+    turns: tuple[Turn, ...]
+    versions: tuple[tuple[int, int], ...]
     response_text: str
     finish_reason: str
-    policy_version: int
 
+    @property
+    def sampled_ids(self) -> NDArray[np.int32]:
+        """The tokens that the policy sampled."""
+        return self.token_ids[self.loss_mask]
 
-@dataclass(slots=True)
-class RolloutGroup:
-    """The G trajectories of one prompt."""
+    @property
+    def sampled_logprobs(self) -> NDArray[np.float32]:
+        """Their logprobs."""
+        return self.logprobs[self.loss_mask]
 
-    prompt: Prompt
-    trajectories: list[Trajectory]
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the policy that sampled the first of them."""
+        return self.versions[0][1]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the token limit ended it, and not the policy."""
+        return self.finish_reason == "length"
 
 
 FAILURES = ("error", "timeout")  # why a response may have got no score
@@ -141,36 +174,45 @@ class Score:
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None  # of FAILURES: there is no score, and ``value`` replaces it
+    failure: str | None = None  # of FAILURES: there is no score, and ``value`` stands for it
 
 
 @dataclass(slots=True)
 class TrainBatch:
-    """The rows of one step, all of them on every rank. All tensors live on the host; B counts the rows of the step.
+    """The rows of one step: every rank knows the numbers of all B rows, and stores the tokens of the rows that it owns.
 
-    A role takes its share of the rows by its own layout and hands what it computed to all ranks, so roles with different layouts
-    meet here, and whatever is estimated from the batch is the same everywhere without communication. Optional fields are filled in
+    Per-token tensors are flat: the rows that this rank owns, ascending and back to back, N tokens in all; ``x[k]`` belongs to
+    ``token_ids[k]``. All tensors are on the host. What is computed does not depend on who owns a row. Optional fields are filled in
     the order of the loop.
     """
 
-    token_ids: Tensor  # [B, T] int64: prompt, response, padding on the right
-    lengths: Tensor  # [B] int64: number of real tokens of a row
-    loss_mask: Tensor  # [B, T] bool: response tokens
-    rollout_logprobs: Tensor  # [B, T] float32, zero outside loss_mask
+    # Of all rows, on every rank.
+    lengths: Tensor  # [B] int64: tokens of a row
+    num_sampled: Tensor  # [B] int64: those of them in the loss mask
     scores: Tensor  # [B] float64: raw reward
     truncated: Tensor  # [B] bool: the response was ended by the token limit
     group_ids: Tensor  # [B] int64: which prompt of the step
-    ref_logprobs: Tensor | None = None  # [B, T] float32, as all that follow zero outside loss_mask
-    old_logprobs: Tensor | None = None  # [B, T] float32
-    old_values: Tensor | None = None  # [B, T] float32: value of the state before each token
-    bootstrap_values: Tensor | None = (
-        None  # [B] float32: value of the state after the last token; with bootstrap_truncated
-    )
-    correction: Tensor | None = None  # [B, T] float32: factors of the token weights of the policy loss
+    owners: Tensor  # [B] int64: the rank that stores a row
+    # Of the rows that this rank owns.
+    rows: Tensor  # [R] int64, ascending: their numbers
+    token_ids: Tensor  # [N] int32
+    loss_mask: Tensor  # [N] bool: tokens that the policy sampled and may learn from
+    rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
+    ref_logprobs: Tensor | None = None  # [N] float32, as all that follow zero outside loss_mask
+    old_logprobs: Tensor | None = None  # [N] float32
+    old_values: Tensor | None = None  # [N] float32: value of the state before each token
+    # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
+    bootstrap_values: Tensor | None = None
+    correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
-    rewards: Tensor | None = None  # [B, T] float32: after shaping and KL
-    advantages: Tensor | None = None  # [B, T] float32
-    returns: Tensor | None = None  # [B, T] float32
+    rewards: Tensor | None = None  # [N] float32: after shaping and KL
+    advantages: Tensor | None = None  # [N] float32
+    returns: Tensor | None = None  # [N] float32
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.lengths)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advant
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
 
 # A standard deviation that is this small a part of the largest value is what rounding float32 sums leaves of equal values
@@ -29,7 +30,7 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     2018, arXiv 1712.00378). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
-    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
+    ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)  # [B]
     if cfg.bootstrap_truncated:
         assert inputs.bootstrap_values is not None, (
             "a truncated response needs the value of the state it was cut off in"
@@ -39,7 +40,7 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     advantages = _lambda_advantages(inputs, values, ends, cfg.gamma, cfg.lam)
     returns = advantages + values
     if cfg.whiten_advantages:
-        advantages = whiten(advantages, inputs.loss_mask)
+        advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
     return Advantages(advantages, returns)
 
 
@@ -47,7 +48,7 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 def grpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """Outcome relative to the group's: GRPO, and Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
     relative = group_relative(outcomes(inputs), inputs.group_ids, cfg.normalize_std)
-    return Advantages(broadcast_to_tokens(relative, inputs.loss_mask))
+    return Advantages(broadcast_to_tokens(relative, inputs))
 
 
 @advantage_estimator("rloo")
@@ -63,7 +64,7 @@ def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     if bool((sizes < 2).any()):
         raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
     relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False) * (sizes / (sizes - 1))
-    return Advantages(broadcast_to_tokens(relative, inputs.loss_mask))
+    return Advantages(broadcast_to_tokens(relative, inputs))
 
 
 @advantage_estimator("reinforce")
@@ -72,25 +73,25 @@ def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     zeros = torch.zeros_like(inputs.rewards)
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
     advantages = _lambda_advantages(inputs, zeros, ends, cfg.gamma, lam=1.0)
-    return Advantages(whiten(advantages, inputs.loss_mask) if cfg.whiten_advantages else advantages)
+    return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows) if cfg.whiten_advantages else advantages)
 
 
 @advantage_estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): :func:`reinforce`, normalised over all tokens of the step."""
-    return Advantages(whiten(reinforce(inputs, cfg).advantages, inputs.loss_mask))
+    return Advantages(whiten(reinforce(inputs, cfg).advantages, inputs.loss_mask, inputs.rows))
 
 
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
     relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False)
-    return Advantages(whiten(broadcast_to_tokens(relative, inputs.loss_mask), inputs.loss_mask))
+    return Advantages(whiten(broadcast_to_tokens(relative, inputs), inputs.loss_mask, inputs.rows))
 
 
 def outcomes(inputs: AdvantageInputs) -> Tensor:
-    """[B] float32: the rewards of each response's tokens, summed."""
-    return torch.where(inputs.loss_mask, inputs.rewards, 0).sum(1)
+    """[B] float64, on every rank: the rewards of each response's tokens, summed."""
+    return inputs.rows.sums(inputs.rewards, inputs.loss_mask)
 
 
 def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps: float = 1e-6) -> Tensor:
@@ -134,45 +135,58 @@ def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps
     return deviations.to(torch.promote_types(outcomes.dtype, torch.float32))
 
 
-def broadcast_to_tokens(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Give every token in the bool mask [B, T] its row's advantage from [B]: [B, T], zero outside the mask."""
-    return torch.where(loss_mask, advantages.unsqueeze(1), 0)
+def broadcast_to_tokens(advantages: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Give every trainable token its row's advantage from [B]: [N] float32, zero outside the loss mask."""
+    return torch.where(inputs.loss_mask, inputs.rows.to_tokens(advantages.float()), 0)
 
 
-def whiten(values: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over all tokens in the bool mask, with N in the variance; zero outside.
+def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) over all tokens of the step in the bool mask, with N in the variance; zero outside.
 
     ``eps`` and its place are those of verl, OpenRLHF and TRL: a deviation below 1e-4 is noise, and is not scaled up to 1.
     Values that are equal, but for the rounding of float32, give exactly zero.
+
+    Args:
+        values, mask: [N], of the rows that this rank owns.
+        rows: which these are. Mean and deviation are those of all rows.
     """
-    inside = values[mask].double()
-    if inside.numel() == 0:
+    counts = rows.sums(torch.ones_like(values), mask)
+    total = counts.sum()
+    if not total:
         return torch.zeros_like(values)
-    deviations = inside - inside.min()  # equal values are exact zeros whatever their value
-    deviations = deviations - deviations.mean()
-    variance = deviations.square().mean()
-    result = torch.zeros_like(values)
-    if not variance.sqrt() <= ROUNDING * inside.abs().max():
-        result[mask] = (deviations * (variance + eps).rsqrt()).to(values.dtype)
-    return result
+    smallest, largest = (found[counts > 0] for found in rows.extremes(values, mask))
+    # Relative to the smallest value, equal values are exact zeros whatever their value.
+    deviations = torch.where(mask, values.double() - smallest.min(), 0)
+    deviations = deviations - rows.sums(deviations, mask).sum() / total
+    variance = rows.sums(deviations.square(), mask).sum() / total
+    if variance.sqrt() <= ROUNDING * torch.maximum(smallest.abs(), largest.abs()).max():
+        return torch.zeros_like(values)
+    return torch.where(mask, (deviations * (variance + eps).rsqrt()).to(values.dtype), 0)
 
 
 def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, gamma: float, lam: float) -> Tensor:
-    """The recursion A_t = delta_t + gamma lam A_{t+1} over trainable tokens, from the right.
+    """The recursion A_t = delta_t + gamma lam A_{t+1} over the trainable tokens of each row, from the right.
 
-    ``values`` [B, T] are V(state before token t), ``ends`` [B] V(state after the last token). Zero outside the mask.
+    ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). Zero outside the mask.
     """
-    # By columns, [T, B]: the walk is along the tokens.
-    mask, values = inputs.loss_mask.t().contiguous(), values.t().contiguous()
-    rewards = torch.where(mask, inputs.rewards.float().t(), 0)
+    held = inputs.loss_mask.nonzero().flatten()  # all arithmetic is on trainable tokens alone
+    rewards, values = inputs.rewards[held].float(), values[held]
+    rows, sizes = inputs.rows.token_rows[held].unique_consecutive(return_counts=True)
+    # Longest rows first: those that still have a token k steps from their end are always the first ones.
+    order = sizes.argsort(descending=True, stable=True)
+    last = (sizes.cumsum(0) - 1)[order]
+    num_left = sizes.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
+    next_values, advantages = ends[rows[order]], torch.zeros(len(rows))
     result = torch.zeros_like(rewards)
-    next_values, advantages = ends, torch.zeros_like(ends)
-    for t in range(len(rewards) - 1, -1, -1):
-        delta = rewards[t] + gamma * next_values - values[t]
-        advantages = torch.where(mask[t], delta + gamma * lam * advantages, advantages)
-        next_values = torch.where(mask[t], values[t], next_values)
-        result[t] = advantages
-    return torch.where(mask, result, 0).t().contiguous()
+    for step, count in enumerate(num_left):
+        at = last[:count] - step
+        delta = rewards[at] + gamma * next_values[:count] - values[at]
+        advantages[:count] = delta + gamma * lam * advantages[:count]
+        next_values[:count] = values[at]
+        result[at] = advantages[:count]
+    full = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
+    full[held] = result
+    return full
 
 
 def _group_sizes(group_ids: Tensor) -> Tensor:

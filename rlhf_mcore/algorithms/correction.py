@@ -11,28 +11,30 @@ from rlhf_mcore.algorithms.kl import MAX_LOG_RATIO, at_least_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import RolloutCorrectionConfig
 
 
 @torch.no_grad()
-def rollout_ratio_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Statistics of |log rollout_ratio| = |old_logprobs - rollout_logprobs| over the tokens in ``mask``.
+def rollout_ratio_statistics(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, rows: OwnedRows
+) -> dict[str, float]:
+    """Mean and maximum of |log rollout_ratio| = |old_logprobs - rollout_logprobs| over the tokens in ``mask``, of all rows.
 
-    All three inputs have one shape. The results are local float scalars, zero for an empty mask: the caller adds
-    ``logprob_diff_sum`` and ``num_tokens`` over ranks and takes the largest ``logprob_diff_max``. A NaN inside the
-    mask shows.
+    Inputs are [N], of the rows that this rank owns. ``logprob_diff_mean`` and ``logprob_diff_max`` are 0 for an empty mask. A NaN
+    inside the mask shows.
     """
-    differences = (at_least_float32(old_logprobs[mask]) - at_least_float32(rollout_logprobs[mask])).abs()
+    differences = (at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)).abs()
+    count = rows.sums(torch.ones_like(differences), mask).sum().clamp(min=1)
     return {
-        "logprob_diff_sum": differences.sum(),
-        "logprob_diff_max": differences.max() if differences.numel() else differences.new_zeros(()),
-        "num_tokens": differences.new_tensor(differences.numel()),
+        "logprob_diff_mean": float(rows.sums(differences, mask).sum() / count),
+        "logprob_diff_max": float(rows.extremes(differences, mask)[1].max()) if rows.num_rows else 0.0,
     }
 
 
 @torch.no_grad()
 def rollout_correction(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cfg: RolloutCorrectionConfig
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """Factors of the policy loss's token weights that make up for the engine sampling from another distribution than the trainer's.
 
@@ -48,41 +50,52 @@ def rollout_correction(
     Log ratios are clamped to +-``MAX_LOG_RATIO``.
 
     Args:
-        old_logprobs, rollout_logprobs: [B, T].
-        loss_mask: [B, T] bool; outside of it the inputs may be anything and the factor is 0.
+        old_logprobs, rollout_logprobs: [N], of the rows that this rank owns.
+        loss_mask: [N] bool; outside of it the inputs may be anything and the factor is 0.
+        rows: which these are.
 
     Returns:
-        [B, T] float32 factors, and statistics of the ratios, of tokens (``off``, ``token``) or responses (``sequence``):
+        [N] float32 factors, and statistics of the ratios of all rows, of tokens (``off``, ``token``) or responses (``sequence``):
         ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` and
         ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 where all are equal. Empty masks give ones, and
         fractions of 0.
     """
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
-    log_ratio = torch.where(loss_mask, difference, 0)
-    if cfg.mode == "sequence":
-        log_ratio, counted = log_ratio.sum(1, keepdim=True), loss_mask.any(1, keepdim=True)
-    else:
-        counted = loss_mask
+    log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
+    if cfg.mode == "sequence":  # the same number at every token of a row, and one of them is counted
+        log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
+        counted = rows.last(loss_mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.ones_like(ratio, dtype=torch.bool)
+    factor = torch.ones_like(ratio)
     if cfg.mode != "off":
         kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
         kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
-    factor = torch.where(kept, ratio.clamp(max=cfg.cap), 0) if cfg.mode != "off" else torch.ones_like(ratio)
-    statistics = _statistics(ratio[counted].double(), factor[counted].double(), kept[counted], cfg)
-    return torch.where(loss_mask, factor, 0), statistics
+        factor = torch.where(kept, ratio.clamp(max=cfg.cap), 0)
+    is_capped = (ratio > cfg.cap) & kept if cfg.mode != "off" else torch.zeros_like(kept)
+    return torch.where(loss_mask, factor, 0), _statistics(ratio, factor, kept, is_capped, counted, rows)
 
 
-def _statistics(ratio: Tensor, factor: Tensor, kept: Tensor, cfg: RolloutCorrectionConfig) -> dict[str, float]:
-    if ratio.numel() == 0:
-        ratio, factor, kept = ratio.new_ones(1), factor.new_ones(1), kept.new_ones(1)
-    squares = factor.square().mean()
-    capped = (ratio > cfg.cap) & kept if cfg.mode != "off" else torch.zeros_like(kept)
+def _statistics(
+    ratio: Tensor, factor: Tensor, kept: Tensor, is_capped: Tensor, counted: Tensor, rows: OwnedRows
+) -> dict[str, float]:
+    """Over the positions ``counted`` [N] of all ranks."""
+
+    def total(values: Tensor) -> float:
+        return float(rows.sums(values.double(), counted).sum())
+
+    per_row = rows.sums(torch.ones_like(ratio), counted)
+    count = float(per_row.sum())
+    if not count:
+        ones = dict.fromkeys(("ratio_mean", "ratio_max", "ratio_min", "effective_sample_size"), 1.0)
+        return {**ones, "clipped_fraction": 0.0, "masked_fraction": 0.0}
+    smallest, largest = (found[per_row > 0] for found in rows.extremes(ratio, counted))
+    squares = total(factor.double().square()) / count
     return {
-        "ratio_mean": float(ratio.mean()),
-        "ratio_max": float(ratio.max()),
-        "ratio_min": float(ratio.min()),
-        "clipped_fraction": float(capped.double().mean()),
-        "masked_fraction": float((~kept).double().mean()),
-        "effective_sample_size": float(factor.mean().square() / squares) if squares > 0 else 0.0,
+        "ratio_mean": total(ratio) / count,
+        "ratio_max": float(largest.max()),
+        "ratio_min": float(smallest.min()),
+        "clipped_fraction": total(is_capped) / count,
+        "masked_fraction": total(~kept) / count,
+        "effective_sample_size": (total(factor) / count) ** 2 / squares if squares > 0 else 0.0,
     }

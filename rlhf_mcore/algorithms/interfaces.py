@@ -12,29 +12,33 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.rows import OwnedRows
     from rlhf_mcore.config.schema import AlgorithmConfig
 
 
 @dataclass(slots=True)
 class AdvantageInputs:
-    """All B responses of a step, padded to T tokens, in any order. What stands outside ``loss_mask`` may be anything."""
+    """The responses of a step, in any order: their tokens back to back where this rank owns them, and [B] numbers of all of them.
 
-    rewards: Tensor  # [B, T] float32: after shaping, and after the KL where it is in the reward
-    loss_mask: Tensor  # [B, T] bool: trainable tokens
+    What stands outside ``loss_mask`` may be anything. ``rows`` has the sums by row that estimators need.
+    """
+
+    rewards: Tensor  # [N] float32: after shaping, and after the KL where it is in the reward
+    loss_mask: Tensor  # [N] bool: trainable tokens
+    rows: OwnedRows
     group_ids: Tensor  # [B] int64: equal for the responses to one prompt
     truncated: Tensor  # [B] bool: ended by the token limit, so not by the policy
-    old_values: Tensor | None = None  # [B, T] float32: value of the state before token t; with a critic
-    bootstrap_values: Tensor | None = (
-        None  # [B] float32: value of the state after the last token; with bootstrap_truncated
-    )
+    old_values: Tensor | None = None  # [N] float32: value of the state before a token; with a critic
+    # [B] float32: value of the state after the last token; with bootstrap_truncated
+    bootstrap_values: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Advantages:
     """What an estimator gives: zero outside of the loss mask."""
 
-    advantages: Tensor  # [B, T] float32
-    returns: Tensor | None = None  # [B, T] float32: what the critic is to predict
+    advantages: Tensor  # [N] float32
+    returns: Tensor | None = None  # [N] float32: what the critic is to predict
 
 
 @dataclass(slots=True)

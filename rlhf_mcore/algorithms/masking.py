@@ -29,7 +29,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Scalar sum of ``weights * values`` (same shapes), skipping positions of weight zero.
 
-    With weights from :func:`token_weights` this is the share of a KL or entropy term that this microbatch contributes
+    With weights from :func:`row_weights` this is the share of a KL or entropy term that this microbatch contributes
     to the loss. Its gradient with respect to ``values`` is zero where the weight is zero; if ``values`` were
     themselves computed from garbage there, that computation must be masked too (see the ``mask`` of
     :func:`~rlhf_mcore.algorithms.kl.kl_penalty`).
@@ -37,15 +37,10 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     return (weights * torch.where(weights != 0, values, 0)).sum()
 
 
-def token_weights(
-    loss_mask: Tensor,
-    aggregation: str,
-    *,
-    num_tokens: int,
-    num_rows: int,
-    constant_length: int | None = None,
+def row_weights(
+    num_sampled: Tensor, aggregation: str, *, num_tokens: int, num_rows: int, constant_length: int | None = None
 ) -> Tensor:
-    """Weight of each token so that loss = sum(weights * per_token_loss) over all microbatches and all ranks.
+    """Weight of each trainable token of a row, so that loss = sum(weights * per_token_loss) over all microbatches and all ranks.
 
     Because the counts are those of the whole minibatch, the gradient does not depend on how its rows are cut into
     microbatches, packed, or spread over ranks. For row i with len_i trainable tokens:
@@ -55,28 +50,28 @@ def token_weights(
     - ``constant``: 1 / (constant_length * num_rows). No length bias (Dr. GRPO, arXiv 2503.20783, section 3.2).
 
     Args:
-        loss_mask: [B, T] bool, trainable tokens of some rows of the minibatch.
+        num_sampled: [rows] trainable tokens of some rows of the minibatch.
         aggregation: one of ``AGGREGATIONS``.
         num_tokens: trainable tokens of the minibatch over all ranks.
         num_rows: rows of the minibatch over all ranks, those without a trainable token included.
         constant_length: tokens; used and needed by ``constant`` only.
 
     Returns:
-        [B, T] float32, zero outside the mask; rows without a trainable token are all zero.
+        [rows] float32.
 
     Raises:
         ValueError: unknown aggregation, or ``constant`` without a positive length.
     """
-    # A minibatch without any trainable token has nothing to divide; max() only keeps 0 / 0 away.
-    ones = torch.ones(loss_mask.size(0), 1, device=loss_mask.device)
+    # A minibatch without any trainable token has nothing to divide; the minimum of 1 only keeps 0 / 0 away.
+    ones = torch.ones(len(num_sampled))
     if aggregation == "token":
         divisor = ones * max(num_tokens, 1)
     elif aggregation == "sequence":
-        divisor = loss_mask.sum(dim=1, keepdim=True).clamp(min=1) * ones * max(num_rows, 1)
+        divisor = num_sampled.clamp(min=1) * ones * max(num_rows, 1)
     elif aggregation == "constant":
         if constant_length is None or constant_length < 1:
             raise ValueError(f"aggregation 'constant' needs a constant_length of at least 1, not {constant_length!r}")
         divisor = ones * (constant_length * max(num_rows, 1))
     else:
         raise ValueError(f"unknown loss aggregation {aggregation!r}: use one of {', '.join(AGGREGATIONS)}")
-    return torch.where(loss_mask, 1.0 / divisor, 0.0)
+    return 1.0 / divisor

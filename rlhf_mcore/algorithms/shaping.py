@@ -9,28 +9,31 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.rows import OwnedRows
 
-def token_rewards(scores: Tensor, loss_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+
+def token_rewards(
+    scores: Tensor, loss_mask: Tensor, rows: OwnedRows, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
     """Place each score on its row's last trainable token and charge the KL penalty on every trainable token.
 
-    rewards[i, t] = scores[i] * [t is the last trainable token of i] - kl_coef * kl[i, t]
+    rewards_k = score of the row of token k * [k is the last trainable token of its row] - kl_coef * kl_k
     (InstructGPT, arXiv 2203.02155, eq. 2, written per token).
 
     Args:
         scores: [B] raw reward per response.
-        loss_mask: [B, T] bool.
-        kl: [B, T] per-token KL to the reference; values outside the mask are ignored.
+        loss_mask: [N] bool, of the rows that this rank owns.
+        rows: which these are.
+        kl: [N] per-token KL to the reference; values outside the mask are ignored.
         kl_coef: not negative; 0 ignores ``kl``.
 
     Returns:
-        [B, T] float32, zero outside the mask. A row without a trainable token is all zero: its score is lost.
+        [N] float32, zero outside the mask. A row without a trainable token is all zero: its score is lost.
 
     Raises:
         ValueError: a ``kl_coef`` other than 0 without ``kl``.
     """
-    num_left = loss_mask.flip(1).cumsum(1).flip(1)  # trainable tokens from here to the row's end
-    is_last = loss_mask & (num_left == 1)
-    rewards = torch.where(is_last, scores.float().unsqueeze(1), 0.0)
+    rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.float()), 0.0)
     if kl_coef == 0.0:
         return rewards
     if kl is None:

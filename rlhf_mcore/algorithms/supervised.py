@@ -22,7 +22,7 @@ def sft_loss(logprobs: Tensor, weights: Tensor) -> tuple[Tensor, dict[str, Tenso
 
     Args:
         logprobs: current, differentiable; padded [b, T] or packed [1, N].
-        weights: same shape, from :func:`~rlhf_mcore.algorithms.masking.token_weights`; 0 skips a token, whatever it holds.
+        weights: same shape, from :func:`~rlhf_mcore.algorithms.masking.row_weights`; 0 skips a token, whatever it holds.
 
     Returns:
         The scalar loss share of these tokens, and the detached sum ``nll`` over the tokens of weight above 0: divided by their

@@ -16,6 +16,8 @@ from rlhf_mcore.config.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlhf_mcore.algorithms.rows import OwnedRows
+
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float | None
@@ -49,17 +51,21 @@ def value_loss(
 
 
 @torch.no_grad()
-def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """Sums over the tokens in ``mask`` from which :func:`explained_variance` follows; add them over microbatches or ranks."""
-    target = returns[mask].double()
-    error = target - values[mask].double()
-    return {
-        "count": float(target.numel()),
-        "returns": float(target.sum()),
-        "returns_squared": float(target.square().sum()),
-        "errors": float(error.sum()),
-        "errors_squared": float(error.square().sum()),
+def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor, rows: OwnedRows) -> dict[str, float]:
+    """Sums over the tokens of all rows in ``mask`` from which :func:`explained_variance` follows.
+
+    ``values``, ``returns`` and ``mask`` are [N], of the rows that this rank owns.
+    """
+    target = torch.where(mask, returns, 0).double()
+    error = target - torch.where(mask, values, 0).double()
+    columns = {
+        "count": torch.ones_like(target),
+        "returns": target,
+        "returns_squared": target.square(),
+        "errors": error,
+        "errors_squared": error.square(),
     }
+    return {name: float(rows.sums(column, mask).sum()) for name, column in columns.items()}
 
 
 def explained_variance(sums: Mapping[str, float]) -> float:
@@ -98,23 +104,28 @@ class ReturnNormalizer:
         variance = self.squares / self.count if self.count else 1.0
         return math.sqrt(variance) if variance > 1e-12 else 1.0
 
-    def update(self, returns: Tensor, mask: Tensor) -> None:
-        """Take in the returns [B, T] of a step, all rows, where the bool mask holds.
+    def update(self, returns: Tensor, mask: Tensor, rows: OwnedRows) -> None:
+        """Take in the returns of a step: [N] of the rows that this rank owns, where the bool mask holds. Moments are of all rows.
 
-        Those that are not finite are left out. Those further than ``MAX_DEVIATIONS`` spreads from the step's median count as that
-        far, where the spread is the running deviation, or the distance within which three quarters of the step are if that is more.
+        Returns that are not finite are left out. Those further than ``MAX_DEVIATIONS`` spreads from the centre count as that far: the
+        centre is the median of the rows' means, the spread the distance within which three quarters of the rows are, or the running
+        deviation if that is more.
         """
-        inside = returns[mask].double()
-        inside = inside[inside.isfinite()]
-        if inside.numel() == 0:
+        mask = mask & returns.isfinite()
+        counts = rows.sums(torch.ones_like(returns), mask)
+        held = counts > 0
+        if not held.any():
             return
-        median = inside.median()
-        distances = (inside - median).abs()
-        spread = max(float(distances.kthvalue(math.ceil(0.75 * inside.numel())).values), self.deviation)
-        inside = inside.clamp(median - MAX_DEVIATIONS * spread, median + MAX_DEVIATIONS * spread)
-        count, mean = float(inside.numel()), float(inside.mean())
+        centre = (rows.sums(returns, mask)[held] / counts[held]).median()
+        smallest, largest = (found[held] for found in rows.extremes(returns, mask))
+        distances = torch.maximum(largest - centre, centre - smallest)
+        spread = max(float(distances.kthvalue(math.ceil(0.75 * len(distances))).values), self.deviation)
+        inside = returns.double().clamp(centre - MAX_DEVIATIONS * spread, centre + MAX_DEVIATIONS * spread)
+        count = float(counts.sum())
+        mean = float(rows.sums(inside, mask).sum()) / count
         distance, total = mean - self.mean, self.count + count
-        self.squares += float((inside - mean).square().sum()) + distance**2 * self.count * count / total
+        squares = float(rows.sums((inside - mean).square(), mask).sum())
+        self.squares += squares + distance**2 * self.count * count / total
         self.mean += distance * count / total
         self.count = total
 

@@ -59,7 +59,7 @@ def is_finished(cfg: Config) -> bool:
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What is printed when a run that is done is started again."""
+    """What a run that is done says when it is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
         f"trained model   {os.path.relpath(checkpoint / SAVED_AS.get(cfg.algorithm.kind, 'actor'))}\n"

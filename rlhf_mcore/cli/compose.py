@@ -160,7 +160,7 @@ def _build(
             max_model_len=cfg.rollout.max_model_len,
             seed=cfg.seed,
             **(
-                {"hf_shapes": hf_shapes(built.actor.spec.geometry)}
+                {"hf_shapes": hf_shapes(built.actor.model.spec.geometry)}
                 if cfg.rollout.engine == "vllm"
                 else {"attention": cfg.model.attention}
             ),
@@ -220,7 +220,7 @@ def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> Wei
         return bridge
     drawn = cfg.rollout.sampling
     length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
-    prompts = canary_prompts(engine.num_engines, length, actor.spec.geometry.vocab_size)
+    prompts = canary_prompts(engine.num_engines, length, actor.model.spec.geometry.vocab_size)
     sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
     return CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[DTYPES[dtype]])
 
@@ -234,17 +234,18 @@ def _ranks_per_node() -> int | None:
 def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
-        assert actor.model is not None, "config.validate keeps actor.ranks from these"
-        pgs = actor.model.groups.collection
-        gatherer = Gatherer(local_parameters(actor.model), actor.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        model = actor.model.model
+        assert model is not None, "config.validate keeps actor.ranks from these"
+        pgs = model.groups.collection
+        gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, engine)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(engine.model)
     return PlannedBridge(
-        parameters_of(actor),
-        actor.spec.geometry,
+        parameters_of(actor.model),
+        actor.model.spec.geometry,
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
@@ -253,16 +254,16 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
     )
 
 
-def _reward(cfg: Config, data: _Data, built: BuiltRoles) -> RewardFunction:
+def _reward(cfg: Config, built: BuiltRoles) -> RewardFunction:
     graders = build_reward(cfg.reward)
     if built.reward_model is None:
         return graders
-    return ModelReward(graders, built.reward_model, cfg.reward.model.weight, int(data.tokenizer.pad_token_id))
+    return ModelReward(graders, built.reward_model, cfg.reward.model.weight)
 
 
 def _parts(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine) -> dict[str, Any]:
     """Parts of the trainer that have no state to be resumed."""
-    reward = _reward(cfg, data, built)
+    reward = _reward(cfg, built)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     dynamic = cfg.algorithm.dynamic_sampling
     roles = Roles(
@@ -285,7 +286,7 @@ def _parts(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine) -
         sampling=sampling,
         reward=reward,
         collector=DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
-        exchange=Exchange(sampling.n, int(data.tokenizer.pad_token_id)),
+        exchange=Exchange(sampling.n),
         roles=roles,
         bridge=_bridge(cfg, built.actor, engine, built.dtype),
         evaluator=evaluator,

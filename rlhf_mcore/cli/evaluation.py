@@ -200,11 +200,10 @@ def _score_by_model(
     from rlhf_mcore.cli.roles import build_reward_model  # imports Megatron
 
     cfg = tasks[0].cfg
-    pad = int(load_tokenizer(cfg.model.tokenizer_path or cfg.model.path).pad_token_id)
     model = build_reward_model(cfg, platform, dtype)
 
     def add_model(graders: RewardFunction) -> RewardFunction:
-        return ModelReward(graders, model, cfg.reward.model.weight, pad)
+        return ModelReward(graders, model, cfg.reward.model.weight)
 
     finished = []
     for task, held, waits in zip(tasks, samples, waiting, strict=True):
@@ -218,7 +217,7 @@ def _score_by_model(
 
 @dataclass(slots=True)
 class _Place:
-    """Which part of the engines a rank is, as they describe themselves."""
+    """Where a rank stands among the engines, as they say it themselves."""
 
     is_lead: bool
     num_engines: int
@@ -231,7 +230,7 @@ class _Place:
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
-    """On rank 0: lock the directory, and return what is scored already (indices of prompts)."""
+    """On rank 0: take the directory, and say what is scored already (indices of prompts)."""
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)

@@ -35,9 +35,9 @@ from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.mcore.rng import set_tracker_states, tracker_states
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.roles.role import Role
+from rlhf_mcore.roles.role import RoleModel
 from rlhf_mcore.roles.role_files import RoleFiles
-from rlhf_mcore.roles.trained import TrainedRole
+from rlhf_mcore.roles.trained import TrainedModel
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
 from rlhf_mcore.trainer.record import RunRecord
@@ -45,7 +45,7 @@ from rlhf_mcore.trainer.resume import Start, best_rule
 from rlhf_mcore.types import LocalParameter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
-SavedRole = tuple[str, Role, str]  # name in a checkpoint, role, where its files that are no weights come from
+SavedRole = tuple[str, RoleModel, str]  # name in a checkpoint, model, where its files that are no weights come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Saving:
     models: Sequence[SavedRole]
 
     def resume(self, start: Start) -> list[str]:
-        """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
+        """Take up everything but the weights, which were loaded when the models were built. Collective over the world.
 
         Returns what the user should know.
         """
@@ -97,13 +97,13 @@ class Saving:
             return None
         step, weights = found
         for name, role, _ in self.models:
-            if isinstance(role, TrainedRole):
+            if isinstance(role, TrainedModel):
                 self._load_weights(role, weights[name])
         self.resume(Start(checkpoint_path(run, step), step))
         return int(step)
 
     @staticmethod
-    def _load_weights(role: TrainedRole, directory: str) -> None:
+    def _load_weights(role: TrainedModel, directory: str) -> None:
         on_every_rank(lambda: load(parameters_of(role), role.spec.geometry, HFReader(directory)))
 
 
@@ -156,20 +156,20 @@ def saved_roles(cfg: Config, built: BuiltRoles) -> list[SavedRole]:
 
     The reference is one of them only if it takes over the actor's weights now and then.
     """
-    found: list[SavedRole] = [(ACTOR, built.actor, cfg.model.path)]
+    found: list[SavedRole] = [(ACTOR, built.actor.model, cfg.model.path)]
     if built.critic is not None:
-        found.append((CRITIC, built.critic, cfg.critic.path or cfg.model.path))
+        found.append((CRITIC, built.critic.model, cfg.critic.path or cfg.model.path))
     if built.reference is not None and cfg.reference.refresh_steps:
-        found.append((REFERENCE, built.reference, cfg.reference.path or cfg.model.path))
+        found.append((REFERENCE, built.reference.model, cfg.reference.path or cfg.model.path))
     return found
 
 
-def parameters_of(role: Role) -> list[LocalParameter]:
+def parameters_of(role: RoleModel) -> list[LocalParameter]:
     """What this rank holds of a role's model."""
     return local_parameters(role.model) if role.model is not None else []
 
 
-def exporter(cfg: Config, role: Role, path: str) -> Exporter:
+def exporter(cfg: Config, role: RoleModel, path: str) -> Exporter:
     """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
     return Exporter(
         parameters_of(role),
@@ -182,7 +182,7 @@ def exporter(cfg: Config, role: Role, path: str) -> Exporter:
 
 def _triggers(cfg: Config, run: Path, sampler: Sampler) -> Triggers:
     left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
-    # From here on only the monotonic clock counts: the wall clock may be set during the run.
+    # From here on only the monotonic clock counts: the wall clock may be set while the run goes on.
     ends = None if left is None else time.monotonic() + left
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends, num_epochs=lambda: sampler.num_epochs)
 
@@ -210,7 +210,7 @@ class _Housekeeping:
 
 
 class _OnFirstRank:
-    """Stands for an object that only the first rank has, where the others restore a checkpoint."""
+    """Stands for an object that only the first rank has, where the others take up a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

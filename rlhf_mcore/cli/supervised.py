@@ -60,13 +60,13 @@ def build_trainer(
         model = build_supervised(cfg, platform, dtype, name := SAVED_AS[cfg.algorithm.kind], start.weights)
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     counters = Counters()
-    models = [(name, model, cfg.model.path)]
+    models = [(name, model.model, cfg.model.path)]
     saving = build_saving(cfg, start, models, {"counters": counters}, sampler, requests, record)
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()
     return SupervisedTrainer(
-        source=ExampleBatches(data.train, sampler, int(data.tokenizer.pad_token_id)),
+        source=ExampleBatches(data.train, sampler),
         model=model,
         held_out=_held_out(cfg, data, model),
         checkpointer=saving.checkpointer,
@@ -102,9 +102,7 @@ def _load_data(cfg: Config) -> _Data:
 
 
 def _held_out(cfg: Config, data: _Data, model: SupervisedActor | RewardModelTrainer) -> HeldOut:
-    build = partial(
-        HeldOut, data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, int(data.tokenizer.pad_token_id)
-    )
+    build = partial(HeldOut, data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step)
     if isinstance(model, SupervisedActor):
         return build(partial(likelihood, model), likelihood_metrics)
     return build(partial(preference, model), preference_metrics)

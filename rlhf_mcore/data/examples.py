@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from rlhf_mcore.config.data_files import row_limits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.supervised import example_contents
-from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.transform import load_transform, transformed_rows
+from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -98,15 +102,31 @@ def load_examples(
     return kept
 
 
-def example_batch(examples: Sequence[Example], pad_token_id: int) -> TrainBatch:
-    """The rows of the examples one after the other; ``group_ids`` holds the example that each belongs to."""
-    rows = [
-        Row(example.prompt_ids, response_ids, [0.0] * len(response_ids), 0.0)
-        for example in examples
-        for response_ids in example.response_ids
-    ]
-    group_ids = [place for place, example in enumerate(examples) for _ in example.response_ids]
-    return make_train_batch(rows, group_ids, pad_token_id)
+def example_batch(examples: Sequence[Example]) -> TrainBatch:
+    """The rows of the examples one after the other; ``group_ids`` tell which example each belongs to.
+
+    Every rank of the world passes the same examples and keeps the tokens of the rows that it owns; nothing is sent.
+    """
+    tokens = [(example.prompt_ids, response) for example in examples for response in example.response_ids]
+    lengths = np.array([len(prompt) + len(response) for prompt, response in tokens], dtype=np.int64)
+    owners = owners_of(lengths, dist.get_world_size())
+    rows = np.flatnonzero(owners == dist.get_rank())
+    owned = [tokens[row] for row in rows]
+    token_ids = [np.array([*prompt, *response], dtype=np.int32) for prompt, response in owned]
+    masks = [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in owned]
+    flat_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *token_ids]))
+    return TrainBatch(
+        lengths=torch.from_numpy(lengths),
+        num_sampled=torch.tensor([len(response) for _, response in tokens], dtype=torch.int64),
+        scores=torch.zeros(len(tokens), dtype=torch.float64),
+        truncated=torch.zeros(len(tokens), dtype=torch.bool),
+        group_ids=torch.tensor([place for place, e in enumerate(examples) for _ in e.response_ids], dtype=torch.int64),
+        owners=torch.from_numpy(owners),
+        rows=torch.from_numpy(rows),
+        token_ids=flat_ids,
+        loss_mask=torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks])),
+        rollout_logprobs=torch.zeros(len(flat_ids)),
+    )
 
 
 class Sampler(Protocol):
@@ -121,11 +141,10 @@ class ExampleBatches:
 
     examples: Sequence[Example]
     sampler: Sampler
-    pad_token_id: int
 
     def next_batch(self) -> TrainBatch:
-        """The rows of the next step, the same on every rank."""
-        return example_batch([self.examples[place] for place in self.sampler.next_batch()], self.pad_token_id)
+        """The rows of the next step."""
+        return example_batch([self.examples[place] for place in self.sampler.next_batch()])
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:

@@ -27,7 +27,7 @@ def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str,
         "score": score.value,
         "parts": score.parts,
         "failure": score.failure,
-        "num_tokens": len(trajectory.response_ids),
+        "num_tokens": trajectory.num_sampled,
         "finish_reason": trajectory.finish_reason,
         "policy_version": trajectory.policy_version,
     }

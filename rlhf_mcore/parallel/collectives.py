@@ -52,24 +52,6 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Ten
     return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
 
 
-def merge_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] host values of which each rank has filled in some rows, put together on all ranks of the world.
-
-    A row that no rank has filled is zero, and so is everything outside ``mask``; a row has one owner, so sums are exact.
-    """
-    packed = values[mask]
-    dist.all_reduce(packed)
-    merged = torch.zeros_like(values)
-    merged[mask] = packed
-    return merged
-
-
-def merge_rows(values: Tensor) -> Tensor:
-    """The same for one number per row: [B]."""
-    dist.all_reduce(values)
-    return values
-
-
 def union(metrics: Mapping[str, float]) -> dict[str, float]:
     """Named numbers of all ranks of the world; where several ranks know a name, the last of them speaks."""
     return {name: value for part in all_gather_json(dict(metrics)) for name, value in part.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,91 +12,81 @@ from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
-from rlhf_mcore.data.collate import sequence_ids
-from rlhf_mcore.mcore.model import local_parameters
+from rlhf_mcore.data.collate import RowTokens, sequence_ids
+from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.mcore.step import Metrics, policy_head
-from rlhf_mcore.roles.role import Role
-from rlhf_mcore.roles.trained import TrainedRole
+from rlhf_mcore.roles.role import RoleModel
+from rlhf_mcore.roles.trained import TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
-def logprobs_of(role: Role, batch: TrainBatch, temperature: float) -> Tensor:
+def logprobs_of(model: RoleModel, batch: TrainBatch, temperature: float) -> Tensor:
+    """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world."""
+
     def head(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, ...]:
-        assert role.model is not None
-        return policy_head(role.model, temperature, outputs, microbatch)
+        assert model.model is not None
+        return policy_head(model.model, temperature, outputs, microbatch)
 
-    return role.per_token(batch, head)
+    return model.per_token(batch, head)
 
 
 @dataclass(slots=True)
-class Policy(Role):
-    """A model that is asked for the logprobs of given tokens, at the sampling temperature."""
+class Reference:
+    """The frozen policy. It has the actor's layout, so it can be brought up to date rank by rank."""
 
+    model: RoleModel
     temperature: float
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [B, T] fp32 of the response tokens, zero elsewhere. Collective over the world."""
-        return logprobs_of(self, batch, self.temperature)
+        """Logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
+        return logprobs_of(self.model, batch, self.temperature)
 
-
-@dataclass(slots=True)
-class Reference(Policy):
-    """The frozen policy. It lies as the actor lies, so it can be brought up to date rank by rank."""
-
-    def refresh(self, actor: Role) -> None:
+    def refresh(self, actor: Actor) -> None:
         """Take over the actor's weights."""
-        if self.model is None or actor.model is None:
+        mine, new = self.model.model, actor.model.model
+        if mine is None or new is None:
             return
-        with self._on_device():
-            for mine, new in zip(local_parameters(self.model), local_parameters(actor.model), strict=True):
-                assert mine.name == new.name, (mine.name, new.name)
-                mine.tensor.copy_(new.tensor)
-            if self.host_weights is not None:
-                self.host_weights.store()
+        with self.model.on_device():
+            for parameter, source in zip(local_parameters(mine), local_parameters(new), strict=True):
+                assert parameter.name == source.name, (parameter.name, source.name)
+                parameter.tensor.copy_(source.tensor)
+            if self.model.host_weights is not None:
+                self.model.host_weights.store()
 
 
-@dataclass(slots=True)
-class Actor(TrainedRole):
-    """The policy being trained: a policy-gradient loss, the entropy bonus, and the KL term where it sits in the loss."""
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term where it is in the loss."""
 
-    temperature: float
+    rows_per_unit: ClassVar[int] = 1
+
     algorithm: AlgorithmConfig
-    policy_loss: PolicyLoss = field(init=False)
-    kl_coef: float = field(init=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        self.policy_loss = find_policy_loss(self.algorithm.policy_loss)
-
-    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
-        """Logprobs [B, T] fp32 of the response tokens, zero elsewhere. Collective over the world."""
-        return logprobs_of(self, batch, self.temperature)
-
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All updates of a step, with the step's weight of the KL."""
-        self.kl_coef = batch.kl_coef
-        return TrainedRole.update(self, batch)
+    policy_loss: PolicyLoss
+    temperature: float
+    kl_coef: float = 0.0
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         assert batch.old_logprobs is not None and batch.advantages is not None
         optional = {"ref_logprobs": batch.ref_logprobs, "correction": batch.correction}
-        fields = {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages}
-        return fields | {name: value for name, value in optional.items() if value is not None}
+        present = {name: value for name, value in optional.items() if value is not None}
+        return {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages, **present}
 
-    def loss(self, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Policy loss with the rollout correction, minus the entropy bonus, plus the KL term. Weighted sums throughout."""
-        assert self.model is not None
-        logprobs, entropy = policy_head(self.model, self.temperature, outputs, microbatch)
+    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        return weights
+
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        """Weighted sums throughout."""
+        logprobs, entropy = policy_head(model, self.temperature, outputs, microbatch)
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
         ids, count = sequence_ids(microbatch)
-        corrected = weights * fields["correction"] if "correction" in fields else weights
         inputs = LossInputs(
             logprobs,
             fields["old_logprobs"],
             fields["advantages"],
             mask=trainable,
-            weights=corrected,
+            weights=weights * fields["correction"] if "correction" in fields else weights,
             sequence_ids=ids.to(logprobs.device),
             num_sequences=count,
         )
@@ -116,3 +107,25 @@ class Actor(TrainedRole):
         if "kl" in sums:
             named["loss/kl"] = sums.pop("kl") / num_tokens
         return named | {f"actor/{name}": value / num_tokens for name, value in sums.items()}
+
+
+@dataclass(slots=True)
+class Actor:
+    """The policy being trained."""
+
+    model: TrainedModel
+    temperature: float
+    algorithm: AlgorithmConfig
+    _objective: PolicyObjective = field(init=False)
+
+    def __post_init__(self) -> None:
+        policy_loss = find_policy_loss(self.algorithm.policy_loss)
+        self._objective = PolicyObjective(self.algorithm, policy_loss, self.temperature)
+
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [N] fp32 of the sampled tokens, zero elsewhere. Collective over the world."""
+        return logprobs_of(self.model, batch, self.temperature)
+
+    def deliver_update(self, batch: TrainBatch) -> Update:
+        """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
+        return self.model.deliver_update(batch, replace(self._objective, kl_coef=batch.kl_coef))

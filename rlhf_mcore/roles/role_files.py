@@ -22,8 +22,8 @@ from rlhf_mcore.mcore.optimizer_state import (
     optimizer_shards,
     unrounded_masters,
 )
-from rlhf_mcore.roles.role import Role
-from rlhf_mcore.roles.trained import TrainedRole
+from rlhf_mcore.roles.role import RoleModel
+from rlhf_mcore.roles.trained import TrainedModel
 
 _COUNTS = ("num_updates", "num_bad_updates")
 
@@ -34,7 +34,7 @@ class RoleFiles:
     Of a role that is not trained only the weights are kept.
     """
 
-    def __init__(self, name: str, role: Role, exporter: Exporter):
+    def __init__(self, name: str, role: RoleModel, exporter: Exporter):
         self.name, self._role, self._exporter = name, role, exporter
         self._geometry = role.spec.geometry
         self._image: FileImage | None = None
@@ -46,7 +46,7 @@ class RoleFiles:
 
     def is_finite(self) -> bool:
         """Whether what would be saved of a trained role holds no NaN and no infinity on this rank. Local."""
-        return not isinstance(self._role, TrainedRole) or self._role.is_finite()
+        return not isinstance(self._role, TrainedModel) or self._role.is_finite()
 
     def write(self, checkpoint: Path) -> list[Path]:
         """Write this rank's files straight from the live tensors and return their paths. Collective over the world.
@@ -113,10 +113,10 @@ class RoleFiles:
             )
 
     @property
-    def _trained(self) -> tuple[TrainedRole, MegatronModel, MegatronOptimizer] | None:
+    def _trained(self) -> tuple[TrainedModel, MegatronModel, MegatronOptimizer] | None:
         """The role with its model and optimizer, where this rank has them."""
         role = self._role
-        if not isinstance(role, TrainedRole) or role.model is None or role.optimizer is None:
+        if not isinstance(role, TrainedModel) or role.model is None or role.optimizer is None:
             return None
         return role, role.model, role.optimizer
 
@@ -126,7 +126,7 @@ class RoleFiles:
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
         """On the first rank, of a role that is trained."""
-        if not isinstance(self._role, TrainedRole):
+        if not isinstance(self._role, TrainedModel):
             return None
         scalars = None
         if (trained := self._trained) is not None:

@@ -1,27 +1,57 @@
-"""A role whose model is updated: minibatches, epochs, the optimizer and its schedule."""
+"""A model that is updated: minibatches, epochs, the optimizer and its schedule. What it is trained for is an objective."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.algorithms.masking import token_weights
+from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.schema import OptimizerConfig
+from rlhf_mcore.data.collate import RowTokens
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.optimizer import MegatronOptimizer, StepOutcome, learning_rate, optimizer_step
 from rlhf_mcore.mcore.optimizer_state import state_is_finite
 from rlhf_mcore.mcore.step import Metrics, forward_backward, load_balance
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
-from rlhf_mcore.roles.role import Role, minibatches
+from rlhf_mcore.roles.role import RoleModel, minibatches
 from rlhf_mcore.types import Microbatch, TrainBatch
+
+Update = Callable[[], dict[str, float]]
+
+
+class Objective(Protocol):
+    """What a model is trained for."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """So many consecutive rows of a batch stay together in a microbatch."""
+        ...
+
+    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
+        """The tensors [N] of the batch that the loss looks at; they travel with the tokens."""
+        ...
+
+    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        """Token weights [N] of the loss, from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
+        ...
+
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
+        ...
+
+    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        """Sums over the minibatch under their public names."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Updates:
+class MinibatchPlan:
     """How a step's rows become updates: ``prompts_per_minibatch`` each, ``epochs`` times over all of them."""
 
     prompts_per_minibatch: int
@@ -31,27 +61,57 @@ class Updates:
 
 
 @dataclass(slots=True)
-class TrainedRole(Role):
-    """Subclasses say the loss and which fields of the batch it needs; ``name`` prefixes the metrics."""
+class TrainedModel(RoleModel):
+    """A model with its optimizer. ``name`` prefixes the metrics."""
 
     optimizer: MegatronOptimizer | None
     optimizer_cfg: OptimizerConfig
-    updates: Updates
+    plan: MinibatchPlan
     name: str
     num_updates: int = field(default=0, kw_only=True)  # skipped ones count too
-    num_bad: int = field(
-        default=0, kw_only=True
-    )  # updates in a row, the last one among them, without a finite gradient
+    # Updates in a row, the last one among them, without a finite gradient.
+    num_bad: int = field(default=0, kw_only=True)
 
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """All updates of a step. Returns their mean metrics, nothing on ranks without the model. Collective over the role's ranks.
+    def deliver_update(self, batch: TrainBatch, objective: Objective) -> Update:
+        """Bring the rows of a step to the ranks that learn from them. Collective over the world.
 
-        ``<name>/not_finite`` is among them when the updates have left a weight or a moment NaN or infinite on any rank.
+        Returns:
+            What makes all updates of the step. Collective over the ranks of the model alone, so that models on different ranks learn
+            at the same time. It returns their mean metrics, nothing on ranks without the model. ``<name>/not_finite`` is among
+            them when the updates have left a weight or a moment NaN or infinite on any rank.
         """
+        parts = minibatches(batch, self.plan.prompts_per_minibatch)
+        fields = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
+        held = self.deliver(batch, parts, fields, objective.rows_per_unit)
+        counts = [(int(batch.num_sampled[rows].sum()), len(rows)) for rows in parts]
         if self.model is None:
-            return {}
-        parts = minibatches(batch, self.updates.prompts_per_minibatch)
-        history = [self._update(batch, rows) for _ in range(self.updates.epochs) for rows in parts]
+            return dict
+        weighted = [
+            self._weighted(batch, objective, tokens, *count) for tokens, count in zip(held, counts, strict=True)
+        ]
+        num_tokens = [count for count, _ in counts]
+        return partial(self._update_all, objective, weighted, num_tokens)
+
+    def _weighted(
+        self, batch: TrainBatch, objective: Objective, held: RowTokens, num_tokens: int, num_rows: int
+    ) -> RowTokens:
+        """The loss mask gives way to the weights of the tokens."""
+        sampled = batch.num_sampled[held.rows]
+        aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
+        per_row = row_weights(
+            sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant
+        )
+        fields = dict(held.fields)
+        lengths = torch.tensor(held.lengths, dtype=torch.int64)
+        weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
+        return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, num_rows)})
+
+    def _update_all(self, objective: Objective, parts: list[RowTokens], num_tokens: list[int]) -> dict[str, float]:
+        history = [
+            self._update(objective, held, count)
+            for _ in range(self.plan.epochs)
+            for held, count in zip(parts, num_tokens, strict=True)
+        ]
         means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
         if not self._all_ranks(self.is_finite()):
             means[f"{self.name}/not_finite"] = 1.0
@@ -61,36 +121,10 @@ class TrainedRole(Role):
         """Whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
         return self.model is None or self.optimizer is None or state_is_finite(self.model, self.optimizer)
 
-    def reweigh(self, batch: TrainBatch, weights: Tensor) -> Tensor:
-        """Token weights [B, T] of the loss, from those of the aggregation."""
-        return weights
-
-    @abstractmethod
-    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        """Tensors [B, T] that the loss looks at."""
-
-    @abstractmethod
-    def loss(self, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
-
-    @abstractmethod
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
-        """Sums over the minibatch under their public names."""
-
-    def _update(self, batch: TrainBatch, rows: Sequence[int]) -> dict[str, float]:
+    def _update(self, objective: Objective, held: RowTokens, num_tokens: int) -> dict[str, float]:
         assert self.model is not None and self.optimizer is not None
-        mask = torch.zeros_like(batch.loss_mask)
-        mask[rows] = batch.loss_mask[rows]
-        num_tokens = int(mask.sum())
-        weights = token_weights(
-            mask,
-            self.updates.loss_aggregation,
-            num_tokens=num_tokens,
-            num_rows=len(rows),
-            constant_length=self.updates.constant_length,
-        )
-        microbatches = self.microbatches(batch, rows, {"weights": self.reweigh(batch, weights), **self.fields(batch)})
-        metrics = forward_backward(self.model, microbatches, self.loss)
+        microbatches = self.microbatches(held, objective.rows_per_unit)
+        metrics = forward_backward(self.model, microbatches, partial(objective.loss, self.model))
         sums = self._reduce(metrics)
         lr = learning_rate(self.num_updates, self.optimizer_cfg.lr, self.optimizer_cfg.schedule)
         # The loss may be NaN on one tensor-parallel rank alone; all ranks of the role have to skip the same updates.
@@ -99,7 +133,7 @@ class TrainedRole(Role):
             outcome = optimizer_step(self.model, self.optimizer, lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
-        named = self.named(sums, max(float(num_tokens), 1.0))
+        named = objective.named(sums, max(float(num_tokens), 1.0))
         if self.model.aux_loss_coef:
             named[f"{self.name}/load_balance"] = load_balance(self.model)
         optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.tokenizer_files import end_tokens
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.rollout.seeds import request_seed
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
@@ -99,14 +100,14 @@ def to_trajectories(
         check_completion(request, completion)
     texts = tokenizer.batch_decode([completion.token_ids for completion in completions], skip_special_tokens=True)
     return [
-        Trajectory(
-            prompt=request.prompt,
-            sample=request.sample,
-            response_ids=completion.token_ids,
-            rollout_logprobs=completion.logprobs,
-            response_text=text,
-            finish_reason=completion.finish_reason,
-            policy_version=policy_version,
+        single_turn(
+            request.prompt,
+            request.sample,
+            completion.token_ids,
+            completion.logprobs,
+            text,
+            completion.finish_reason,
+            policy_version,
         )
         for request, completion, text in zip(requests, completions, texts, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,19 +11,24 @@ from rlhf_mcore.algorithms.correction import rollout_correction
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
-from rlhf_mcore.algorithms.masking import masked_mean
 from rlhf_mcore.algorithms.registry import find_advantage_estimator
+from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.shaping import overlong_penalty, token_rewards
 from rlhf_mcore.algorithms.value_loss import explained_variance, explained_variance_sums
 from rlhf_mcore.config.schema import AlgorithmConfig
+from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.types import TrainBatch
 
 
 @dataclass(slots=True)
 class Estimation:
-    """Shapes rewards and estimates advantages as the configuration says. The same on every rank, without communication."""
+    """Shapes rewards and estimates advantages as the configuration says.
+
+    Every rank estimates those of its own rows; what all must agree on are sums by row, which ``merge`` makes known to all.
+    """
 
     cfg: AlgorithmConfig
+    merge: Callable[[Tensor], Tensor] = merge_rows
     estimate: AdvantageEstimator = field(init=False)
     kl_controller: KLController = field(init=False)
 
@@ -31,8 +37,12 @@ class Estimation:
         self.kl_controller = build_kl_controller(self.cfg.kl)
 
     def __call__(self, batch: TrainBatch) -> dict[str, float]:
-        """Fill all that updates need: ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics."""
-        metrics = self._correct(batch)
+        """Fill all that updates need: ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics.
+
+        Collective over the world.
+        """
+        rows = OwnedRows(batch.rows, batch.lengths, self.merge)
+        metrics = self._correct(batch, rows)
         scores, kl, coef = batch.scores, None, self.kl_controller.coef
         if self.cfg.overlong.enabled:
             penalty = self._overlong(batch)
@@ -47,34 +57,39 @@ class Estimation:
                 mask=batch.loss_mask,
                 clip=self.cfg.kl.clip,
             )
-            metrics |= {"kl/mean": float(masked_mean(kl, batch.loss_mask)), "kl/coef": coef}
+            metrics |= {"kl/mean": _mean(kl, batch, rows), "kl/coef": coef}
             self.kl_controller.update(metrics["kl/mean"])
         in_reward = self.cfg.kl.placement == "reward" and kl is not None
         batch.kl_coef = 0.0 if in_reward else coef
-        batch.rewards = token_rewards(scores, batch.loss_mask, kl, coef if in_reward else 0.0)
-        return metrics | self._advantages(batch, batch.rewards)
+        batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, coef if in_reward else 0.0)
+        return metrics | self._advantages(batch, batch.rewards, rows)
 
-    def _correct(self, batch: TrainBatch) -> dict[str, float]:
+    def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """How far the engine's distribution is from the trainer's is always told; it is made up for where asked."""
         assert batch.old_logprobs is not None
         cfg = self.cfg.rollout_correction
-        factors, found = rollout_correction(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, cfg)
+        factors, found = rollout_correction(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows, cfg)
         batch.correction = factors if cfg.mode != "off" else None
         return {f"rollout/{name}": value for name, value in found.items()}
 
     def _overlong(self, batch: TrainBatch) -> Tensor:
         cfg = self.cfg.overlong
         assert cfg.max_tokens is not None and cfg.cache_tokens is not None, "resolved"
-        return overlong_penalty(batch.loss_mask.sum(1), cfg.max_tokens, cfg.cache_tokens, cfg.penalty)
+        return overlong_penalty(batch.num_sampled, cfg.max_tokens, cfg.cache_tokens, cfg.penalty)
 
-    def _advantages(self, batch: TrainBatch, rewards: Tensor) -> dict[str, float]:
+    def _advantages(self, batch: TrainBatch, rewards: Tensor, rows: OwnedRows) -> dict[str, float]:
         inputs = AdvantageInputs(
-            rewards, batch.loss_mask, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
+            rewards, batch.loss_mask, rows, batch.group_ids, batch.truncated, batch.old_values, batch.bootstrap_values
         )
         found = self.estimate(inputs, self.cfg)
         batch.advantages, batch.returns = found.advantages, found.returns
         if batch.old_values is None or found.returns is None:
             return {}
-        sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask)
-        returns = float(masked_mean(found.returns, batch.loss_mask))
+        sums = explained_variance_sums(batch.old_values, found.returns, batch.loss_mask, rows)
+        returns = _mean(found.returns, batch, rows)
         return {"critic/explained_variance": explained_variance(sums), "critic/returns": returns}
+
+
+def _mean(values: Tensor, batch: TrainBatch, rows: OwnedRows) -> float:
+    """Mean over the sampled tokens of all rows."""
+    return float(rows.sums(values, batch.loss_mask).sum() / batch.num_sampled.sum().clamp(min=1))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats, WeightBridge
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.parts import LogprobModel
@@ -58,12 +60,11 @@ class CanaryBridge:
     def _difference(self, version: int) -> float:
         """Largest mean difference of a response, over all engines; the same on every rank."""
         rollouts = generate(self.engine, self.prompts, self.sampling, step=version)
-        exchange = Exchange(1, pad_token_id=0)
         scores = [Score(0.0) for _ in rollouts.trajectories]
-        batch = exchange(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
-        logprobs = self.actor.compute_logprobs(batch)
-        gaps = (logprobs - batch.rollout_logprobs).abs().masked_fill(~batch.loss_mask, 0.0)
-        means = (gaps.sum(dim=1) / batch.loss_mask.sum(dim=1)).tolist()
+        batch = Exchange(1)(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
+        gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()
+        rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
+        means = (rows.sums(gaps, batch.loss_mask) / batch.num_sampled).tolist()
         return max((mean if math.isfinite(mean) else math.inf for mean in means), default=0.0)
 
 

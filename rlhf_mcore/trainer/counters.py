@@ -23,7 +23,7 @@ class Counters:
         self.steps += 1
         self.prompts += len(batch.group_ids.unique())
         self.samples += len(batch.group_ids)
-        self.tokens += int(batch.loss_mask.sum())
+        self.tokens += int(batch.num_sampled.sum())
         return {f"progress/{name}": float(value) for name, value in asdict(self).items() if name != "steps"}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From the engines to the trainers: trajectories of all engines become the rows of a step, known to every rank."""
+"""From the engines to the trainers: trajectories of all engines become the rows of a step, each stored on one rank."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.data.collate import Row, make_train_batch
+from rlhf_mcore.data.episodes import flat_fields
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
+from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
 from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
 
 
 @dataclass(slots=True)
 class Exchanged:
-    """A step's rows, equal on every rank."""
+    """A step's rows."""
 
     batch: TrainBatch
     part_means: dict[str, float]  # mean of each named part of the scores
     failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """How rows travel."""
+    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it."""
 
     samples_per_prompt: int
-    pad_token_id: int
 
     def __call__(
         self,
@@ -42,63 +44,58 @@ class Exchange:
         Args:
             prompts: all prompts of the step, the same on every rank.
             positions: for each trajectory the place of its prompt in ``prompts``; a data set smaller than a step repeats prompts.
-            trajectories, scores: those that this rank owns, maybe none.
+            trajectories, scores: those that this rank has drawn, maybe none.
 
         Raises:
             RuntimeError: a trajectory is missing, doubled, or has no finite score.
         """
-        table, values = _flatten(positions, self.samples_per_prompt, trajectories, scores)
-        table, values = all_gather_rows(table), all_gather_rows(values)
-        order = table[:, 0].argsort()
-        _check_complete(table[order, 0], len(prompts) * self.samples_per_prompt)
-        parts = values.split((table[:, 1] + 1).tolist())
-        gathered = [parts[place] for place in order.tolist()]
-        if without := [row for row, part in enumerate(gathered) if not part[-1, 0].isfinite()]:
-            raise RuntimeError(f"rows {without} of the step have no finite score")
-        batch = self._batch(prompts, gathered, table[order, 2].tolist())
+        numbers = np.array(
+            [p * self.samples_per_prompt + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64
+        )
+        order = np.argsort(numbers, kind="stable").tolist()
+        mine = [trajectories[k] for k in order]
+        values = torch.tensor([scores[k].value for k in order], dtype=torch.float64)
+        batch = exchange_rows(
+            numbers[order], mine, values, len(prompts) * self.samples_per_prompt, self.samples_per_prompt
+        )
         return Exchanged(batch, _part_means(scores), _failures(scores))
 
-    def _batch(self, prompts: Sequence[Prompt], gathered: Sequence[Tensor], truncated: Sequence[int]) -> TrainBatch:
-        """``gathered`` has for each row [length + 1, 2] float64: (token id, logprob) per token, then (score, 0)."""
-        records = [
-            Row(
-                prompt_ids=prompts[row // self.samples_per_prompt].prompt_ids,
-                response_ids=values[:-1, 0].long().tolist(),
-                rollout_logprobs=values[:-1, 1].tolist(),
-                score=float(values[-1, 0]),
-                truncated=bool(truncated[row]),
-            )
-            for row, values in enumerate(gathered)
-        ]
-        return make_train_batch(
-            records,
-            group_ids=[row // self.samples_per_prompt for row in range(len(records))],
-            pad_token_id=self.pad_token_id,
-        )
 
+def exchange_rows(
+    numbers: np.ndarray, trajectories: Sequence[Trajectory], scores: Tensor, num_rows: int, rows_per_group: int
+) -> TrainBatch:
+    """Rows ``numbers`` (ascending), which this rank has drawn, and those of all other ranks as a batch. Collective over the world.
 
-def _flatten(
-    positions: Sequence[int], samples: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]
-) -> tuple[Tensor, Tensor]:
-    """One integer row a trajectory, and all their tokens in a row. Token ids are exact in float64."""
-    table = [
-        (position * samples + trajectory.sample, len(trajectory.response_ids), trajectory.finish_reason == "length")
-        for position, trajectory in zip(positions, trajectories, strict=True)
-    ]
-    values: list[tuple[float, float]] = []
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        values += zip(map(float, trajectory.response_ids), trajectory.rollout_logprobs, strict=True)
-        values.append((score.value, 0.0))
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, 3), torch.tensor(values, dtype=torch.float64).reshape(
-        -1, 2
+    Raises:
+        RuntimeError: the ranks together do not have each of the ``num_rows`` rows once, or a row has no finite score.
+    """
+    facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank()) for t in trajectories]
+    table = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
+    table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], table], dim=1))
+    scores = all_gather_rows(scores)
+    order = table[:, 0].argsort(stable=True)
+    table, scores = table[order], scores[order]
+    if not torch.equal(table[:, 0], torch.arange(num_rows)):
+        raise RuntimeError(f"the engines returned {len(table)} trajectories, {num_rows} different ones were asked for")
+    if not scores.isfinite().all():
+        raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
+    _, lengths, num_sampled, truncated, holders = table.unbind(1)
+    world_size = dist.get_world_size()
+    owners = owners_of(lengths.numpy(), world_size)
+    owned = rows_by_rank(owners, world_size)
+    moved = move_rows(flat_fields(trajectories), lengths.numpy(), holders.numpy(), owned)
+    return TrainBatch(
+        lengths=lengths,
+        num_sampled=num_sampled,
+        scores=scores,
+        truncated=truncated.bool(),
+        group_ids=torch.arange(num_rows) // rows_per_group,
+        owners=torch.from_numpy(owners),
+        rows=torch.from_numpy(owned[dist.get_rank()]),
+        token_ids=moved["token_ids"],
+        loss_mask=moved["loss_mask"],
+        rollout_logprobs=moved["rollout_logprobs"],
     )
-
-
-def _check_complete(rows: Tensor, expected: int) -> None:
-    if not torch.equal(rows, torch.arange(expected)):
-        raise RuntimeError(
-            f"the engines returned {rows.numel()} trajectories, {expected} different ones were asked for"
-        )
 
 
 def _part_means(scores: Sequence[Score]) -> dict[str, float]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
     from rlhf_mcore.trainer.evaluation import Evaluator
     from rlhf_mcore.trainer.exchange import Exchange
-    from rlhf_mcore.trainer.parts import Checkpointer, PromptSource, Recorder, Roles
+    from rlhf_mcore.trainer.parts import Checkpointer, PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 
@@ -112,13 +112,12 @@ class Trainer:
             batch.old_logprobs = roles.actor.compute_logprobs(batch)
 
     def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
-        """Where critic and actor lie on different ranks, they are updated at the same time."""
-        metrics: dict[str, float] = {}
+        """Rows go to both models first: where critic and actor are on different ranks, they learn at the same time."""
+        learning: list[TrainableModel] = [self.roles.actor] if step > self.roles.warmup_steps else []
         if self.roles.critic is not None:
-            metrics |= self.roles.critic.update(batch)
-        if step > self.roles.warmup_steps:
-            metrics |= self.roles.actor.update(batch)
-        metrics = union(metrics)
+            learning.insert(0, self.roles.critic)
+        updates = [role.deliver_update(batch) for role in learning]
+        metrics = union({name: value for update in updates for name, value in update().items()})
         stop_if_diverged(metrics, self.max_bad_updates)
         return metrics
 

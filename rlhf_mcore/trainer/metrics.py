@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
+from rlhf_mcore.algorithms.rows import OwnedRows
+from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.trainer.exchange import Exchanged
 from rlhf_mcore.types import TrainBatch
 
@@ -12,7 +14,7 @@ from rlhf_mcore.types import TrainBatch
 def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
     """Rewards and lengths over all rows of the step."""
     batch = exchanged.batch
-    scores, lengths = batch.scores, batch.loss_mask.sum(1).double()
+    scores, lengths = batch.scores, batch.num_sampled.double()
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -28,13 +30,11 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
 
 
 def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
-    """How far the trainer's logprobs are from the engine's on the same tokens."""
+    """How far the trainer's logprobs are from the engine's on the same tokens. Collective over the world."""
     assert batch.old_logprobs is not None
-    found = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
-    return {
-        "rollout/logprob_diff_mean": float(found["logprob_diff_sum"]) / max(float(found["num_tokens"]), 1.0),
-        "rollout/logprob_diff_max": float(found["logprob_diff_max"]),
-    }
+    rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
+    found = rollout_ratio_statistics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows)
+    return {f"rollout/{name}": value for name, value in found.items()}
 
 
 class DivergedError(RuntimeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,7 @@ class PromptSource(Protocol):
 
 
 class LogprobModel(Protocol):
-    """A policy that is asked for logprobs [B, T] of the response tokens. Collective over the world."""
+    """A policy that computes logprobs [N] of the sampled tokens. Collective over the world."""
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor: ...
 
@@ -36,7 +36,9 @@ class ReferenceModel(LogprobModel, Protocol):
 class TrainableModel(Protocol):
     """A model that is updated by the ranks that hold it; its metrics are known to these."""
 
-    def update(self, batch: TrainBatch) -> Mapping[str, float]: ...
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
+        """Bring the rows to those ranks, collective over the world; what is returned makes the updates there."""
+        ...
 
 
 class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
@@ -44,7 +46,7 @@ class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
 
 
 class ValueModel(TrainableModel, Protocol):
-    """Values [B, T] of the states before each response token, and, where wanted, [B] of those after the last. Collective."""
+    """Values [N] of the states before each sampled token, and, where wanted, [B] of those after the last. Collective."""
 
     def compute_values(self, batch: TrainBatch) -> tuple[Tensor, Tensor | None]: ...
 

@@ -72,7 +72,7 @@ class RunRecord:
             write_rollouts(self.directory.rollouts_path(step), records)
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Continue what a run that is resumed has recorded before."""
+        """Take up what a run that is resumed has recorded before."""
         for record in records:
             self._remember(record["step"], record)
 

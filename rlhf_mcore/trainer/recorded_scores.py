@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.trainer.evaluation import Place, batches, is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
@@ -16,7 +17,7 @@ TOKENS = "response_ids"  # what a record has until the model has scored it: it r
 
 def with_tokens(record: Record, trajectory: Trajectory) -> Record:
     """A record that waits for the reward model."""
-    return record | {TOKENS: trajectory.response_ids}
+    return record | {TOKENS: trajectory.sampled_ids.tolist()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +69,4 @@ def _finished(record: Record, score: Score) -> Record:
 def _trajectory(prompt: Prompt, record: Record) -> Trajectory:
     tokens = record[TOKENS]
     reason = "length" if record["truncated"] else "stop"
-    return Trajectory(prompt, record["sample"], tokens, [0.0] * len(tokens), record["response"], reason, 0)
+    return single_turn(prompt, record["sample"], tokens, [0.0] * len(tokens), record["response"], reason, 0)

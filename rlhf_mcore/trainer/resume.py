@@ -27,7 +27,7 @@ MAX_NOTED = 20
 class Start:
     """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
 
-    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record continues, up to this step.
+    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record goes on, up to this step.
     ``inputs``: fingerprints of what the run is made from; the first rank's.
     """
 
@@ -40,7 +40,7 @@ class Start:
 
 
 def best_rule(cfg: CheckpointConfig) -> BestRule | None:
-    """Which checkpoint is the best, None if no metric decides it."""
+    """Which checkpoint is the best, None if no metric says so."""
     return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
 
 

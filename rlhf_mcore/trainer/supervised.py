@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch.nn.functional import logsigmoid
 
-from rlhf_mcore.algorithms.masking import masked_sum
+from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity
 from rlhf_mcore.data.examples import Example, example_batch
 from rlhf_mcore.parallel.collectives import union
+from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.trainer.metrics import stop_if_diverged
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Sums = dict[str, float]
 
 
 class BatchSource(Protocol):
-    """Hands out the rows of one step after the other, the same on every rank."""
+    """The rows of one step after the other."""
 
     def next_batch(self) -> TrainBatch: ...
 
@@ -61,7 +62,7 @@ class SupervisedTrainer:
     def _step(self) -> dict[str, float]:
         batch = self.source.next_batch()
         with self.recorder.phase("update"):
-            metrics = union(self.model.update(batch))
+            metrics = union(self.model.deliver_update(batch)())
         stop_if_diverged(metrics, self.max_bad_updates)
         return metrics | self.counters.count(batch)
 
@@ -79,7 +80,6 @@ class HeldOut:
     examples: Sequence[Example]
     every: int
     examples_per_batch: int
-    pad_token_id: int
     measure: Callable[[TrainBatch], Sums]
     named: Callable[[Sums], dict[str, float]]
 
@@ -99,13 +99,14 @@ class HeldOut:
 
     def _batches(self) -> Iterator[TrainBatch]:
         for start in range(0, len(self.examples), self.examples_per_batch):
-            yield example_batch(self.examples[start : start + self.examples_per_batch], self.pad_token_id)
+            yield example_batch(self.examples[start : start + self.examples_per_batch])
 
 
 def likelihood(model: LogprobModel, batch: TrainBatch) -> Sums:
     """Negative log-likelihood and number of the response tokens. Collective over the world."""
-    logprobs = model.compute_logprobs(batch).double()
-    return {"nll": float(masked_sum(-logprobs, batch.loss_mask)), "num_tokens": float(batch.loss_mask.sum())}
+    rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
+    nll = rows.sums(-model.compute_logprobs(batch), batch.loss_mask)
+    return {"nll": float(nll.sum()), "num_tokens": float(batch.num_sampled.sum())}
 
 
 def likelihood_metrics(sums: Sums) -> dict[str, float]:

@@ -65,8 +65,8 @@ def main(directory: Path) -> None:
         loaded = load(model, directory / f"{name}_converted" / "release", path)
         batch = batch_for(rows())
         fill(batch, load_hf(path))
-        actor.update(batch)
-        save(model, actor.optimizer, directory / f"{name}_trained")
+        actor.deliver_update(batch)()
+        save(model, actor.model.optimizer, directory / f"{name}_trained")
         moved = write_gathered(model, directory / f"{name}_expected.safetensors", path)
         findings[name] = {"loaded": loaded, "moved": moved}
     finish(findings, directory)

@@ -70,13 +70,14 @@ def main(directory: Path) -> None:
 
 def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
     """How far the actor's logprobs and entropies are at most, over all ranks, from those expected of each row."""
-    assert actor.model is not None
-    actor.trainer.packing = packing
+    placed = actor.model
+    assert placed.model is not None
+    placed.trainer.packing = packing
     batch = batch_for(rows())
-    head = partial(policy_head, actor.model, TEMPERATURE)
+    head = partial(policy_head, placed.model, TEMPERATURE)
     worst = [0.0, 0.0]
     for which in (0, 1):
-        values = actor.per_token(batch, lambda logits, part, which=which: head(logits, part)[which:])
+        values = placed.per_token(batch, lambda logits, part, which=which: head(logits, part)[which:])
         for row, found in response_values(batch, values).items():
             worst[which] = max(worst[which], float((torch.tensor(found) - expected[row][which]).abs().max()))
     return [max(column) for column in zip(*all_gather_json(worst), strict=True)]

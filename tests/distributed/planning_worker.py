@@ -65,7 +65,7 @@ def main(directory: Path) -> None:
 def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, Any]:
     """By rank, what is held by live tensors and what was predicted; and for the model as a frozen one."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    shards = optimizer_shards(model, actor.optimizer)
+    shards = optimizer_shards(model, actor.model.optimizer)
     held = {
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
@@ -86,7 +86,7 @@ def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, A
 def compare_checkpoint(model: MegatronModel, actor: Actor, role: Role, source: Path) -> dict[str, Any]:
     path = source.with_name(f"{source.name}-{role.dtype}-checkpoint")
     exporter = Exporter(local_parameters(model), role.geometry, [str(source)], bucket_bytes=BUCKET_BYTES)
-    RoleFiles("actor", actor, exporter).write(path)
+    RoleFiles("actor", actor.model, exporter).write(path)
     dist.barrier()
     return {"checkpoint": [sum(map(tensor_bytes, path.rglob("*.safetensors"))), checkpoint_bytes(role)]}
 

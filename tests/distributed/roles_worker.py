@@ -25,11 +25,13 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
-from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.roles.role import RoleModel
+from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
 from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start
+from tests.rows import rows_of_padded
 
 NUM_STEPS = 5
 # name -> layout of the actor (and reference), layout of the critic: (ranks, tp, pp, vpp, sequence parallel), first rank
@@ -78,16 +80,18 @@ def make_classifier(kind: Any, path: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable: bool) -> tuple[Any, Any]:
+def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable: bool) -> tuple[Any, Any, Any]:
+    """Layout, model (None outside of it) and spec."""
     size, tp, pp, vpp, sp, first = cut
     spec = load_spec(path, head)
-    groups = build_groups(ParallelLayout(size, tp, pp, vpp, sequence_parallel=sp, first_rank=first), POOL)
+    layout = ParallelLayout(size, tp, pp, vpp, sequence_parallel=sp, first_rank=first)
+    groups = build_groups(layout, POOL)
     model: MegatronModel | None = None
     if groups is not None:
         options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
         model = build_model(spec, groups, platform, options)
         load(local_parameters(model), spec.geometry, HFReader(path), fresh_head=spec.has_fresh_head)
-    return model, spec
+    return layout, model, spec
 
 
 def algorithm() -> AlgorithmConfig:
@@ -104,18 +108,19 @@ def algorithm() -> AlgorithmConfig:
 def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: Any) -> Team:
     trainer = TrainerConfig(max_tokens_per_microbatch=64)
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
-    updates = Updates(prompts_per_minibatch=2, epochs=2)
+    plan = MinibatchPlan(prompts_per_minibatch=2, epochs=2)
 
-    def trained(head: str, cut: tuple[Any, ...]) -> list[Any]:
-        model, spec = built(path, head, cut, platform, trainable=True)
-        return [model, spec, trainer, build_optimizer(model, optimizer) if model else None, optimizer, updates]
+    def trained(head: str, cut: tuple[Any, ...], name: str) -> TrainedModel:
+        layout, model, spec = built(path, head, cut, platform, trainable=True)
+        state = build_optimizer(model, optimizer) if model else None
+        return TrainedModel(layout, model, spec, trainer, state, optimizer, plan, name)
 
-    frozen, spec = built(path, "lm", actor, platform, trainable=False)
+    layout, frozen, spec = built(path, "lm", actor, platform, trainable=False)
     host = HostWeights(frozen) if frozen is not None else None
     return Team(
-        Actor(*trained("lm", actor), "actor", TEMPERATURE, algorithm()),
-        Critic(*trained("token", critic), "critic", 0.2, bootstrap=True),
-        Reference(frozen, spec, trainer, TEMPERATURE, host_weights=host),
+        Actor(trained("lm", actor, "actor"), TEMPERATURE, algorithm()),
+        Critic(trained("token", critic, "critic"), 0.2, bootstrap=True),
+        Reference(RoleModel(layout, frozen, spec, trainer, host_weights=host), TEMPERATURE),
     )
 
 
@@ -134,7 +139,8 @@ def run(which: Team) -> list[dict[str, float]]:
         batch.old_values, batch.bootstrap_values = which.critic.compute_values(batch)
         batch.old_logprobs = which.actor.compute_logprobs(batch)
         metrics = estimation(batch)
-        metrics |= union({**which.critic.update(batch), **which.actor.update(batch)})
+        updates = [role.deliver_update(batch) for role in (which.critic, which.actor)]
+        metrics |= union({name: value for update in updates for name, value in update().items()})
         history.append(metrics)
     assert len({str(h) for h in all_gather_json(history)}) == 1
     return history
@@ -142,9 +148,10 @@ def run(which: Team) -> list[dict[str, float]]:
 
 def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dict[str, Any]:
     """Of a critic that is loaded with its head, and again of what it saved."""
-    model, spec = built(path, "token", cut, platform, trainable=False)
+    layout, model, spec = built(path, "token", cut, platform, trainable=False)
     trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
-    role = Critic(model, spec, trainer, None, OptimizerConfig(), Updates(1), "critic", None, bootstrap=True)
+    plan = MinibatchPlan(1)
+    role = Critic(TrainedModel(layout, model, spec, trainer, None, OptimizerConfig(), plan, "critic"), None, bootstrap=True)
     exporter = Exporter(
         local_parameters(model) if model else [],
         spec.geometry,
@@ -155,15 +162,16 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
     exporter.save(target)
     before, last = role.compute_values(batch)
     return {
-        "before": [before[row][batch.loss_mask[row]].tolist() for row in range(len(batch.lengths))],
+        "before": rows_of_padded(batch, before),
         "last": last.tolist(),
         "saved": hf_values(target),
     }
 
 
 def scores(path: Path, cut: tuple[Any, ...], platform: Any) -> list[float]:
-    model, spec = built(path, "sequence", cut, platform, trainable=False)
-    return RewardModel(model, spec, TrainerConfig(max_tokens_per_microbatch=64)).compute_scores(scored_batch()).tolist()
+    layout, model, spec = built(path, "sequence", cut, platform, trainable=False)
+    placed = RoleModel(layout, model, spec, TrainerConfig(max_tokens_per_microbatch=64))
+    return RewardModel(placed).compute_scores(scored_batch()).tolist()
 
 
 def refresh(which: Team) -> dict[str, float]:
@@ -172,11 +180,13 @@ def refresh(which: Team) -> dict[str, float]:
     run(which)
 
     def distance() -> float:
-        return float((which.reference.compute_logprobs(batch) - which.actor.compute_logprobs(batch)).abs().max())
+        gaps = (which.reference.compute_logprobs(batch) - which.actor.compute_logprobs(batch)).abs()
+        return max(all_gather_json(float(gaps.max()) if gaps.numel() else 0.0))
 
     before = distance()
     which.reference.refresh(which.actor)
-    held = sum(p.numel() for c in which.reference.model.chunks for p in c.parameters()) if which.reference.model else 0
+    frozen = which.reference.model.model
+    held = sum(p.numel() for chunk in frozen.chunks for p in chunk.parameters()) if frozen is not None else 0
     return {"before": before, "after": distance(), "held_between_uses": float(max(all_gather_json(held)))}
 
 

@@ -17,7 +17,6 @@ warnings.filterwarnings("ignore")
 from rlhf_mcore.bridge.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
-from rlhf_mcore.data.collate import Row, make_train_batch  # noqa: E402
 from rlhf_mcore.mcore.families import load_spec  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters  # noqa: E402
@@ -25,8 +24,9 @@ from rlhf_mcore.mcore.optimizer import build_optimizer  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.policy import Actor  # noqa: E402
-from rlhf_mcore.roles.trained import Updates  # noqa: E402
+from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
+from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
 # name -> (tp, pp, vpp, sequence parallel); the data-parallel size fills the world of four.
 LAYOUTS = {
@@ -130,7 +130,7 @@ def rows(seed: int = 0, count: int = 8) -> list[Row]:
 
 def batch_for(all_rows: list[Row]) -> TrainBatch:
     """Two samples a prompt."""
-    return make_train_batch(all_rows, group_ids=[i // 2 for i in range(len(all_rows))], pad_token_id=0)
+    return batch_of(all_rows, group_ids=[i // 2 for i in range(len(all_rows))])
 
 
 @dataclass(slots=True)
@@ -168,9 +168,9 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     cfg = settings.optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
     chosen = settings.algorithm or algorithm()
-    updates = Updates(1000, 1, chosen.loss_aggregation, chosen.constant_length)
-    optimizer = build_optimizer(model, cfg)
-    return model, Actor(model, spec, trainer, optimizer, cfg, updates, "actor", TEMPERATURE, chosen)
+    plan = MinibatchPlan(1000, 1, chosen.loss_aggregation, chosen.constant_length)
+    trained = TrainedModel(groups.layout, model, spec, trainer, build_optimizer(model, cfg), cfg, plan, "actor")
+    return model, Actor(trained, TEMPERATURE, chosen)
 
 
 def gatherer(model: MegatronModel) -> Gatherer:
@@ -193,8 +193,8 @@ def load_hf(path: Path) -> torch.nn.Module:
 
 
 def response_values(batch: TrainBatch, values: torch.Tensor) -> dict[int, list[float]]:
-    """Per global row the values at its response tokens."""
-    return {row: values[row][batch.loss_mask[row]].tolist() for row in range(len(batch.lengths))}
+    """Per row of the step the values at its response tokens. Collective over the world."""
+    return dict(enumerate(rows_of_padded(batch, values)))
 
 
 def plain(settings: Settings) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from tests.distributed.setting import (
     start,
 )
 from tests.distributed.update_worker import fill
+from tests.rows import rows_of_padded
 
 CIRCLES = {
     "qwen3_tied": ("tp2_pp2", "dp4", "pp2_dp2", "tp2_pp2"),
@@ -86,13 +87,13 @@ class World:
         exporter = Exporter(
             local_parameters(model), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
         )
-        return RoleFiles("actor", actor, exporter)
+        return RoleFiles("actor", actor.model, exporter)
 
 
 def train(actor: Actor, reference: torch.nn.Module) -> dict[str, float]:
     batch = batch_for(rows())
     fill(batch, reference)
-    return actor.update(batch)
+    return actor.deliver_update(batch)()
 
 
 def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         model, actor = world.build(name, saved[number] / "actor", layout)
         files = world.files(model, actor, world.directory / name)
         files.load_state(saved[number])
-        found["steps"].append(optimizer_scalars(actor.optimizer)["step"])
+        found["steps"].append(optimizer_scalars(actor.model.optimizer)["step"])
         # A snapshot that is written after the next update is still what it was.
         write = files.snapshot()
         found["resumed"][f"{number} {layout}"] = train(actor, reference)
@@ -131,11 +132,11 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
 def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:
     """Between the trainer's logprobs and those of what transformers made of the checkpoint."""
     batch = batch_for(rows())
-    found, worst = actor.compute_logprobs(batch), 0.0
+    found, worst = rows_of_padded(batch, actor.compute_logprobs(batch)), 0.0
     for row, source in enumerate(rows()):
         with torch.no_grad():
             expected, _ = hf_logprobs(hf, source)
-        worst = max(worst, float((found[row][batch.loss_mask[row]] - expected).abs().max()))
+        worst = max(worst, float((torch.tensor(found[row]) - expected).abs().max()))
     return worst
 
 
@@ -187,7 +188,7 @@ def spoiled(world: World, kind: str) -> dict[str, Any]:
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2", "bf16")
     sound = train(actor, reference)
     if dist.get_rank() == 2:
-        optimizer_shards(model, actor.optimizer)[-1].tensors[kind][1] = torch.nan
+        optimizer_shards(model, actor.model.optimizer)[-1].tensors[kind][1] = torch.nan
     after = train(actor, reference)
     files = world.files(model, actor, world.directory / "qwen2")
     return {
@@ -245,7 +246,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
     save(files, saved)
     going_on = [train(actor, reference) for _ in range(2)]
     expected = weights(files, world.directory / f"{dtype}_after")
-    scalars = optimizer_scalars(actor.optimizer)
+    scalars = optimizer_scalars(actor.model.optimizer)
     model, actor = world.build(name, saved / "actor", "tp2_dp2", dtype)
     files = world.files(model, actor, world.directory / name)
     files.load_state(saved)
@@ -257,7 +258,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
             *(assemble(world.directory / f"{dtype}_{x}" / "actor/training") for x in ("after", "again"))
         ),
         "metrics": [going_on, resumed],
-        "scalars": [scalars, optimizer_scalars(actor.optimizer)],
+        "scalars": [scalars, optimizer_scalars(actor.model.optimizer)],
     }
 
 
@@ -290,7 +291,7 @@ def mixed_up(world: World) -> list[str]:
         files.load_state(world.directory / "qwen3_tied_0")
     except ConfigError as error:
         other = str(error)
-    assert optimizer_shards(model, actor.optimizer)
+    assert optimizer_shards(model, actor.model.optimizer)
     return [*all_gather_json(message), *all_gather_json(other)]
 
 

@@ -24,7 +24,7 @@ from rlhf_mcore.mcore.model import BuildOptions, build_model, local_parameters
 from rlhf_mcore.mcore.optimizer import build_optimizer
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
-from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.supervised import HeldOut, likelihood, likelihood_metrics, preference, preference_metrics
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
@@ -73,10 +73,9 @@ def role(kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str) ->
     load(local_parameters(model), spec.geometry, HFReader(path))
     max_tokens, packing = CUTS[cut]
     trainer = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing)
-    common = (model, spec, trainer, build_optimizer(model, OPTIMIZER), OPTIMIZER, Updates(1000))
-    return (
-        SupervisedActor(*common, "actor") if kind == "sft" else RewardModelTrainer(*common, "reward_model", CENTERING)
-    )
+    name, optimizer = "actor" if kind == "sft" else "reward_model", build_optimizer(model, OPTIMIZER)
+    placed = TrainedModel(groups.layout, model, spec, trainer, optimizer, OPTIMIZER, MinibatchPlan(1000), name)
+    return SupervisedActor(placed) if kind == "sft" else RewardModelTrainer(placed, CENTERING)
 
 
 def update(
@@ -85,9 +84,9 @@ def update(
     """Held-out figures before and metrics of each update, and the largest difference of a weight from the oracle's."""
     which = role(kind, path, groups, platform, cut)
     measured = held_out(kind, which).run()
-    history = [which.update(example_batch(examples(kind), 0)) for _ in range(NUM_UPDATES)]
-    assert which.model is not None
-    differences = {name: float((tensor - after[name]).abs().max()) for name, tensor in gatherer(which.model)}
+    history = [which.deliver_update(example_batch(examples(kind)))() for _ in range(NUM_UPDATES)]
+    assert which.model.model is not None
+    differences = {name: float((tensor - after[name]).abs().max()) for name, tensor in gatherer(which.model.model)}
     assert len({str(h) for h in all_gather_json(history)}) == 1, "all ranks know the same metrics"
     worst = max(all_gather_json(max(differences.values(), default=0.0)))
     return {"before": measured, "history": history, "weights_diff": worst, "num_weights": len(differences)}
@@ -95,7 +94,7 @@ def update(
 
 def held_out(kind: str, which: Any) -> HeldOut:
     """Three examples at a time: the last batch is short, and some data-parallel ranks have nothing."""
-    build = partial(HeldOut, examples(kind), 0, 3, 0)
+    build = partial(HeldOut, examples(kind), 0, 3)
     if kind == "sft":
         return build(partial(likelihood, which), likelihood_metrics)
     return build(partial(preference, which), preference_metrics)

@@ -83,12 +83,15 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
     all_rows = rows()
     for which, model in (("ref_logprobs", reference), ("old_logprobs", None)):
         values = torch.zeros(batch.token_ids.shape)
-        for row, source in enumerate(all_rows):
+        parts = values.split(batch.lengths[batch.rows].tolist())
+        for row, part in zip(batch.rows.tolist(), parts, strict=True):
+            source = all_rows[row]
             with torch.no_grad():
                 found = hf_logprobs(model, source)[0] if model else torch.tensor(source.rollout_logprobs)
-            values[row][batch.loss_mask[row]] = found
+            part[len(source.prompt_ids) :] = found
         setattr(batch, which, values)
     # Far from the mask anything may stand: it must not matter.
+    assert batch.old_logprobs is not None
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
     Estimation(algorithm())(batch)
 
@@ -105,7 +108,7 @@ def update(
     model, actor = build(path, groups, platform, settings)
     batch = batch_for(rows())
     fill(batch, reference)
-    metrics = actor.update(batch)
+    metrics = actor.deliver_update(batch)()
     worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if after), default=0.0)
     losses = all_gather_json(metrics["loss/total"])
     return {**metrics, "weights_diff": max(all_gather_json(worst)), "num_ranks_agree": float(len(set(losses)))}
@@ -122,7 +125,7 @@ def small_steps(
     for _ in range(30):
         batch = batch_for(rows())
         fill(batch, reference)
-        history.append(actor.update(batch))
+        history.append(actor.deliver_update(batch)())
     moved = {name: float((tensor.float() - before[name].float()).abs().max()) for name, tensor in gatherer(model)}
     return {
         "losses": [metrics["loss/total"] for metrics in history],

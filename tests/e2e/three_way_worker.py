@@ -216,7 +216,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """What all engines say, and how likely they think it is."""
     drawn = generate(engine, prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
-    return all_gather_json([[t.response_ids, t.rollout_logprobs] for t in drawn])
+    return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
 def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
     rollouts = generate(engine, prompts, sampling, step=step)
-    exchange = Exchange(sampling.n, pad_token_id=0)
+    exchange = Exchange(sampling.n)
     scores = [Score(0.0) for _ in rollouts.trajectories]
     batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch
     batch.old_logprobs = actor.compute_logprobs(batch)
@@ -323,11 +323,11 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     hf, worst = load_hf(path), 0.0
     for trajectory in rollouts.trajectories:
         row = type(rows(count=1)[0])(
-            trajectory.prompt.prompt_ids, trajectory.response_ids, trajectory.rollout_logprobs, 0.0
+            trajectory.prompt.prompt_ids, trajectory.sampled_ids.tolist(), trajectory.sampled_logprobs.tolist()
         )
         with torch.no_grad():
             expected, _ = hf_logprobs(hf, row)
-        worst = max(worst, float((expected - torch.tensor(trajectory.rollout_logprobs)).abs().max()))
+        worst = max(worst, float((expected - torch.tensor(trajectory.sampled_logprobs)).abs().max()))
     return {
         "trainer": metrics["rollout/logprob_diff_max"],
         "transformers": max(all_gather_json(worst)),

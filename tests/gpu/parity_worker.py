@@ -36,7 +36,7 @@ def main(directory: Path) -> None:
             expected = [hf_logprobs(load_hf(path), row) for row in rows()]
         _, actor = build(path, groups, platform, Settings())
         for packing in (True, False):
-            actor.trainer.packing = packing
+            actor.model.trainer.packing = packing
             batch = batch_for(rows())
             logprobs = actor.compute_logprobs(batch)
             found = response_values(batch, logprobs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs, LossInputs
-from rlhf_mcore.algorithms.masking import token_weights
+from tests.rows import advantage_inputs, token_weights
 
 LENGTHS = [1, 7, 3, 9, 2, 5, 8, 4]
 WIDTH = 9
@@ -79,7 +79,7 @@ class Ragged:
 
     def advantage_inputs(self) -> AdvantageInputs:
         cut = torch.zeros(len(LENGTHS), dtype=torch.bool)
-        return AdvantageInputs(self.rewards.float(), self.mask, self.groups, cut, self.values.float())
+        return advantage_inputs(self.rewards.float(), self.mask, self.groups, cut, self.values.float())
 
 
 def leaf(values: Tensor) -> Tensor:

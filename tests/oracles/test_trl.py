@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, TrainerConfig
+from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.roles import policy
-from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.roles.policy import PolicyObjective
 from rlhf_mcore.types import Microbatch
 from tests.oracles import published
 from tests.oracles.ragged import CONSTANT_LENGTH, LENGTHS, WIDTH, Ragged, leaf
@@ -65,9 +65,7 @@ def theirs(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fa
 
 def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, factors: Tensor | None) -> Tensor:
     """The loss of the actor, of a microbatch that holds the whole batch."""
-    nothing: Any = SimpleNamespace()
-    actor = Actor(nothing, nothing, TrainerConfig(), None, OptimizerConfig(), Updates(4), "actor", 1.0, cfg)
-    actor.kl_coef = cfg.kl.coef
+    objective = PolicyObjective(cfg, find_policy_loss(cfg.policy_loss), temperature=1.0, kl_coef=cfg.kl.coef)
     fields = {
         "weights": batch.weights(cfg.loss_aggregation),
         "old_logprobs": batch.old,
@@ -78,7 +76,8 @@ def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fact
         fields["correction"] = factors
     ids = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.int64)
     microbatch = Microbatch(ids, ids, list(range(len(LENGTHS))), [WIDTH] * len(LENGTHS), fields=fields)
-    return actor.loss(torch.stack([new, entropy]), microbatch)[0]
+    nothing: Any = None
+    return objective.loss(nothing, torch.stack([new, entropy]), microbatch)[0]
 
 
 @pytest.mark.parametrize(("name", "aggregation"), [*(("ppo_clip", each) for each in LOSS_TYPES), ("gspo", "sequence")])

@@ -24,6 +24,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
 from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from tests.oracles import published
 from tests.oracles.ragged import AGGREGATIONS, CONSTANT_LENGTH, LENGTHS, Ragged, leaf
+from tests.rows import everything
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
 verl = published.verl()
@@ -136,7 +137,7 @@ def test_value_loss(clip: float) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_outcome_estimators(seed: int, ours: str, theirs: str, cfg: AlgorithmConfig) -> None:
     batch = Ragged(seed)
-    found = ADVANTAGE_ESTIMATORS[ours](batch.advantage_inputs(), cfg).advantages
+    found = ADVANTAGE_ESTIMATORS[ours](batch.advantage_inputs(), cfg).advantages.view_as(batch.mask)
     arguments: dict[str, Any] = {"index": batch.groups.numpy(), "config": cfg}
     if ours == "grpo":
         arguments["norm_adv_by_std_in_grpo"] = cfg.normalize_std
@@ -160,16 +161,16 @@ def test_gae(gamma: float, lam: float, gap: bool) -> None:
         batch.rewards, batch.values, batch.floats, gamma, lam
     )
     assert found.returns is not None
-    same(found.returns, returns, batch.mask, rtol=1e-5)
+    same(found.returns.view_as(batch.mask), returns, batch.mask, rtol=1e-5)
     count = int(batch.mask.sum())
-    same(found.advantages, expected * math.sqrt(count / (count - 1)), batch.mask, rtol=2e-5)
+    same(found.advantages.view_as(batch.mask), expected * math.sqrt(count / (count - 1)), batch.mask, rtol=2e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
 def test_whitening_of_small_values(scale: float) -> None:
     """Beside eps the variance is nothing at 1e-6, so N - 1 makes no difference there."""
     batch = Ragged(8)
-    ours = whiten(batch.advantages * scale, batch.mask)
+    ours = whiten(batch.advantages.flatten() * scale, batch.mask.flatten(), everything(batch.mask)).view_as(batch.mask)
     theirs = verl.torch_functional.masked_whiten(batch.advantages * scale, batch.floats)
     torch.testing.assert_close(ours[batch.mask], theirs[batch.mask], rtol=0.5 / NUM_TOKENS * 1.05, atol=1e-5)
 
@@ -180,11 +181,12 @@ def test_rollout_correction(mode: str, masked: bool, spread: float) -> None:
     batch = Ragged(9, spread=spread)
     low, high = (0.5, 2.0) if masked else (None, None)
     cfg = RolloutCorrectionConfig(mode=mode, cap=2.0, mask_low=low, mask_high=high)
-    factors, _ = rollout_correction(batch.old, batch.rollout, batch.mask, cfg)
+    rows = everything(batch.mask)
+    factors, _ = rollout_correction(batch.old.flatten(), batch.rollout.flatten(), batch.mask.flatten(), rows, cfg)
     expected, _ = verl.rollout_corr_helper.compute_rollout_correction_weights(
         batch.old - batch.rollout, batch.floats, rollout_is=mode, rollout_is_threshold="0.5_2.0" if masked else 2.0
     )
-    same(factors, expected, batch.mask)
+    same(factors.view_as(batch.mask), expected, batch.mask)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -212,7 +212,7 @@ def check_engine(directory: Path) -> dict[str, Any]:
     def greedy() -> Any:
         prompts = [Prompt(f"p{i}", i, [3 + (7 * i + 5 * j) % 90 for j in range(6)], "") for i in range(3)]
         drawn = engine.generate(prompts, Sampling(temperature=0.0, max_new_tokens=16), step=0)
-        return [t.response_ids for t in drawn]
+        return [t.sampled_ids.tolist() for t in drawn]
 
     def update(worker: Any, letter: str, live: bool) -> EngineMap:
         from vllm.config import set_current_vllm_config

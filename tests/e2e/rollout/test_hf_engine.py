@@ -41,7 +41,7 @@ def engine(model_dir: str, reference: Any) -> Any:
 
 
 def ids(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[int]]:
-    return {(t.prompt.prompt_id, t.sample): t.response_ids for t in trajectories}
+    return {(t.prompt.prompt_id, t.sample): t.sampled_ids.tolist() for t in trajectories}
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -50,17 +50,17 @@ def test_logprobs_are_those_of_a_whole_forward_pass(engine: Any, reference: Any,
     drawn = engine.generate(PROMPTS, Sampling(n=3, temperature=temperature, max_new_tokens=12), step=1)
     assert [(t.prompt.prompt_id, t.sample) for t in drawn] == [(p.prompt_id, k) for p in PROMPTS for k in range(3)]
     for t in drawn:
-        logits = reference(torch.tensor([t.prompt.prompt_ids + t.response_ids])).logits[0]
+        logits = reference(torch.tensor([t.prompt.prompt_ids + t.sampled_ids.tolist()])).logits[0]
         logprobs = (logits[len(t.prompt.prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
-        expected = logprobs[range(len(t.response_ids)), t.response_ids]
-        assert torch.allclose(torch.tensor(t.rollout_logprobs), expected, atol=1e-4)
+        expected = logprobs[range(len(t.sampled_ids.tolist())), t.sampled_ids.tolist()]
+        assert torch.allclose(torch.tensor(t.sampled_logprobs.tolist()), expected, atol=1e-4)
 
 
 @torch.no_grad()
 def test_greedy_follows_the_argmax(engine: Any, reference: Any) -> None:
     for t in engine.generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=12), step=0):
-        logits = reference(torch.tensor([t.prompt.prompt_ids + t.response_ids])).logits[0]
-        assert logits[len(t.prompt.prompt_ids) - 1 : -1].argmax(-1).tolist() == t.response_ids
+        logits = reference(torch.tensor([t.prompt.prompt_ids + t.sampled_ids.tolist()])).logits[0]
+        assert logits[len(t.prompt.prompt_ids) - 1 : -1].argmax(-1).tolist() == t.sampled_ids.tolist()
 
 
 def test_a_response_ends_with_eos_exactly_if_it_stopped(engine: Any) -> None:
@@ -69,9 +69,9 @@ def test_a_response_ends_with_eos_exactly_if_it_stopped(engine: Any) -> None:
     for t in drawn:
         room = min(40, 48 - len(t.prompt.prompt_ids))
         if t.finish_reason == "stop":
-            assert t.response_ids.index(EOS) == len(t.response_ids) - 1
+            assert t.sampled_ids.tolist().index(EOS) == len(t.sampled_ids.tolist()) - 1
         else:
-            assert EOS not in t.response_ids and len(t.response_ids) == room
+            assert EOS not in t.sampled_ids.tolist() and len(t.sampled_ids.tolist()) == room
 
 
 def test_a_response_does_not_depend_on_its_batch_but_on_the_step(engine: Any) -> None:

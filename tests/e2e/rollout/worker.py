@@ -40,11 +40,11 @@ def summary(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
         {
             "prompt": trajectory.prompt.prompt_id,
             "sample": trajectory.sample,
-            "ids": trajectory.response_ids,
-            "logprobs": trajectory.rollout_logprobs,
+            "ids": trajectory.sampled_ids.tolist(),
+            "logprobs": trajectory.sampled_logprobs.tolist(),
             "text": trajectory.response_text,
             "finish": trajectory.finish_reason,
-            "version": trajectory.policy_version,
+            "version": trajectory.versions[0][1],
         }
         for trajectory in trajectories
     ]
@@ -79,12 +79,12 @@ class Models:
         gap = 0.0
         for trajectory in trajectories:
             prompt = trajectory.prompt.prompt_ids
-            logits = self.a(torch.tensor([prompt + trajectory.response_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = self.a(torch.tensor([prompt + trajectory.sampled_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
             logits = logits / temperature
             if top_k is not None:
                 logits[logits < logits.sort(descending=True).values[:, top_k - 1 : top_k]] = -torch.inf
-            expected = logits.log_softmax(-1)[range(len(trajectory.response_ids)), trajectory.response_ids]
-            gap = max(gap, (expected - torch.tensor(trajectory.rollout_logprobs)).abs().max().item())
+            expected = logits.log_softmax(-1)[range(len(trajectory.sampled_ids.tolist())), trajectory.sampled_ids.tolist()]
+            gap = max(gap, (expected - torch.tensor(trajectory.sampled_logprobs.tolist())).abs().max().item())
         return gap
 
 

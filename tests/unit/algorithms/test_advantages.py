@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.advantages import broadcast_to_tokens, group_relative
+from tests.rows import advantage_inputs
 
 NAN = float("nan")
 
@@ -79,5 +80,7 @@ def test_against_a_loop_in_any_order(groups: list[list[float]], std: bool, data:
 
 def test_broadcast_by_hand():
     mask = torch.tensor([[False, True, True], [False, False, False], [True, False, True]])
-    tokens = broadcast_to_tokens(torch.tensor([2.0, NAN, -1.0]), mask)
-    assert tokens.tolist() == [[0, 2, 2], [0, 0, 0], [-1, 0, -1]]
+    nothing = torch.zeros(3, dtype=torch.int64)
+    made = advantage_inputs(torch.zeros(3, 3), mask, nothing, nothing.bool())
+    tokens = broadcast_to_tokens(torch.tensor([2.0, NAN, -1.0]), made)
+    assert tokens.view(3, 3).tolist() == [[0, 2, 2], [0, 0, 0], [-1, 0, -1]]

@@ -13,7 +13,7 @@ from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.config.validate import validate
-from tests.unit.algorithms.test_registry import inputs
+from tests.rows import advantage_inputs
 from tests.unit.algorithms.tokens import loss_inputs
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "algorithms.md"
@@ -40,13 +40,12 @@ def test_it_is_short() -> None:
 
 
 def test_its_advantages(configured: AlgorithmConfig) -> None:
-    made = inputs()
-    made.rewards = torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 4.0], [9.0, 0.5, 0.0], [9.0, 2.0, 3.0]])
-    made.loss_mask = torch.tensor([[False, True, True]] * 4)
-    made.group_ids, made.truncated = torch.tensor([5, 5, 5, 2]), torch.zeros(4).bool()
+    rewards = torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 4.0], [9.0, 0.5, 0.0], [9.0, 2.0, 3.0]])
+    mask = torch.tensor([[False, True, True]] * 4)
+    made = advantage_inputs(rewards, mask, torch.tensor([5, 5, 5, 2]), torch.zeros(4).bool())
     result = find_advantage_estimator(configured.advantage)(made, configured)
     # Outcomes 1, 4, 0.5 with median 1; 5 alone.
-    assert result.advantages.tolist() == [[0, 0, 0], [0, 3, 3], [0, -0.5, -0.5], [0, 0, 0]]
+    assert result.advantages.view(4, 3).tolist() == [[0, 0, 0], [0, 3, 3], [0, -0.5, -0.5], [0, 0, 0]]
 
 
 def test_its_loss(configured: AlgorithmConfig) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,10 @@ from rlhf_mcore.algorithms.advantages import (
     whiten,
 )
 from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.rows import advantage_inputs, everything
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 NAN = float("nan")
 
@@ -39,27 +43,29 @@ class Response:
 
 
 def inputs(responses: list[Response], garbage: float = NAN, gap: int = 1) -> AdvantageInputs:
-    """Padded rows with ``gap`` positions of garbage in front of, and between, the trainable tokens."""
+    """Rows with ``gap`` positions of garbage in front of, and between, the trainable tokens."""
     width = 2 + (1 + gap) * max((len(r.rewards) for r in responses), default=0)
     shape = (len(responses), width)
-    made = AdvantageInputs(
-        rewards=torch.full(shape, garbage),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        group_ids=torch.tensor([r.group for r in responses], dtype=torch.int64),
-        truncated=torch.tensor([r.truncated for r in responses], dtype=torch.bool),
-        old_values=torch.full(shape, garbage),
-        bootstrap_values=torch.tensor([r.end if r.truncated else garbage for r in responses]),
-    )
+    rewards, values = torch.full(shape, garbage), torch.full(shape, garbage)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
     for row, response in enumerate(responses):
         places = [1 + gap + t * (1 + gap) for t in range(len(response.rewards))]
-        made.loss_mask[row, places] = True
-        made.rewards[row, places] = torch.tensor(response.rewards)
-        made.old_values[row, places] = torch.tensor(response.values)
-    return made
+        loss_mask[row, places] = True
+        rewards[row, places] = torch.tensor(response.rewards)
+        values[row, places] = torch.tensor(response.values)
+    return advantage_inputs(
+        rewards,
+        loss_mask,
+        group_ids=torch.tensor([r.group for r in responses], dtype=torch.int64),
+        truncated=torch.tensor([r.truncated for r in responses], dtype=torch.bool),
+        old_values=values,
+        bootstrap_values=torch.tensor([r.end if r.truncated else garbage for r in responses]),
+    )
 
 
-def per_token(tensor: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
-    return [row[mask].tolist() for row, mask in zip(tensor, made.loss_mask, strict=True)]
+def per_token(values: torch.Tensor, made: AdvantageInputs) -> list[list[float]]:
+    lengths = made.rows.lengths.tolist()
+    return [row[mask].tolist() for row, mask in zip(values.split(lengths), made.loss_mask.split(lengths), strict=True)]
 
 
 def test_gae_by_hand():
@@ -166,6 +172,10 @@ def test_reinforce_plus_plus_with_baseline_by_hand():
     assert [x for row in advantages for x in row] == pytest.approx(expected, rel=1e-6)
 
 
+def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return whiten(values.flatten(), mask.flatten(), everything(values)).view_as(values)
+
+
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e6])
 def test_rounding_of_equal_values_is_no_signal(size: float):
     exact = torch.full((4, 6), size)
@@ -173,7 +183,7 @@ def test_rounding_of_equal_values_is_no_signal(size: float):
     noisy = exact * (1 + torch.tensor([0, 1, -1, 2, 0, -2]) * 2.0**-23)
     assert noisy.unique().numel() > 2
     mask = torch.ones(4, 6, dtype=torch.bool)
-    assert whiten(noisy, mask).eq(0).all()
+    assert whitened(noisy, mask).eq(0).all()
     relative = group_relative(noisy[0], torch.zeros(6, dtype=torch.int64), normalize_std=True)
     assert relative.eq(0).all()
 
@@ -181,18 +191,18 @@ def test_rounding_of_equal_values_is_no_signal(size: float):
 def test_whitening_does_not_scale_up_what_a_good_critic_leaves():
     # Deviations of 1e-6: (1e-6)^2 is lost beside eps = 1e-8, whose root is 1e-4, so they become 1e-2.
     values = torch.tensor([[1e-6, -1e-6], [-1e-6, 1e-6]])
-    found = whiten(values, torch.ones(2, 2, dtype=torch.bool))
+    found = whitened(values, torch.ones(2, 2, dtype=torch.bool))
     torch.testing.assert_close(found, values * 1e4, rtol=1e-3, atol=0)
 
 
 def test_small_differences_of_large_values_are_still_differences():
     # Mean 1e4, deviation 1.
-    found = whiten(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
+    found = whitened(torch.tensor([[10001.0, 9999.0]]), torch.ones(1, 2, dtype=torch.bool))
     torch.testing.assert_close(found, torch.tensor([[1.0, -1.0]]))
 
 
 def test_whitening_an_empty_mask_gives_zeros():
-    assert whiten(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
+    assert whitened(torch.full((2, 3), NAN), torch.zeros(2, 3, dtype=torch.bool)).tolist() == [[0.0] * 3] * 2
 
 
 # Slow versions: each a direct reading of the paper's formula, over lists of one response or group.
@@ -326,6 +336,41 @@ def test_permuting_responses_permutes_advantages(
 ):
     order = data.draw(st.permutations(range(len(responses))))
     renamed = [replace(responses[i], group=100 - responses[i].group) for i in order]
-    straight = ADVANTAGE_ESTIMATORS[name](inputs(responses), cfg).advantages
-    permuted = ADVANTAGE_ESTIMATORS[name](inputs(renamed), cfg).advantages
+    straight = ADVANTAGE_ESTIMATORS[name](inputs(responses), cfg).advantages.view(len(order), -1)
+    permuted = ADVANTAGE_ESTIMATORS[name](inputs(renamed), cfg).advantages.view(len(order), -1)
     torch.testing.assert_close(permuted, straight[order], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@settings(max_examples=15, deadline=None)
+@given(responses=steps(), cfg=configs, whitened=st.booleans(), data=st.data())
+def test_who_owns_a_row_changes_no_bit(
+    name: str, responses: list[Response], cfg: AlgorithmConfig, whitened: bool, data: st.DataObject
+):
+    cfg = replace(cfg, whiten_advantages=whitened)
+    whole = inputs(responses)
+    expected = ADVANTAGE_ESTIMATORS[name](whole, cfg)
+    owners = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=len(responses), max_size=len(responses))))
+
+    def body(group: ThreadGroup) -> bool:
+        """One of three ranks, some of which may own nothing."""
+
+        def merge(values: torch.Tensor) -> torch.Tensor:
+            group.reduce(values, dist.ReduceOp.SUM)
+            return values
+
+        rows = OwnedRows((owners == group.rank()).nonzero().flatten(), whole.rows.lengths, merge)
+        mine = owners[whole.rows.token_rows] == group.rank()
+        made = replace(
+            whole,
+            rewards=whole.rewards[mine],
+            loss_mask=whole.loss_mask[mine],
+            rows=rows,
+            old_values=whole.old_values[mine],
+        )
+        found = ADVANTAGE_ESTIMATORS[name](made, cfg)
+        if expected.returns is not None and not torch.equal(found.returns, expected.returns[mine]):
+            return False
+        return torch.equal(found.advantages, expected.advantages[mine])
+
+    assert run_ranks(3, body) == [True] * 3

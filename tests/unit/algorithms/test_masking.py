@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.algorithms.masking import AGGREGATIONS, masked_mean, masked_sum, token_weights, weighted_sum
+from rlhf_mcore.algorithms.masking import AGGREGATIONS, masked_mean, masked_sum, row_weights, weighted_sum
 
 NAN = float("nan")
 
@@ -46,37 +46,35 @@ def test_a_nan_that_carries_weight_is_not_hidden():
 
 
 # Rows with 1, 3 and 0 trainable tokens; the minibatch over all ranks has 8 tokens in 5 rows.
-MASK = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
+COUNTS = torch.tensor([1, 3, 0])
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "first", "second"),
+    ("aggregation", "first", "second", "empty"),
     [
-        ("token", 0.125, 0.125),  # 1 / 8
-        ("sequence", 0.2, 1 / 15),  # 1 / (1 * 5), 1 / (3 * 5)
-        ("constant", 0.02, 0.02),  # 1 / (10 * 5)
+        ("token", 0.125, 0.125, 0.125),  # 1 / 8
+        ("sequence", 0.2, 1 / 15, 0.2),  # 1 / (1 * 5), 1 / (3 * 5); no token has the last one
+        ("constant", 0.02, 0.02, 0.02),  # 1 / (10 * 5)
     ],
 )
-def test_token_weights_by_hand(aggregation: str, first: float, second: float):
-    weights = token_weights(MASK, aggregation, num_tokens=8, num_rows=5, constant_length=10)
-    expected = torch.tensor([[0, first, 0, 0], [0, second, second, second], [0, 0, 0, 0]])
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, expected)
+def test_row_weights_by_hand(aggregation: str, first: float, second: float, empty: float):
+    weights = row_weights(COUNTS, aggregation, num_tokens=8, num_rows=5, constant_length=10)
+    torch.testing.assert_close(weights, torch.tensor([first, second, empty]))
 
 
-def test_a_minibatch_without_trainable_tokens_has_zero_weights():
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
+def test_a_minibatch_without_trainable_tokens_has_finite_weights():
+    nothing = torch.zeros(2, dtype=torch.int64)
     for aggregation in AGGREGATIONS:
-        weights = token_weights(nothing, aggregation, num_tokens=0, num_rows=0, constant_length=4)
-        assert weights.tolist() == [[0.0] * 3] * 2
+        weights = row_weights(nothing, aggregation, num_tokens=0, num_rows=0, constant_length=4)
+        assert weights.shape == (2,) and weights.isfinite().all()
 
 
 def test_wrong_aggregations_are_refused():
     with pytest.raises(ValueError, match=r"'mean'.*token, sequence, constant"):
-        token_weights(MASK, "mean", num_tokens=8, num_rows=5)
+        row_weights(COUNTS, "mean", num_tokens=8, num_rows=5)
     for length in (None, 0):
         with pytest.raises(ValueError, match="constant_length"):
-            token_weights(MASK, "constant", num_tokens=8, num_rows=5, constant_length=length)
+            row_weights(COUNTS, "constant", num_tokens=8, num_rows=5, constant_length=length)
 
 
 def slow_loss(losses: list[list[float]], aggregation: str, constant_length: int) -> float:
@@ -100,6 +98,7 @@ def test_weights_realise_the_papers_means_over_ranks(data: st.DataObject, aggreg
         rows = [row for row, owner in zip(losses, owners, strict=True) if owner == rank]
         values = torch.tensor([row + [NAN] * (7 - len(row)) for row in rows]).reshape(-1, 7)
         mask = torch.tensor([[t < len(row) for t in range(7)] for row in rows], dtype=torch.bool).reshape(-1, 7)
-        weights = token_weights(mask, aggregation, num_tokens=num_tokens, num_rows=len(losses), constant_length=9)
-        total += weighted_sum(values, weights).item()
+        counts = mask.sum(1)
+        per_row = row_weights(counts, aggregation, num_tokens=num_tokens, num_rows=len(losses), constant_length=9)
+        total += weighted_sum(values, torch.where(mask, per_row[:, None], 0.0)).item()
     assert total == pytest.approx(slow_loss(losses, aggregation, 9), rel=1e-5, abs=1e-5)

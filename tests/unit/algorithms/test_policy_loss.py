@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.algorithms.masking import AGGREGATIONS, token_weights
+from rlhf_mcore.algorithms.masking import AGGREGATIONS
 from rlhf_mcore.algorithms.policy_loss import ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.rows import token_weights
 from tests.unit.algorithms.tokens import loss_inputs
 
 NAN, INF = float("nan"), float("inf")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.algorithms.interfaces import POLICY_LOSSES, LossInputs
-from rlhf_mcore.algorithms.masking import token_weights
 from rlhf_mcore.algorithms.policy_loss import cispo, gspo, ppo_clip
 from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.rows import token_weights
 from tests.unit.algorithms.tokens import loss_inputs
 
 NAN, INF = float("nan"), float("inf")

@@ -15,13 +15,14 @@ from rlhf_mcore.config.algorithm_rules import POLICY_LOSSES as LOSS_NAMES
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.schema import AlgorithmConfig
+from tests.rows import advantage_inputs
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 def inputs() -> AdvantageInputs:
     """One prompt, two responses of two tokens, scores 1 and 0."""
-    return AdvantageInputs(
+    return advantage_inputs(
         rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
         loss_mask=torch.tensor([[False, True, True], [False, True, True]]),
         group_ids=torch.tensor([0, 0]),
@@ -72,7 +73,7 @@ def test_a_function_of_a_users_file(tmp_path: Path):
         "    return inputs.logprobs.sum() * 0, {}\n",
     )
     result = find_advantage_estimator(f"{path}:constant")(inputs(), AlgorithmConfig(clip_low=0.5))
-    assert result.advantages.tolist() == [[0, 0.5, 0.5], [0, 0.5, 0.5]]
+    assert result.advantages.tolist() == [0, 0.5, 0.5, 0, 0.5, 0.5]
     assert find_policy_loss(f"{path}:nothing").__name__ == "nothing"
 
 
@@ -80,8 +81,8 @@ def test_a_function_of_a_users_file(tmp_path: Path):
     ("body", "complaint"),
     [
         ("return inputs.rewards", "returned Tensor: return an Advantages"),
-        ("return Advantages(inputs.rewards.sum(1))", "returned advantages of shape [2], not [2, 3]"),
-        ("return Advantages(inputs.rewards, inputs.rewards[:, :1])", "returned returns of shape [2, 1], not [2, 3]"),
+        ("return Advantages(inputs.rewards.view(2, 3))", "returned advantages of shape [2, 3], not [6]"),
+        ("return Advantages(inputs.rewards, inputs.rewards[:1])", "returned returns of shape [1], not [6]"),
     ],
 )
 def test_a_result_of_the_wrong_kind_is_named(tmp_path: Path, body: str, complaint: str):

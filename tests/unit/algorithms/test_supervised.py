@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from rlhf_mcore.algorithms.masking import token_weights
 from rlhf_mcore.algorithms.supervised import bradley_terry_loss, perplexity, sft_loss
+from tests.rows import token_weights
 
 NAN, INF = float("nan"), float("inf")
 

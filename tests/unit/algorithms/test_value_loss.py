@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer, explained_variance, explained_variance_sums, value_loss
 from rlhf_mcore.config.errors import ConfigError
+from tests.rows import everything
 
 NAN, INF = float("nan"), float("inf")
 
@@ -73,10 +75,18 @@ def test_against_a_loop_with_garbage_in_padding(
     assert all(metric.isfinite() for metric in metrics.values())
 
 
+def flat_sums(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    return explained_variance_sums(values.flatten(), returns.flatten(), mask.flatten(), everything(values))
+
+
+def take_in(made: ReturnNormalizer, returns: Tensor, mask: Tensor) -> None:
+    made.update(returns.flatten(), mask.flatten(), everything(returns))
+
+
 def explained(values: list[float], returns: list[float]) -> float:
     padded = torch.tensor([[*values, NAN]]), torch.tensor([[*returns, NAN]])
     mask = torch.tensor([[True] * len(values) + [False]])
-    return explained_variance(explained_variance_sums(*padded, mask))
+    return explained_variance(flat_sums(*padded, mask))
 
 
 def test_explained_variance_by_hand():
@@ -96,7 +106,7 @@ def test_explained_variance_from_sums_over_parts(pairs: list[tuple[float, float]
     sums: dict[str, float] = {}
     for part in (pairs[:cut], pairs[cut:]):
         values, returns = torch.tensor([v for v, _ in part]), torch.tensor([r for _, r in part])
-        local = explained_variance_sums(values, returns, torch.ones(len(part), dtype=torch.bool))
+        local = flat_sums(values[None], returns[None], torch.ones(1, len(part), dtype=torch.bool))
         sums = {name: sums.get(name, 0.0) + value for name, value in local.items()}
     if variance > 1e-6:
         assert explained_variance(sums) == pytest.approx(1 - errors / variance, rel=1e-6, abs=1e-6)
@@ -107,7 +117,7 @@ def test_explained_variance_from_sums_over_parts(pairs: list[tuple[float, float]
 def test_a_normalizer_has_the_moments_of_everything_it_has_seen(steps: list[list[float]]):
     made, seen = ReturnNormalizer(), [x for step in steps for x in step]
     for step in steps:
-        made.update(torch.tensor([[*step, NAN]]), torch.tensor([[True] * len(step) + [False]]))
+        take_in(made, torch.tensor([[*step, NAN]]), torch.tensor([[True] * len(step) + [False]]))
     if not seen or statistics.pvariance(seen) < 1e-9:
         return
     x = torch.tensor([[1.0, -2.0]], dtype=torch.float64)
@@ -122,7 +132,7 @@ def test_a_normalizer_has_the_moments_of_everything_it_has_seen(steps: list[list
 def test_a_normalizer_that_has_seen_nothing_or_no_variance():
     made, x = ReturnNormalizer(), torch.tensor([3.0])
     assert made.normalize(x).item() == made.denormalize(x).item() == 3.0
-    made.update(torch.full((2, 2), 5.0), torch.ones(2, 2).bool())
+    take_in(made, torch.full((2, 2), 5.0), torch.ones(2, 2).bool())
     assert made.normalize(x).item() == -2.0 and math.isclose(made.deviation, 1.0)
     with pytest.raises(ConfigError, match="return normalizer"):
         made.load_state_dict({"count": 1.0})
@@ -131,13 +141,13 @@ def test_a_normalizer_that_has_seen_nothing_or_no_variance():
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("wild", [3e38, -3e38, float("inf"), NAN])
 def test_one_wild_return_does_not_decide_what_the_others_are_divided_by(first: bool, wild: float):
-    usual = torch.tensor([[0.0, 1.0] * 50])
+    usual = torch.tensor([[0.0], [1.0]] * 50)  # a hundred responses
     mask = torch.ones_like(usual, dtype=torch.bool)
     hit = usual.clone()
-    hit[0, 17] = wild
+    hit[17] = wild
     made = ReturnNormalizer()
     for number in range(20):
-        made.update(hit if number == (0 if first else 19) else usual, mask)
+        take_in(made, hit if number == (0 if first else 19) else usual, mask)
     # 100 spreads of at most 1 among 2000 returns of mean 1/2: the mean moves by 0.05 at most, the variance by 100^2 / 2000 = 5.
     assert made.mean == pytest.approx(0.5, abs=0.06) and 0.4 < made.deviation < 2.4
     assert made.normalize(usual).abs().max() < 3
@@ -145,5 +155,5 @@ def test_one_wild_return_does_not_decide_what_the_others_are_divided_by(first: b
 
 def test_returns_of_any_size_are_taken_as_they_are():
     made = ReturnNormalizer()
-    made.update(torch.tensor([[0.0, 1e6, 2e6, 3e6]]), torch.ones(1, 4).bool())
+    take_in(made, torch.tensor([[0.0], [1e6], [2e6], [3e6]]), torch.ones(4, 1).bool())
     assert made.mean == 1.5e6 and made.deviation == pytest.approx(math.sqrt(1.25) * 1e6)

@@ -9,6 +9,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tests.unit.parallel.world import world
+
+__all__ = ["world"]
+
 # Refuses two messages of one role in a row, as the templates of many families do.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

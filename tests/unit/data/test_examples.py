@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
@@ -104,17 +105,33 @@ def test_long_examples_are_counted_or_dropped(tmp_path: Path, tokenizer: PreTrai
         read(tokenizer, file, PAIRS, max_tokens=2, drop_longer=True)
 
 
+@pytest.mark.usefixtures("world")
 def test_rows_of_a_batch_follow_each_other_by_example() -> None:
-    batch = example_batch([Example("", [5, 6], [[7], [8, 9]]), Example("", [4], [[3, 2], [1]])], pad_token_id=0)
-    assert batch.token_ids.tolist() == [[5, 6, 7, 0], [5, 6, 8, 9], [4, 3, 2, 0], [4, 1, 0, 0]]
-    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 0], [0, 0, 1, 1], [0, 1, 1, 0], [0, 1, 0, 0]]
-    assert batch.group_ids.tolist() == [0, 0, 1, 1]
+    batch = example_batch([Example("", [5, 6], [[7], [8, 9]]), Example("", [4], [[3, 2], [1]])])
+    assert batch.token_ids.tolist() == [5, 6, 7, 5, 6, 8, 9, 4, 3, 2, 4, 1]
+    assert batch.loss_mask.int().tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
+    assert batch.lengths.tolist() == [3, 4, 3, 2] and batch.num_sampled.tolist() == [1, 2, 2, 1]
+    assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.rows.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_keeps_the_tokens_of_the_rows_that_it_owns(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    # Lengths 4, 3, 2, 6: dealt 6, 4, 3 to ranks 0, 1, 2, and then 2 to rank 2.
+    sizes = [4, 3, 2, 6]
+    batch = example_batch([Example("", [10 * k], [[10 * k + t for t in range(1, n)]]) for k, n in enumerate(sizes)])
+    assert batch.owners.tolist() == [1, 2, 2, 0] and batch.lengths.tolist() == sizes
+    rows = {0: [3], 1: [0], 2: [1, 2]}[rank]
+    assert batch.rows.tolist() == rows
+    assert batch.token_ids.tolist() == [10 * k + t for k in rows for t in range(sizes[k])]
+
+
+@pytest.mark.usefixtures("world")
 def test_batches_follow_the_sampler() -> None:
     class Backwards:
         def next_batch(self) -> list[int]:
             return [2, 0]
 
     examples = [Example("", [1, k], [[9]]) for k in range(3)]
-    assert ExampleBatches(examples, Backwards(), 0).next_batch().token_ids.tolist() == [[1, 2, 9], [1, 0, 9]]
+    assert ExampleBatches(examples, Backwards()).next_batch().token_ids.tolist() == [1, 2, 9, 1, 0, 9]

@@ -10,9 +10,10 @@ import pytest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.data.recipes import GSM8K_INSTRUCTION, RECIPES, Example
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.types import Prompt, Trajectory
+from rlhf_mcore.types import Prompt
 
 EXPERIMENTS = sorted((Path(__file__).resolve().parents[3] / "configs" / "experiments").glob("*.yaml"))
 # Rows as the data sets have them.
@@ -65,7 +66,7 @@ def as_asked(example: Example, answer: str) -> str:
 def scores(cfg: Config, recipe: str, responses: list[str]) -> list[float]:
     made = examples(recipe)
     rows = [
-        Trajectory(Prompt(str(n), n, [1], "", ground_truth=example.ground_truth), 0, [1], [0.0], text, "stop", 0)
+        single_turn(Prompt(str(n), n, [1], "", ground_truth=example.ground_truth), 0, [1], [0.0], text, "stop", 0)
         for n, (example, text) in enumerate(zip(made, responses, strict=True))
     ]
     return [score.value for score in build_reward(cfg.reward).score(rows)]

@@ -17,7 +17,7 @@ from rlhf_mcore.bridge.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.transfer import load
 from rlhf_mcore.config.model_files import architecture_name
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch, restore_last, restore_rows
+from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.mcore.ambient import ambient
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
@@ -27,7 +27,7 @@ from rlhf_mcore.mcore.optimizer_state import optimizer_scalars
 from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head, scalar_head
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.types import Microbatch, TrainBatch
+from rlhf_mcore.types import Microbatch
 from tests.distributed.models import make
 
 pytestmark = [
@@ -52,28 +52,30 @@ def build(directory: Path, groups: ModelGroups, *, trainable: bool, head: str = 
     return model
 
 
-def batch() -> TrainBatch:
-    rows = [
-        Row([1, 2, 3], [4, 5, 6, 7], [0.0] * 4, 0.0),
-        Row([8], [9], [0.0], 0.0),
-        Row([10, 11], [12] * 3, [0.0] * 3, 0.0),
-    ]
-    return make_train_batch(rows, [0, 1, 2], 0)
+LENGTHS = [7, 2, 5]  # of which 3, 1 and 2 tokens are prompts
 
 
-def microbatches(made: TrainBatch, packing: bool) -> list[Microbatch]:
-    return make_microbatches(made, [0, 1, 2], fields={}, max_tokens=9, packing=packing)
+def rows() -> list[torch.Tensor]:
+    ids = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 12, 12], dtype=torch.int32)
+    return list(ids.split(LENGTHS))
 
 
-def expected_logprobs(hf: torch.nn.Module, made: TrainBatch) -> torch.Tensor:
+def loss_mask() -> torch.Tensor:
+    return torch.tensor([0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1], dtype=torch.bool)
+
+
+def microbatches(packing: bool) -> list[Microbatch]:
+    held = RowTokens([0, 1, 2], LENGTHS, {"token_ids": torch.cat(rows()), "mask": loss_mask()})
+    return make_microbatches(held, max_tokens=9, packing=packing)
+
+
+def expected_logprobs(hf: torch.nn.Module) -> torch.Tensor:
     """Token by token, one row after the other; zero where nothing is predicted."""
-    out = torch.zeros(made.token_ids.shape)
-    for row, length in enumerate(made.lengths.tolist()):
-        ids = made.token_ids[row, :length]
-        log_p = torch.log_softmax(hf(ids[None]).logits[0] / TEMPERATURE, dim=-1)
-        for t in range(1, length):
-            out[row, t] = log_p[t - 1, ids[t]]
-    return out
+    out = []
+    for ids in rows():
+        log_p = torch.log_softmax(hf(ids[None].long()).logits[0] / TEMPERATURE, dim=-1)
+        out.append(torch.stack([log_p.new_zeros(()), *(log_p[t - 1, ids[t]] for t in range(1, len(ids)))]))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied"])
@@ -83,21 +85,20 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     hf = make(name, tmp_path)
     model = build(tmp_path, groups, trainable=True)
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
-    made = batch()
-    expected = expected_logprobs(hf, made)
+    expected = expected_logprobs(hf)
     head: Head = partial(policy_head, model, TEMPERATURE)
     for packing in (True, False):
-        cut = microbatches(made, packing)
+        cut = microbatches(packing)
         assert len(cut) > 1
-        found = restore_rows([out[0] for out in forward(model, cut, head)], cut, 3, 7)
+        found = restore_tokens([out[0] for out in forward(model, cut, head)], cut, LENGTHS)
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
 
     def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
         value = (head(outputs, part)[0] * part.fields["mask"]).sum() / 8
         return value, {"count": part.fields["mask"].sum()}
 
-    metrics = forward_backward(model, microbatches(made, True), loss)
-    reference = (expected * made.loss_mask).sum() / 8
+    metrics = forward_backward(model, microbatches(True), loss)
+    reference = (expected * loss_mask()).sum() / 8
     assert sum(int(m["count"]) for m in metrics) == 8
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
     reference.backward()
@@ -139,16 +140,17 @@ def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
     return scorer.eval()
 
 
-def hf_values(hf: torch.nn.Module, made: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, T] one token before each token, and [B] after the last, one row after the other."""
-    tokens, rows = torch.zeros(made.token_ids.shape), torch.zeros(len(made.lengths))
-    for row, length in enumerate(made.lengths.tolist()):
-        ids = made.token_ids[row, :length][None]
-        # A sequence classifier hands out the last token's only.
+def hf_values(hf: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] one token before each token, and [B] after the last, one row after the other."""
+    tokens, last = [], []
+    for row in rows():
+        ids = row[None].long()
+        # A sequence classifier returns the last token's only.
         per_token = type(hf).__name__.endswith("ForTokenClassification")
-        said = (hf(ids).logits if per_token else hf.score(hf.model(ids).last_hidden_state))[0, :, 0]
-        tokens[row, 1:length], rows[row] = said[:-1], said[-1]
-    return tokens, rows
+        values = (hf(ids).logits if per_token else hf.score(hf.model(ids).last_hidden_state))[0, :, 0]
+        tokens += [values.new_zeros(1), values[:-1]]
+        last.append(values[-1])
+    return torch.cat(tokens), torch.stack(last)
 
 
 @pytest.mark.parametrize(("name", "head"), [("qwen2_yarn", "token"), ("qwen3_tied", "token"), ("llama", "sequence")])
@@ -158,19 +160,18 @@ def test_values_gradients_and_update_are_those_of_transformers(
     hf = make_scorer(name, head, tmp_path)
     model = build(tmp_path, groups, trainable=True, head=head)
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
-    made = batch()
-    expected, last = hf_values(hf, made)
+    expected, last = hf_values(hf)
     for packing in (True, False):
-        cut = microbatches(made, packing)
+        cut = microbatches(packing)
         said = [out[0] for out in forward(model, cut, scalar_head)]
-        torch.testing.assert_close(restore_rows(said, cut, 3, 7), expected.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(restore_tokens(said, cut, LENGTHS), expected.detach(), rtol=0, atol=1e-5)
         torch.testing.assert_close(restore_last(said, cut, 3), last.detach(), rtol=0, atol=1e-5)
 
     def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
         return ((scalar_head(outputs, part)[0] - 1) * part.fields["mask"]).square().sum() / 8, {}
 
-    metrics = forward_backward(model, microbatches(made, True), loss)
-    reference = ((expected - 1) * made.loss_mask).square().sum() / 8
+    metrics = forward_backward(model, microbatches(True), loss)
+    reference = ((expected - 1) * loss_mask()).square().sum() / 8
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
@@ -180,19 +181,19 @@ def test_values_gradients_and_update_are_those_of_transformers(
 
 def test_the_last_word_is_the_score_of_transformers(tmp_path: Path, groups: ModelGroups) -> None:
     hf = make_scorer("qwen3", "sequence", tmp_path)
-    model, made = build(tmp_path, groups, trainable=False, head="sequence"), batch()
-    cut = microbatches(made, True)
+    model = build(tmp_path, groups, trainable=False, head="sequence")
+    cut = microbatches(True)
     scores = restore_last([out[0] for out in forward(model, cut, scalar_head)], cut, 3)
-    for row, length in enumerate(made.lengths.tolist()):
+    for row, ids in enumerate(rows()):
         with torch.no_grad():
-            (expected,) = hf(made.token_ids[row, :length][None]).logits[0].tolist()
+            (expected,) = hf(ids[None].long()).logits[0].tolist()
         assert scores[row].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_path: Path, groups: ModelGroups) -> None:
     make("qwen3_tied", tmp_path)
-    model, made = build(tmp_path, groups, trainable=True, head="token"), batch()
-    cut = microbatches(made, True)
+    model = build(tmp_path, groups, trainable=True, head="token")
+    cut = microbatches(True)
     assert not any(out[0].any() for out in forward(model, cut, scalar_head))
     head = unwrap(model.chunks[0]).output_layer
     with torch.no_grad():
@@ -209,8 +210,8 @@ def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_pat
     exporter.save(tmp_path / "critic")
     found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     assert type(found).__name__ == "Qwen3ForTokenClassification" and found.config.num_labels == 1
-    values = restore_rows([out[0] for out in forward(model, cut, scalar_head)], cut, 3, 7)
-    torch.testing.assert_close(values, hf_values(found.eval(), made)[0].detach(), rtol=0, atol=1e-5)
+    values = restore_tokens([out[0] for out in forward(model, cut, scalar_head)], cut, LENGTHS)
+    torch.testing.assert_close(values, hf_values(found.eval())[0].detach(), rtol=0, atol=1e-5)
     again = build(tmp_path / "critic", groups, trainable=False, head="token")
     assert not again.spec.has_fresh_head
     for mine, theirs in zip(local_parameters(model), local_parameters(again), strict=True):

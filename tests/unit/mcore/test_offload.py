@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import TrainerConfig
-from rlhf_mcore.data.collate import Row, make_microbatches, make_train_batch
+from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.mcore.offload import HostWeights
 from rlhf_mcore.mcore.step import forward, policy_head
 from rlhf_mcore.roles.policy import Reference
+from rlhf_mcore.roles.role import RoleModel
 from tests.distributed.models import make
 from tests.unit.mcore.test_model import build, groups
 
@@ -35,8 +37,8 @@ def model(tmp_path: Path, groups: ModelGroups) -> MegatronModel:
 
 
 def logprobs(model: MegatronModel) -> Tensor:
-    made = make_train_batch([Row([1, 2, 3], [4, 5, 6, 7], [0.0] * 4, 0.0)], [0], 0)
-    parts = make_microbatches(made, [0], fields={}, max_tokens=9, packing=True)
+    held = RowTokens([0], [7], {"token_ids": torch.arange(1, 8, dtype=torch.int32)})
+    parts = make_microbatches(held, max_tokens=9, packing=True)
     return forward(model, parts, partial(policy_head, model, 1.0))[0][0]
 
 
@@ -97,16 +99,16 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
     actor = build(tmp_path / "actor", groups, trainable=True)
     wanted, said = weights(actor), logprobs(actor)
     host = HostWeights(model) if offload else None
-    reference = Reference(model, model.spec, TrainerConfig(), 1.0, host_weights=host)
-    holder: Any = type("Holder", (), {"model": actor})
-    reference.refresh(holder)
+    placed = RoleModel(groups.layout, model, model.spec, TrainerConfig(), host_weights=host)
+    trained: Any = SimpleNamespace(model=SimpleNamespace(model=actor))
+    Reference(placed, 1.0).refresh(trained)
     assert is_released(model) == offload
-    with reference._on_device():
+    with placed.on_device():
         found = weights(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert torch.equal(logprobs(model), said)
     # The actor goes on; what the reference has is its own.
     for parameter in local_parameters(actor):
         parameter.tensor.zero_()
-    with reference._on_device():
+    with placed.on_device():
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(model).items())

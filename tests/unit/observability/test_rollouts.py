@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
 def trajectory(sample: int, text: str) -> Trajectory:
     prompt = Prompt("train#4", 4, [1, 2], "1+1=", ground_truth="2")
-    return Trajectory(prompt, sample, [5, 6, 7], [-0.1, -0.2, -0.3], text, "stop", policy_version=12)
+    return single_turn(prompt, sample, [5, 6, 7], [-0.1, -0.2, -0.3], text, "stop", policy_version=12)
 
 
 def test_one_line_per_trajectory(tmp_path: Path) -> None:
@@ -27,6 +28,7 @@ def test_one_line_per_trajectory(tmp_path: Path) -> None:
         "ground_truth": "2",
         "score": 1.0,
         "parts": {"exact": 1.0},
+        "failure": None,
         "num_tokens": 3,
         "finish_reason": "stop",
         "policy_version": 12,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel import collectives
@@ -20,13 +17,10 @@ from rlhf_mcore.parallel.collectives import (
     broadcast_json,
     gather_failures,
     gather_json,
-    merge_rows,
-    merge_tokens,
     on_every_rank,
     reduce_sums,
     union,
 )
-from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -89,49 +83,6 @@ def test_failures_say_which_rank_and_what() -> None:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-# ------------------------------------------------------------------------------------------------------ merging of rows
-MASK = torch.tensor([[False, True, True], [False, True, False], [True, True, True], [False, False, False]])
-
-
-def test_a_world_of_one_has_every_row() -> None:
-    values = torch.arange(12.0).reshape(4, 3)
-    merged = merge_tokens(values, MASK)
-    assert merged.tolist() == [[0, 1, 2], [0, 4, 0], [6, 7, 8], [0, 0, 0]]
-    assert values.tolist() == torch.arange(12.0).reshape(4, 3).tolist()
-    assert merge_rows(torch.tensor([1.0, 0.0, -2.5])).tolist() == [1.0, 0.0, -2.5]
-
-
-def test_no_rows_are_merged_to_no_rows() -> None:
-    assert merge_tokens(torch.zeros(0, 1), torch.zeros(0, 1, dtype=torch.bool)).shape == (0, 1)
-    assert merge_rows(torch.zeros(0)).shape == (0,)
-
-
-@pytest.fixture
-def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """Collectives over the world go to the group that a thread has put into ``here.group``."""
-    here = threading.local()
-
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        here.group.reduce(tensor, op)
-
-    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
-    return here
-
-
-def test_rows_of_several_ranks_come_together_on_all(threads_as_ranks: threading.local) -> None:
-    owners = torch.tensor([2, 0, 2, 1])  # of each row; the fourth rank has none, and does not hold the model
-    exact = torch.tensor([[9.0, 0.1, 1e-30], [9.0, -7.25, 9.0], [3e30, 1 / 3, -0.0], [9.0, 9.0, 9.0]])
-
-    def body(group: ThreadGroup) -> tuple[Tensor, Tensor]:
-        threads_as_ranks.group = group
-        mine = (owners == group.rank())[:, None]
-        return merge_tokens(torch.where(mine, exact, 0.0), MASK), merge_rows(torch.where(mine[:, 0], exact[:, 1], 0.0))
-
-    for tokens, rows in run_ranks(4, body):
-        assert torch.equal(tokens, torch.where(MASK, exact, 0.0))  # to the last bit
-        assert torch.equal(rows, exact[:, 1])
 
 
 # ---------------------------------------------------------------------------------------------- what only some ranks know

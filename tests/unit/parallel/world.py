@@ -62,12 +62,17 @@ class ThreadGroup:
     def size(self) -> int:
         return self.meeting.size
 
-    def reduce(self, tensor: Tensor, op: Any) -> None:
-        self.meeting.tensors[self.number] = tensor.detach().clone()
+    def exchange(self, value: T) -> list[T]:
+        """What every rank has passed, in rank order."""
+        self.meeting.tensors[self.number] = value
         self.meeting.barrier.wait()
-        stacked = torch.stack(self.meeting.tensors)
-        tensor.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
+        everyone = list(self.meeting.tensors)
         self.meeting.barrier.wait()  # nobody may overwrite a part before everybody has read it
+        return everyone
+
+    def reduce(self, tensor: Tensor, op: Any) -> None:
+        stacked = torch.stack(self.exchange(tensor.detach().clone()))
+        tensor.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
 
 
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
@@ -75,8 +80,54 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -
     group.reduce(tensor, op)
 
 
+@pytest.fixture
+def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.distributed`` for threads of :func:`run_ranks`: the collectives that host data takes, without processes.
+
+    Groups that are no :class:`ThreadGroup` mean the world of the thread.
+    """
+
+    def world(group: Any = None) -> ThreadGroup:
+        return group if isinstance(group, ThreadGroup) else _here.group
+
+    def all_to_all_single(out: Tensor, sent: Tensor, received: list[int], parts: list[int], group: Any = None) -> None:
+        everyone = world(group).exchange(sent.split(parts))
+        came = [held[world(group).rank()] for held in everyone]
+        assert [len(part) for part in came] == received
+        out.copy_(torch.cat(came))
+
+    def all_gather(out: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+        for mine, theirs in zip(out, world(group).exchange(tensor), strict=True):
+            mine.copy_(theirs)
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        world(group).reduce(tensor, op)
+
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: world(group).rank())
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world(group).size())
+    for function in (all_to_all_single, all_gather, all_reduce):
+        monkeypatch.setattr(dist, function.__name__, function)
+
+
+_here = threading.local()
+
+
 def run_ranks(size: int, body: Callable[[ThreadGroup], T]) -> list[T]:
     """``body`` once per rank, all at the same time; the results in rank order."""
     meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        _here.group = ThreadGroup(meeting, rank)
+        try:
+            return body(_here.group)
+        except BaseException:
+            meeting.barrier.abort()  # nobody waits for a rank that is gone
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: body(ThreadGroup(meeting, rank)), range(size)))
+        results = [pool.submit(run, rank) for rank in range(size)]
+        errors = [error for result in results if (error := result.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        return [result.result() for result in results]

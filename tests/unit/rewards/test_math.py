@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhf_mcore.config.schema import RuleConfig
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards import symbolic
 from rlhf_mcore.rewards.graders import MathGrader, boxed
 from rlhf_mcore.rewards.reward import RuleReward
@@ -141,7 +142,7 @@ def test_a_rule_counts_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(symbolic, "CPU_S", 0.7)
 
     def trajectory(text: str) -> Trajectory:
-        return Trajectory(Prompt("p", 0, [1], "Q", ground_truth=r"\sqrt{8}"), 0, [1], [0.0], text, "stop", 0)
+        return single_turn(Prompt("p", 0, [1], "Q", ground_truth=r"\sqrt{8}"), 0, [1], [0.0], text, "stop", 0)
 
     rows = [trajectory(r"\boxed{2\sqrt{2}}"), trajectory(r"\boxed{3}"), trajectory("")]
     rows.append(trajectory(f"\\boxed{{{BOMBS[-1]}}}"))

@@ -10,6 +10,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
 from rlhf_mcore.config.validate import RULES, RULES_WITHOUT_ANSWER
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
 from rlhf_mcore.types import Prompt, Trajectory
@@ -17,15 +18,7 @@ from rlhf_mcore.types import Prompt, Trajectory
 
 def trajectory(text: str, truth: object = "42", prompt_id: str = "train-7", **extra: object) -> Trajectory:
     prompt = Prompt(prompt_id, 7, [1, 2], "What?", data_source="sums", ground_truth=truth, extra_info=dict(extra))
-    return Trajectory(
-        prompt=prompt,
-        sample=3,
-        response_ids=[5],
-        rollout_logprobs=[-0.1],
-        response_text=text,
-        finish_reason="stop",
-        policy_version=0,
-    )
+    return single_turn(prompt, 3, [5], [-0.1], text, "stop", policy_version=0)
 
 
 @pytest.fixture

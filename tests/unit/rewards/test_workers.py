@@ -16,6 +16,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import FunctionReward, check_function
 from rlhf_mcore.rewards.pool import default_workers
@@ -26,7 +27,7 @@ HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, groun
 
 def trajectory(text: str, index: int = 0, **extra: Any) -> Trajectory:
     prompt = Prompt(f"train-{index}", index, [1], "What?", data_source="sums", ground_truth="42", extra_info=extra)
-    return Trajectory(prompt, 3, [5], [-0.1], text, "stop", 0)
+    return single_turn(prompt, 3, [5], [-0.1], text, "stop", 0)
 
 
 @pytest.fixture
@@ -236,9 +237,10 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     program = (
         "from rlhf_mcore.config.schema import RewardConfig\n"
         "from rlhf_mcore.rewards.function import FunctionReward\n"
-        "from rlhf_mcore.types import Prompt, Trajectory\n"
+        "from rlhf_mcore.data.episodes import single_turn\n"
+        "from rlhf_mcore.types import Prompt\n"
         f"reward = FunctionReward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
-        "rows = [Trajectory(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
+        "rows = [single_turn(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
         "reward.score(rows)\n"
     )
     with subprocess.Popen(

@@ -9,28 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.mcore.step import Head
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import role, trained
 from rlhf_mcore.types import Microbatch, TrainBatch
+from tests.rows import Row, batch_of
+from tests.unit.parallel.world import Meeting, ThreadGroup
 
 VOCAB = 7
-
-
-@dataclass(kw_only=True)
-class Layout:
-    """What a role asks of a layout."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    dp: int = 1
-    ep: int = 1
-    sequence_parallel: bool = False
 
 
 @dataclass
@@ -41,8 +30,8 @@ class Lookup:
     """
 
     width: int = VOCAB
-    layout: Layout = field(default_factory=Layout)
-    dp_rank: int = 0
+    layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(1))
+    dp_group: Any = None  # None: the world
     tp_rank: int = 0
     is_last_stage: bool = True
     aux_loss_coef: float = 0.0
@@ -55,8 +44,9 @@ class Lookup:
 
     @property
     def groups(self) -> Any:
-        collection = SimpleNamespace(dp=dist.group.WORLD, tp=dist.group.WORLD, intra_dist_opt=dist.group.WORLD)
-        return SimpleNamespace(layout=self.layout, dp_rank=self.dp_rank, tp_rank=self.tp_rank, collection=collection)
+        lone = ThreadGroup(Meeting(1), 0)
+        collection = SimpleNamespace(dp=self.dp_group, intra_dist_opt=self.dp_group, tp=lone)
+        return SimpleNamespace(layout=self.layout, tp_rank=self.tp_rank, collection=collection)
 
     @property
     def spec(self) -> Any:
@@ -88,10 +78,12 @@ class Lookup:
         return bool(self.table.isfinite().all())
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> Lookup:
-        """Let the roles run this model, and only this."""
-        monkeypatch.setattr(role, "forward", self.forward)
+        """Let roles run models of this kind, and only these."""
+        monkeypatch.setattr(role, "forward", lambda model, *arguments: model.forward(model, *arguments))
         for name in ("forward_backward", "optimizer_step", "state_is_finite"):
-            monkeypatch.setattr(trained, name, getattr(self, name))
+            monkeypatch.setattr(
+                trained, name, lambda model, *arguments, name=name: getattr(model, name)(model, *arguments)
+            )
         return self
 
 
@@ -107,15 +99,20 @@ def descend(model: Lookup, lr: float) -> bool:
     return True
 
 
-def batch(num_rows: int = 6, samples: int = 2) -> TrainBatch:
-    """Rows of different lengths, ``samples`` to a prompt."""
+def batch(num_rows: int = 6, samples: int = 2, owner: int | None = None) -> TrainBatch:
+    """Rows of different lengths, ``samples`` to a prompt; dealt to all ranks, or all of one ``owner``."""
     generator = torch.Generator().manual_seed(2)
 
     def ids(count: int) -> list[int]:
         return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
 
-    rows = [Row(ids(1 + k % 3), ids(1 + (3 * k) % 5), [0.0] * (1 + (3 * k) % 5), 0.0) for k in range(num_rows)]
-    return make_train_batch(rows, [k // samples for k in range(num_rows)], 0)
+    rows = [Row(ids(1 + k % 3), ids(1 + (3 * k) % 5), [0.0] * (1 + (3 * k) % 5)) for k in range(num_rows)]
+    return batch_of(rows, [k // samples for k in range(num_rows)], None if owner is None else [owner] * num_rows)
+
+
+def before(made: TrainBatch) -> Tensor:
+    """[N] the token before each one; the first of a row has the last of the row before, which nobody looks at."""
+    return made.token_ids.long().roll(1)
 
 
 def noise(like: Tensor, seed: int) -> Tensor:

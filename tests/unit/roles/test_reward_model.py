@@ -7,6 +7,8 @@ import torch
 
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.roles.reward_model import RewardModel
+from rlhf_mcore.roles.role import RoleModel
+from tests.rows import padded_batch
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import Lookup
 
@@ -21,7 +23,8 @@ def test_the_score_is_what_the_model_says_at_the_last_token(
     model: Any = Lookup(width=1).take_over(monkeypatch)
     made = lookup.batch()
     trainer, spec = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), model.spec
-    scores = RewardModel(model, spec, trainer).compute_scores(made)
-    last = [ids[length - 1] for ids, length in zip(made.token_ids.tolist(), made.lengths.tolist(), strict=True)]
+    scores = RewardModel(RoleModel(model.layout, model, spec, trainer)).compute_scores(made)
+    ids = padded_batch(made).token_ids.tolist()
+    last = [row[length - 1] for row, length in zip(ids, made.lengths.tolist(), strict=True)]
     assert scores.dtype == torch.float32
     assert scores.tolist() == [model.table[token, 0].item() for token in last]

@@ -1,6 +1,6 @@
-"""How a role takes its share of the rows of a step, and hands what it computed to all ranks.
+"""How rows reach the ranks of a role, and how what it computed comes back to their owners.
 
-In a world of one a data-parallel rank is a place given to the model; what ranks merge is the sum of what they say here.
+Layouts of several ranks run as threads; the processes are in tests/distributed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import TrainerConfig
-from rlhf_mcore.data.collate import Row, make_train_batch
+from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.step import scalar_head
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import role as module
-from rlhf_mcore.roles.role import Role, minibatches
+from rlhf_mcore.roles.role import RoleModel, minibatches
 from rlhf_mcore.types import Microbatch, TrainBatch
+from tests.rows import Row, padded_batch
+from tests.rows import batch_of as make_batch
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import lookup
-from tests.unit.roles.lookup import Layout, Lookup
+from tests.unit.roles.lookup import Lookup
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -30,82 +34,106 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Lookup:
     return Lookup(width=1).take_over(monkeypatch)
 
 
-def role(model: Lookup | None, host_weights: Any = None, **trainer: Any) -> Role:
+def role(
+    model: Lookup | None, layout: ParallelLayout | None = None, host_weights: Any = None, **trainer: Any
+) -> RoleModel:
     which: Any = model
+    layout = layout or (model.layout if model is not None else ParallelLayout(1))
     settings: dict[str, Any] = dict(max_tokens_per_microbatch=64) | trainer
-    return Role(which, Lookup.spec, TrainerConfig(**settings), host_weights=host_weights)  # type: ignore[arg-type]
+    return RoleModel(layout, which, Lookup.spec, TrainerConfig(**settings), host_weights=host_weights)  # type: ignore[arg-type]
+
+
+def rows_of(lengths: list[int]) -> list[Row]:
+    """Rows of so many tokens, the first of which is the prompt; the ids tell whose they are."""
+    return [Row([row % 7], [(row + t) % 7 for t in range(1, n)], [0.0] * (n - 1)) for row, n in enumerate(lengths)]
 
 
 def batch_of(lengths: list[int]) -> TrainBatch:
-    """Rows of so many tokens, the first of which is the prompt; two to a prompt."""
-    rows = [Row([1], [2] * (n - 1), [0.0] * (n - 1), 0.0) for n in lengths]
-    return make_train_batch(rows, [k // 2 for k in range(len(rows))], 0)
+    """Two rows to a prompt."""
+    return make_batch(rows_of(lengths), [k // 2 for k in range(len(lengths))])
 
 
-def random_batch(seed: int, num_rows: int = 24) -> TrainBatch:
-    lengths = torch.randint(2, 14, (num_rows,), generator=torch.Generator().manual_seed(seed))
-    return batch_of(lengths.tolist())
+def random_lengths(seed: int, num_rows: int = 24) -> list[int]:
+    return torch.randint(2, 14, (num_rows,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def shares(model: Lookup, batch: TrainBatch, rows: list[int], dp: int) -> list[list[int]]:
-    """Rows of each data-parallel rank."""
-    found = []
-    for rank in range(dp):
-        model.layout, model.dp_rank = Layout(dp=dp), rank
-        parts = role(model).microbatches(batch, rows, {})
-        assert parts  # every rank takes part
-        found.append([row for part in parts for row in part.rows])
-    return found
+def shares(lengths: list[int], parts: list[list[int]], layout: ParallelLayout) -> list[list[RowTokens]]:
+    """What each rank of a world gets of each part. Each row has its number as a field."""
+
+    def body(group: ThreadGroup) -> list[RowTokens]:
+        batch = batch_of(lengths)
+        numbers = batch.rows.repeat_interleave(batch.lengths[batch.rows]).float()
+        held = Lookup(width=1, layout=layout) if group.rank() in layout.ranks else None
+        return role(held, layout).deliver(batch, parts, {"number": numbers})
+
+    return run_ranks(max(layout.ranks) + 1, body)
 
 
 # -------------------------------------------------------------------------------------------------------------- sharing
+@pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("dp", [1, 2, 4, 5])
-def test_every_row_of_every_minibatch_has_one_rank(model: Lookup, dp: int) -> None:
-    batch = random_batch(0)
-    for rows in minibatches(batch, 5):
-        assert sorted(row for share in shares(model, batch, rows, dp) for row in share) == rows
+def test_every_row_of_every_minibatch_has_one_rank_and_comes_with_its_tokens(dp: int) -> None:
+    lengths = random_lengths(0)
+    parts = [[0, 1, 2, 3, 8, 9], [4, 5], [10, 11, 12, 13, 20, 21, 22, 23]]
+    ranks = shares(lengths, parts, ParallelLayout(dp))
+    for number, rows in enumerate(parts):
+        held = [rank[number] for rank in ranks]
+        assert sorted(row for share in held for row in share.rows) == rows
+        for share in held:
+            assert share.lengths == [lengths[row] for row in share.rows]
+            found = share.fields["token_ids"].split(share.lengths)
+            assert [ids.tolist() for ids in found] == [
+                [(row + t) % 7 for t in range(lengths[row])] for row in share.rows
+            ]
+            owners = share.fields["number"].split(share.lengths)
+            assert [set(part.tolist()) for part in owners] == [{float(row)} for row in share.rows]
 
 
+@pytest.mark.usefixtures("rank_threads")
+def test_ranks_of_a_replica_have_the_same_rows_and_ranks_outside_none() -> None:
+    # Ranks 1 to 4 of five: tensor parallel two, data parallel two.
+    ranks = shares(random_lengths(3), [list(range(24))], ParallelLayout(4, tp=2, first_rank=1))
+    assert ranks[0] == []
+    first, second, third, fourth = (rank[0] for rank in ranks[1:])
+    assert first.rows == second.rows and third.rows == fourth.rows
+    assert sorted(first.rows + third.rows) == list(range(24))
+    for name, value in first.fields.items():
+        assert torch.equal(value, second.fields[name])
+
+
+@pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("dp", [2, 4])
-def test_ranks_get_nearly_equal_tokens_of_every_minibatch(model: Lookup, dp: int, seed: int) -> None:
-    batch = random_batch(seed)
-    for rows in minibatches(batch, 4):
-        tokens = [sum(int(batch.lengths[row]) for row in share) for share in shares(model, batch, rows, dp)]
-        longest = max(int(batch.lengths[row]) for row in rows)
+def test_ranks_get_nearly_equal_tokens_of_every_minibatch(dp: int, seed: int) -> None:
+    lengths = random_lengths(seed)
+    parts = [list(range(8)), list(range(8, 16)), list(range(16, 24))]
+    ranks = shares(lengths, parts, ParallelLayout(dp))
+    for number, rows in enumerate(parts):
+        tokens = [sum(rank[number].lengths) for rank in ranks]
+        longest = max(lengths[row] for row in rows)
         assert max(tokens) - min(tokens) <= longest
         assert max(tokens) <= sum(tokens) / dp + longest / 2
 
 
-def test_balance_by_hand(model: Lookup) -> None:
+@pytest.mark.usefixtures("rank_threads")
+def test_balance_by_hand() -> None:
     # Each of two ranks gets one of each length.
-    batch = batch_of([9, 9, 5, 5, 3, 3])
-    for share in shares(model, batch, list(range(6)), 2):
-        assert sorted(int(batch.lengths[row]) for row in share) == [3, 5, 9]
+    for (share,) in shares([9, 9, 5, 5, 3, 3], [list(range(6))], ParallelLayout(2)):
+        assert sorted(share.lengths) == [3, 5, 9]
 
 
+@pytest.mark.usefixtures("rank_threads")
 def test_more_ranks_than_rows_leave_some_with_a_dummy(model: Lookup) -> None:
-    batch = batch_of([4, 4])
-    found = shares(model, batch, [0, 1], 3)
-    assert sorted(map(len, found)) == [0, 1, 1]
-    model.dp_rank = found.index([])
-    (dummy,) = role(model).microbatches(batch, [0, 1], {"weights": torch.ones(2, 4)})
-    assert dummy.rows == [] and not dummy.fields["weights"].any()
-
-
-def test_fields_travel_with_their_rows(model: Lookup) -> None:
-    batch = random_batch(1)
-    owner = torch.arange(24.0)[:, None].expand(batch.token_ids.shape)
-    for rank in range(3):
-        model.layout, model.dp_rank = Layout(dp=3), rank
-        for part in role(model, packing=False).microbatches(batch, [2, 3, 8, 9, 20, 21], {"owner": owner}):
-            for place, row in enumerate(part.rows):
-                assert set(part.fields["owner"][place, : part.lengths[place] - 1].tolist()) == {float(row)}
+    held = [rank[0] for rank in shares([4, 4], [[0, 1]], ParallelLayout(3))]
+    assert sorted(len(share.rows) for share in held) == [0, 1, 1]
+    empty = next(share for share in held if not share.rows)
+    (dummy,) = role(model).microbatches(empty)
+    assert dummy.rows == [] and not dummy.fields["number"].any()
 
 
 # ---------------------------------------------------------------------------------------------------------- minibatches
 def test_minibatches_are_consecutive_prompts() -> None:
-    batch = random_batch(0, num_rows=16)  # eight prompts
+    batch = batch_of(random_lengths(0, num_rows=16))  # eight prompts
     assert minibatches(batch, 3) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15]]
     assert minibatches(batch, 8) == minibatches(batch, 100) == [list(range(16))]
     assert minibatches(batch, 1) == [[k, k + 1] for k in range(0, 16, 2)]
@@ -113,63 +141,63 @@ def test_minibatches_are_consecutive_prompts() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_minibatches_depend_on_the_prompts_only(seed: int) -> None:
-    assert minibatches(random_batch(seed), 5) == minibatches(batch_of([3] * 24), 5)
+    assert minibatches(batch_of(random_lengths(seed)), 5) == minibatches(batch_of([3] * 24), 5)
 
 
 # --------------------------------------------------------------------------------------------------------- microbatches
+def some_rows(lengths: list[int]) -> RowTokens:
+    return RowTokens(list(range(len(lengths))), lengths, {"token_ids": torch.ones(sum(lengths), dtype=torch.int32)})
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_microbatches_suit_the_layout(model: Lookup, packing: bool) -> None:
-    batch = lookup.batch()
-    model.layout = Layout(tp=4, pp=3, vpp=2, sequence_parallel=True)
-    which = role(model, max_tokens_per_microbatch=12, packing=packing)
-    parts = which.microbatches(batch, list(range(6)), {})
+    held = some_rows([2, 6, 8, 3, 5, 6])
+    interleaved = ParallelLayout(12, tp=4, pp=3, vpp=2, sequence_parallel=True)
+    parts = role(model, interleaved, max_tokens_per_microbatch=12, packing=packing).microbatches(held)
     assert len(parts) % 3 == 0  # an interleaved pipeline wants a multiple of its stages
     assert all(part.token_ids.size(1) % 4 == 0 for part in parts)  # sequence parallelism cuts tokens in four
     assert all(part.token_ids.numel() <= 12 for part in parts)
     assert sorted(row for part in parts for row in part.rows) == list(range(6))
-    model.layout = Layout(tp=4, pp=3)
-    parts = which.microbatches(batch, [0, 3], {})
-    assert sum(part.token_ids.numel() for part in parts) >= sum(int(batch.lengths[row]) for row in (0, 3))
-    assert sorted(row for part in parts for row in part.rows) == [0, 3]
+    plain = role(model, ParallelLayout(12, tp=4, pp=3), max_tokens_per_microbatch=12, packing=packing)
+    parts = plain.microbatches(some_rows([2, 3]))
+    assert sum(part.token_ids.numel() for part in parts) >= 5
+    assert sorted(row for part in parts for row in part.rows) == [0, 1]
 
 
 def test_ranks_that_share_experts_run_equally_many_microbatches(model: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = batch_of([6, 6, 6, 6])
-    counts = []
+    held, counts = some_rows([6, 6, 6, 6]), []
 
     def busier(values: dict[str, float], group: object) -> dict[str, float]:
         """Another rank has five."""
-        assert group is model.groups.collection.dp
         counts.append(values["count_max"])
         return {"count_max": 5.0}
 
     monkeypatch.setattr(module, "reduce_sums", busier)
-    which = role(model, max_tokens_per_microbatch=12)
-    assert len(which.microbatches(batch, [0, 1, 2, 3], {})) == 2 and counts == []
-    model.layout = Layout(ep=2, dp=1)
-    parts = which.microbatches(batch, [0, 1, 2, 3], {})
+    assert len(role(model, max_tokens_per_microbatch=12).microbatches(held)) == 2 and counts == []
+    parts = role(model, ParallelLayout(2, ep=2), max_tokens_per_microbatch=12).microbatches(held)
     assert len(parts) == 5 and counts == [2.0]
     assert sorted(row for part in parts for row in part.rows) == [0, 1, 2, 3]
 
 
 # -------------------------------------------------------------------------------------------------------------- results
-def expected(model: Lookup, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Row by row, token by token: what the model says one token before, and after the last."""
-    says = model.table.detach().squeeze(1).tolist()
-    tokens, rows = torch.zeros(batch.token_ids.shape), torch.zeros(len(batch.lengths))
+def expected(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """Row by row, token by token: the output one token before [N], and after the last [B]."""
+    outputs = Lookup(width=1).table.detach().squeeze(1).tolist()
+    made = padded_batch(batch)
+    tokens, rows = [], torch.zeros(batch.num_rows)
     for row, length in enumerate(batch.lengths.tolist()):
-        ids = batch.token_ids[row].tolist()
-        for t in batch.loss_mask[row].nonzero().flatten().tolist():
-            tokens[row, t] = says[ids[t - 1]]
-        rows[row] = says[ids[length - 1]]
-    return tokens, rows
+        ids, mask = made.token_ids[row].tolist(), made.loss_mask[row].tolist()
+        rows[row] = outputs[ids[length - 1]]
+        if row in batch.rows.tolist():
+            tokens += [outputs[ids[t - 1]] if mask[t] else 0.0 for t in range(length)]
+    return torch.tensor(tokens), rows
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("max_tokens", [8, 64])
 def test_values_by_token_and_by_row(model: Lookup, packing: bool, max_tokens: int) -> None:
     batch = lookup.batch()
-    tokens, rows = expected(model, batch)
+    tokens, rows = expected(batch)
     which = role(model, packing=packing, max_tokens_per_microbatch=max_tokens)
     assert torch.equal(which.per_token(batch, scalar_head), tokens)
     assert torch.equal(which.per_row(batch, scalar_head), rows)
@@ -179,49 +207,32 @@ def test_values_by_token_and_by_row(model: Lookup, packing: bool, max_tokens: in
     assert len(model.calls) == 1 and (len(model.calls[0][1]) > 1) == (max_tokens == 8)  # one run for both
 
 
-@pytest.mark.parametrize("dp", [2, 3, 8])
-def test_what_the_ranks_say_adds_up(model: Lookup, dp: int) -> None:
-    batch = lookup.batch()
-    model.layout = Layout(dp=dp)
-    tokens, rows, count = torch.zeros(batch.token_ids.shape), torch.zeros(6), torch.zeros(6)
-    for model.dp_rank in range(dp):
-        mine, last = role(model).per_token_and_row(batch, scalar_head)
-        tokens, rows, count = tokens + mine, rows + last, count + mine.any(1)
-    assert torch.equal(tokens, expected(model, batch)[0]) and torch.equal(rows, expected(model, batch)[1])
-    assert count.tolist() == [1.0] * 6  # one owner each, so nothing is rounded
+LAYOUTS = {
+    "dp2": (2, ParallelLayout(2)),
+    "dp3": (3, ParallelLayout(3)),
+    "more ranks than rows": (8, ParallelLayout(8)),
+    "tp2 pp2": (4, ParallelLayout(4, tp=2, pp=2)),
+    "a part of the world": (4, ParallelLayout(2, first_rank=1)),
+}
 
 
-@pytest.mark.parametrize("silent", [dict(tp_rank=1), dict(is_last_stage=False)])
-def test_one_rank_speaks_for_each_replica(model: Lookup, silent: dict[str, Any]) -> None:
-    batch = lookup.batch()
-    model.layout = Layout(tp=2, pp=2)
-    for name, value in silent.items():
-        setattr(model, name, value)
-    tokens, rows = role(model).per_token_and_row(batch, scalar_head)
-    assert len(model.calls) == 1  # it takes part in the run
-    assert tokens.shape == batch.token_ids.shape and not tokens.any() and not rows.any()
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("owner", ["dealt", "first", "last"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_owner_gets_the_results_of_its_rows_whoever_that_is(model: Lookup, name: str, owner: str) -> None:
+    world_size, layout = LAYOUTS[name]
 
+    def body(group: ThreadGroup) -> bool:
+        batch = lookup.batch(owner={"dealt": None, "first": 0, "last": world_size - 1}[owner])
+        mine = None
+        if group.rank() in layout.ranks:
+            place = layout.coordinates(group.rank())
+            mine = Lookup(width=1, layout=layout, tp_rank=place["tp"], is_last_stage=place["pp"] == layout.pp - 1)
+        tokens, rows = role(mine, layout).per_token_and_row(batch, scalar_head)
+        assert mine is None or len(mine.calls) == 1  # all take part in the run
+        return torch.equal(tokens, expected(batch)[0]) and torch.equal(rows, expected(batch)[1])
 
-def test_ranks_without_the_model_get_what_the_others_say(model: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = lookup.batch()
-    said = role(model).per_token_and_row(batch, scalar_head)
-    model.calls.clear()
-    merged: list[Tensor] = []
-
-    def from_others(values: Tensor, *mask: Tensor) -> Tensor:
-        assert not values.any()  # nothing of its own
-        merged.append(values)
-        return said[values.dim() == 1]
-
-    monkeypatch.setattr(module, "merge_tokens", from_others)
-    monkeypatch.setattr(module, "merge_rows", from_others)
-    outside = role(None)
-    assert torch.equal(outside.per_token(batch, scalar_head), said[0])
-    assert torch.equal(outside.per_row(batch, scalar_head), said[1])
-    both = outside.per_token_and_row(batch, scalar_head)
-    assert torch.equal(both[0], said[0]) and torch.equal(both[1], said[1])
-    shape = batch.token_ids.shape
-    assert [values.shape for values in merged] == [shape, (6,), shape, (6,)] and model.calls == []
+    assert run_ranks(world_size, body) == [True] * world_size
 
 
 def test_weights_in_host_memory_are_on_the_device_while_the_model_runs(
@@ -244,7 +255,7 @@ def test_weights_in_host_memory_are_on_the_device_while_the_model_runs(
     batch = lookup.batch()
     found = role(model, host_weights=Host()).per_row(batch, scalar_head)
     assert events == ["come", "run", "go"]
-    assert torch.equal(found, expected(model, batch)[1])
+    assert torch.equal(found, expected(batch)[1])
 
 
 def test_a_scalar_head_drops_the_last_dimension() -> None:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
-from rlhf_mcore.roles.trained import Updates
+from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
+from tests.rows import padded, padded_batch
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import lookup
-from tests.unit.roles.lookup import Layout, Lookup, stay
+from tests.unit.roles.lookup import Lookup, stay
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -27,17 +30,18 @@ def scorer(monkeypatch: pytest.MonkeyPatch) -> Lookup:
     return Lookup(width=1).take_over(monkeypatch)
 
 
-def common(model: Lookup, max_tokens: int, packing: bool) -> Any:
-    trainer = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing)
-    return model, model.spec, trainer, stay, OptimizerConfig(lr=0.5), Updates(3)
+def trained(model: Any, name: str, max_tokens: int, packing: bool, prompts: int = 3) -> TrainedModel:
+    trainer, plan = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), MinibatchPlan(prompts)
+    optimizer: Any = stay
+    return TrainedModel(model.layout, model, model.spec, trainer, optimizer, OptimizerConfig(lr=0.5), plan, name)
 
 
 def reward_model(model: Lookup, max_tokens: int = 64, packing: bool = True) -> RewardModelTrainer:
-    return RewardModelTrainer(*common(model, max_tokens, packing), "reward_model", CENTERING)
+    return RewardModelTrainer(trained(model, "reward_model", max_tokens, packing), CENTERING)
 
 
 def pair_oracle(table: Tensor, made: TrainBatch) -> dict[str, Tensor]:
-    last = [ids[length - 1] for ids, length in zip(made.token_ids.tolist(), made.lengths.tolist(), strict=True)]
+    last = [ids[length - 1] for ids, length in zip(padded_batch(made).token_ids.tolist(), made.lengths.tolist(), strict=True)]
     scores = [table[token, 0] for token in last]
     pairs = list(zip(scores[::2], scores[1::2], strict=True))
     losses = [torch.log1p(torch.exp(r - c)) + CENTERING * (c + r) ** 2 for c, r in pairs]
@@ -55,7 +59,7 @@ def test_pairs_make_the_gradient_of_the_equation_however_they_are_cut(
     scorer: Lookup, max_tokens: int, packing: bool
 ) -> None:
     made = lookup.batch()
-    metrics = reward_model(scorer, max_tokens, packing).update(made)
+    metrics = reward_model(scorer, max_tokens, packing).deliver_update(made)()
     table = scorer.table.detach().double().requires_grad_()
     expected = pair_oracle(table, made)
     expected["loss"].backward()
@@ -76,24 +80,23 @@ def test_pairs_make_the_gradient_of_the_equation_however_they_are_cut(
     assert (len(cut) > 1) == (max_tokens == 16), "the small budget has to cut"
 
 
+@pytest.mark.usefixtures("rank_threads")
 def test_shares_of_the_ranks_add_up_and_hold_whole_pairs(scorer: Lookup) -> None:
-    made = lookup.batch()
-    table = scorer.table.detach().double().requires_grad_()
-    pair_oracle(table, made)["loss"].backward()
-    total = torch.zeros_like(scorer.table)
-    for rank in range(4):  # one of them has no pair
-        scorer.layout, scorer.dp_rank = Layout(dp=4), rank
-        reward_model(scorer).update(made)
-        assert scorer.table.grad is not None
-        total += scorer.table.grad
-    assert table.grad is not None
-    torch.testing.assert_close(total.double(), table.grad, rtol=1e-5, atol=1e-7)
-    assert [call for call in scorer.calls if isinstance(call, list)] == [[2], [2], [2], [0]]
+    def body(group: ThreadGroup) -> tuple[Tensor, list[Any]]:
+        mine = Lookup(width=1, layout=ParallelLayout(group.size()))
+        reward_model(mine).deliver_update(lookup.batch())()
+        assert mine.table.grad is not None
+        return mine.table.grad, [call for call in mine.calls if isinstance(call, list)]
+
+    ranks = run_ranks(4, body)  # one of them has no pair
+    ((alone, _),) = run_ranks(1, body)
+    torch.testing.assert_close(sum(grad for grad, _ in ranks), alone, rtol=1e-5, atol=1e-7)
+    assert [calls for _, calls in ranks] == [[[2]], [[2]], [[2]], [[0]]]
 
 
 def test_scores_are_those_at_the_last_token(scorer: Lookup) -> None:
     made = lookup.batch()
-    last = made.token_ids.gather(1, made.lengths[:, None] - 1)[:, 0]
+    last = padded_batch(made).token_ids.long().gather(1, made.lengths[:, None] - 1)[:, 0]
     assert reward_model(scorer).compute_scores(made).tolist() == scorer.table[last, 0].tolist()
 
 
@@ -103,11 +106,12 @@ def test_fine_tuning_is_the_mean_over_response_tokens(
 ) -> None:
     bigram = Lookup().take_over(monkeypatch)
     made = lookup.batch(samples=1)
-    which = SupervisedActor(*common(bigram, max_tokens, packing)[:-1], Updates(100), "actor")
-    metrics = which.update(made)
+    which = SupervisedActor(trained(bigram, "actor", max_tokens, packing, prompts=100))
+    metrics = which.deliver_update(made)()
     table = bigram.table.detach().double().requires_grad_()
-    at = [(row, t) for row in range(6) for t in made.loss_mask[row].nonzero().flatten().tolist()]
-    tokens = made.token_ids.tolist()
+    whole = padded_batch(made)
+    at = [(row, t) for row in range(6) for t in whole.loss_mask[row].nonzero().flatten().tolist()]
+    tokens = whole.token_ids.tolist()
     losses = [-table[tokens[row][t - 1]].log_softmax(-1)[tokens[row][t]] for row, t in at]
     loss = sum(losses, torch.zeros(())) / len(at)
     loss.backward()
@@ -116,5 +120,6 @@ def test_fine_tuning_is_the_mean_over_response_tokens(
     assert metrics["loss/sft"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["actor/perplexity"] == pytest.approx(math.exp(loss.item()), rel=1e-5)
     logprobs = which.compute_logprobs(made)
-    assert [logprobs[row, t].item() for row, t in at] == pytest.approx([-value.item() for value in losses], abs=1e-5)
+    by_row = padded(made, logprobs)
+    assert [by_row[row, t].item() for row, t in at] == pytest.approx([-value.item() for value in losses], abs=1e-5)
     assert not logprobs[~made.loss_mask].any()

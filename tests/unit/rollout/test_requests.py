@@ -77,9 +77,9 @@ def test_trajectories_carry_everything() -> None:
     completions = [Completion([8, 9, 0], [-0.1, -0.2, -0.3], "stop")]
     tokenizer: Any = Letters()
     [trajectory] = to_trajectories([REQUEST], completions, tokenizer, policy_version=4)
-    assert (trajectory.prompt, trajectory.sample, trajectory.policy_version) == (PROMPT, 3, 4)
-    assert (trajectory.response_ids, trajectory.response_text) == ([8, 9, 0], "hi")
-    assert (trajectory.rollout_logprobs, trajectory.finish_reason) == ([-0.1, -0.2, -0.3], "stop")
+    assert (trajectory.prompt, trajectory.sample, trajectory.versions) == (PROMPT, 3, ((len(PROMPT.prompt_ids), 4),))
+    assert (trajectory.sampled_ids.tolist(), trajectory.response_text) == ([8, 9, 0], "hi")
+    assert trajectory.logprobs[-3:].tolist() == pytest.approx([-0.1, -0.2, -0.3]) and trajectory.finish_reason == "stop"
 
 
 def test_a_lost_completion_is_noticed() -> None:

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.unit.parallel.world import world
+from tests.unit.parallel.world import rank_threads, world
 
-__all__ = ["world"]
+__all__ = ["rank_threads", "world"]

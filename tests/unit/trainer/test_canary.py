@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.protocols import SyncMismatch, SyncStats
 from rlhf_mcore.rollout.weights import VersionedWeights
 from rlhf_mcore.trainer.canary import TOLERANCE, CanaryBridge, canary_prompts
@@ -28,7 +29,7 @@ class Engine(VersionedWeights):
         self.require_weights()
         self.asked.append((step, sampling.temperature, [p.prompt_ids for p in prompts]))
         return [
-            Trajectory(prompt, 0, list(range(len(said))), said, "", "length", self.policy_version)
+            single_turn(prompt, 0, list(range(len(said))), said, "", "length", self.policy_version)
             for prompt, said in zip(prompts, self.logprobs, strict=True)
         ]
 

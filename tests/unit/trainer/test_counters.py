@@ -1,12 +1,16 @@
 from __future__ import annotations
 
-from rlhf_mcore.data.collate import Row, make_train_batch
+import pytest
+
 from rlhf_mcore.trainer.counters import Counters
+from tests.rows import Row, batch_of
+
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def test_steps_prompts_samples_and_tokens_are_counted_apart() -> None:
     rows = [Row([1], [2] * n, [-1.0] * n, 0.0) for n in (3, 1, 2, 4)]
-    batch = make_train_batch(rows, group_ids=[0, 0, 1, 1], pad_token_id=0)
+    batch = batch_of(rows, group_ids=[0, 0, 1, 1])
     counters = Counters()
     assert counters.count(batch) == {"progress/prompts": 2, "progress/samples": 4, "progress/tokens": 10}
     counters.count(batch)

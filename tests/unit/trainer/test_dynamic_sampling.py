@@ -48,6 +48,10 @@ def attempt_of(
     return attempt
 
 
+def names(rollouts: Rollouts) -> list[tuple[int, int]]:
+    return [(t.prompt.index, t.sample) for t in rollouts.trajectories]
+
+
 def indices(collected: Collected) -> list[int]:
     return [p.index for p in collected.prompts]
 
@@ -57,7 +61,8 @@ def test_a_batch_that_is_learnable_is_taken_as_it_is() -> None:
     attempt = attempt_of(lambda index: True)
     collected = DynamicSampling(max_batches=5).collect(source, attempt)
     rollouts, scores = attempt([prompt(i) for i in range(4)], 0)
-    assert (collected.rollouts, collected.scores) == (rollouts, scores)
+    assert (collected.rollouts.positions, collected.scores) == (rollouts.positions, scores)
+    assert names(collected.rollouts) == names(rollouts)
     assert indices(collected) == [0, 1, 2, 3] and source.drawn == collected.num_batches == 1
     assert collected.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
 
@@ -123,7 +128,7 @@ def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
 
 def test_the_exchange_takes_what_was_collected() -> None:
     collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
-    exchange = Exchange(SAMPLES, pad_token_id=0)
+    exchange = Exchange(SAMPLES)
     rollouts = collected.rollouts
     batch = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores).batch
     rows = rows_of(batch)
@@ -131,7 +136,7 @@ def test_the_exchange_takes_what_was_collected() -> None:
     for row, (group, ids, _, score) in enumerate(rows):
         index, sample = 3 * (row // 2), row % 2
         assert (group, score) == (row // 2, float(sample))
-        assert ids == prompt(index).prompt_ids + trajectory(prompt(index), sample).response_ids
+        assert ids == prompt(index).prompt_ids + trajectory(prompt(index), sample).sampled_ids.tolist()
 
 
 class Meeting:
@@ -172,11 +177,10 @@ def test_ranks_that_hold_parts_decide_alike(ranks: int) -> None:
     owned = [
         entry
         for part in parts
-        for entry in zip(part.rollouts.positions, part.rollouts.trajectories, part.scores, strict=True)
+        for entry in zip(part.rollouts.positions, names(part.rollouts), part.scores, strict=True)
     ]
-    owned.sort(key=lambda entry: (entry[0], entry[1].sample))
-    expected = list(zip(whole.rollouts.positions, whole.rollouts.trajectories, whole.scores, strict=True))
-    assert owned == expected
+    owned.sort(key=lambda entry: (entry[0], entry[1]))
+    assert owned == list(zip(whole.rollouts.positions, names(whole.rollouts), whole.scores, strict=True))
 
 
 def test_later_batches_of_a_step_have_seeds_of_their_own() -> None:

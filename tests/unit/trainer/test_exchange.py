@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.trainer.exchange import Exchange, Exchanged
-from rlhf_mcore.types import Score, Trajectory
+from rlhf_mcore.types import Score, TrainBatch, Trajectory
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, rows_of, score, trajectory
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -25,8 +27,7 @@ def made(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
 
 
 def call(positions: list[int], trajectories: list[Trajectory]) -> Exchanged:
-    exchange = Exchange(SAMPLES, pad_token_id=0)
-    return exchange(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
+    return Exchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
 
 
 def test_every_row_is_there_whole() -> None:
@@ -36,8 +37,8 @@ def test_every_row_is_there_whole() -> None:
     for row, (group, ids, logprobs, value) in enumerate(rows):
         source = trajectories[row]
         assert group == row // 3 == source.prompt.index
-        assert ids == PROMPTS[group].prompt_ids + source.response_ids
-        assert logprobs == pytest.approx(source.rollout_logprobs, rel=1e-6)
+        assert ids == PROMPTS[group].prompt_ids + source.sampled_ids.tolist()
+        assert logprobs == source.logprobs[source.loss_mask].tolist()
         assert value == group + (row % 3) / 10  # in double precision
 
 
@@ -55,7 +56,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_a_prompt_that_a_step_holds_twice_makes_two_groups() -> None:
     twice = [PROMPTS[0], PROMPTS[0]]
     trajectories = [trajectory(PROMPTS[0], k % 2, length=k + 1) for k in range(4)]
-    batch = Exchange(2, 0)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]).batch
+    batch = Exchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]).batch
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.scores.tolist() == [0, 1, 2, 3]
 
 
@@ -63,27 +64,54 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 1, 5, "length"), trajectory(one[0], 0, 2)]
     scores = [Score(0.1, {"format": 1.0, "answer": 0.0}), Score(-2.0, {"format": 0.5})]
-    found = Exchange(2, 0)(one, [0, 0], trajectories, scores)
+    found = Exchange(2)(one, [0, 0], trajectories, scores)
     batch = found.batch
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
-    assert batch.loss_mask.sum(1).tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
+    assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
     assert found.part_means == {"format": 0.75, "answer": 0.0}
 
 
 def test_an_empty_response_keeps_its_row() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 0, 0), trajectory(one[0], 1, 2)]
-    batch = Exchange(2, 0)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]).batch
-    assert batch.lengths.tolist() == [2, 4] and batch.loss_mask.sum(1).tolist() == [0, 2]
+    batch = Exchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]).batch
+    assert batch.lengths.tolist() == [2, 4] and batch.num_sampled.tolist() == [0, 2]
     assert batch.scores.tolist() == [1.0, 2.0]
 
 
 def test_large_token_ids_are_exact() -> None:
     one = [prompt(0)]
-    made_of = trajectory(one[0], 0, 2)
-    made_of.response_ids = [2**31 - 1, 2**40 + 1]
-    batch = Exchange(1, 0)(one, [0], [made_of], [Score(0.0)]).batch
-    assert batch.token_ids[0, 2:].tolist() == [2147483647, 1099511627777]
+    made_of = single_turn(one[0], 0, [2**31 - 1, 2**24 + 1], [-1.0, -2.0], "", "stop", 0)
+    batch = Exchange(1)(one, [0], [made_of], [Score(0.0)]).batch
+    assert batch.token_ids.tolist() == [100, 100, 2147483647, 16777217]
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("leads", [[0, 1, 2, 3], [0, 2], [3]])
+def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None:
+    positions, trajectories = made(3)
+    values = [score(t) for t in trajectories]
+
+    def body(group: ThreadGroup) -> tuple[TrainBatch, list[tuple[int, list[int], list[float], float]], dict[str, float]]:
+        """Engines have drawn every so many-th prompt; ranks that are not their engine's lead have nothing."""
+        mine: list[int] = []
+        if group.rank() in leads:
+            engine = leads.index(group.rank())
+            mine = [k for k, place in enumerate(positions) if place % len(leads) == engine]
+        parts = [Score(values[k].value, {"all": 1.0, **({"first": 2.0} if k == 0 else {})}) for k in mine]
+        found = Exchange(SAMPLES)(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], parts)
+        return found.batch, rows_of(found.batch), found.part_means
+
+    ranks = run_ranks(4, body)
+    ((alone, rows, _),) = run_ranks(1, lambda _: (b := call(positions, trajectories).batch, rows_of(b), None))
+    assert alone.rows.tolist() == list(range(24))
+    tokens = [len(batch.token_ids) for batch, _, _ in ranks]
+    assert sum(tokens) == len(alone.token_ids) and max(tokens) - min(tokens) <= 2 * int(alone.lengths.max())
+    assert sorted(row for batch, _, _ in ranks for row in batch.rows.tolist()) == list(range(24))
+    for batch, found, means in ranks:
+        assert found == rows and means == {"all": 1.0, "first": 2.0}
+        for name in ("lengths", "num_sampled", "scores", "truncated", "group_ids"):
+            assert torch.equal(getattr(batch, name), getattr(alone, name))
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled", "replaced", "foreign"])
@@ -107,11 +135,11 @@ def test_a_score_that_is_no_number_is_an_error(value: float) -> None:
     scores = [score(t) for t in trajectories]
     scores[7].value = value
     with pytest.raises(RuntimeError, match=r"rows \[7\] of the step have no finite score"):
-        Exchange(SAMPLES, 0)(PROMPTS, positions, trajectories, scores)
+        Exchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
 
 
-def test_fewer_logprobs_than_tokens_are_an_error() -> None:
-    positions, trajectories = made()
-    trajectories[3].rollout_logprobs.append(0.0)
-    with pytest.raises(ValueError, match="argument"):
-        call(positions, trajectories)
+def test_what_an_engine_must_not_give_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'p3', sample 1: the engine gave 1 logprobs for 2 response tokens"):
+        single_turn(prompt(3), 1, [5, 6], [-1.0], "", "stop", 0)
+    with pytest.raises(ValueError, match=r"'p3', sample 0: the prompt has no tokens"):
+        single_turn(prompt(3, length=0), 0, [5], [-1.0], "", "stop", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,8 +38,7 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
         assert self.awake
         self.log.append(("generate", step, [p.index for p in prompts], self.policy_version))
-        made = [trajectory(p, k) for p in prompts for k in range(sampling.n)]
-        return [replace(t, policy_version=self.policy_version) for t in made]
+        return [trajectory(p, k) for p in prompts for k in range(sampling.n)]
 
     def sleep(self) -> None:
         self.log.append(("sleep",))
@@ -92,10 +91,15 @@ class Model:
         self.log.append(("refresh", actor.name))
         self.says = actor.says
 
-    def update(self, batch: TrainBatch) -> Mapping[str, float]:
-        self.log.append(("update", self.name))
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
+        self.log.append(("deliver", self.name))
         self.batch = replace(batch)
-        return {f"loss/{self.name}": 0.5}
+
+        def update() -> dict[str, float]:
+            self.log.append(("update", self.name))
+            return {f"loss/{self.name}": 0.5}
+
+        return update
 
 
 class Evaluator:
@@ -177,7 +181,7 @@ def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Tra
         sampling=Sampling(n=2),
         reward=Reward(log),
         collector=OneBatch(),
-        exchange=Exchange(samples_per_prompt=2, pad_token_id=0),
+        exchange=Exchange(samples_per_prompt=2),
         roles=Roles(**models, **settings),  # type: ignore[arg-type]
         estimation=Estimation(algorithm),
         bridge=Bridge(log, engine),
@@ -214,8 +218,9 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
         ("phase", "old_logprobs"),
         ("actor",),
         ("phase", "update"),
-        *([("update", "critic")] if "critic" in beside_the_actor else []),
-        ("update", "actor"),
+        # Rows reach both models before one of them learns: on ranks of their own they learn at the same time.
+        *[("deliver", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
+        *[("update", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
         ("phase", "sync"),
         ("wake",),
         ("sync", number),
@@ -302,10 +307,10 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     which, log = trainer(set())
     counts = iter([0.0, 1.0, 2.0, 3.0])
 
-    def update(batch: TrainBatch) -> Mapping[str, float]:
-        return {"actor/bad_updates_in_a_row": next(counts)}
+    def deliver_update(batch: TrainBatch) -> Callable[[], dict[str, float]]:
+        return lambda: {"actor/bad_updates_in_a_row": next(counts)}
 
-    which.roles.actor.update = update  # type: ignore[method-assign]
+    which.roles.actor.deliver_update = deliver_update  # type: ignore[method-assign]
     which.max_bad_updates = 3
     with pytest.raises(
         DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
@@ -316,7 +321,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
 
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
     which, log = trainer(set())
-    which.roles.actor.update = lambda batch: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
+    which.roles.actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
@@ -337,13 +342,13 @@ def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
     batch = updated(which.roles.actor)
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.old_logprobs is not None and batch.advantages is not None and batch.old_values is None
-    assert batch.token_ids[0].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
-    assert torch.equal(batch.old_logprobs, torch.full((4, 5), -2.0))
+    assert batch.token_ids[:5].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
+    assert torch.equal(batch.old_logprobs, torch.full((20,), -2.0))
     if batch.ref_logprobs is not None:
-        assert torch.equal(batch.ref_logprobs, torch.full((4, 5), -3.0))
+        assert torch.equal(batch.ref_logprobs, torch.full((20,), -3.0))
     assert (batch.ref_logprobs is not None) == with_reference
     # Scores 0 and 1 in each group: -+ sqrt(1/2) on the response tokens.
-    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]).mul(0.5**0.5)[:, None] * batch.loss_mask
+    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]).mul(0.5**0.5).repeat_interleave(5) * batch.loss_mask
     torch.testing.assert_close(batch.advantages, expected, rtol=0, atol=3e-6)
 
 
@@ -375,7 +380,7 @@ def test_values_are_known_before_anything_is_updated() -> None:
     for model in (which.roles.critic, which.roles.actor):
         batch = updated(model)
         assert batch.old_values is not None and batch.bootstrap_values is not None
-        assert torch.equal(batch.old_values, torch.full((4, 5), 0.25))
+        assert torch.equal(batch.old_values, torch.full((20,), 0.25))
         assert torch.equal(batch.bootstrap_values, torch.full((4,), 2.5))
         assert batch.old_logprobs is not None and batch.advantages is not None and batch.returns is not None
 
@@ -420,7 +425,7 @@ def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytes
     monkeypatch.setattr("rlhf_mcore.trainer.loop.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
     which, _ = trainer(set(), "critic")
     for model in (which.roles.critic, which.roles.actor):
-        monkeypatch.setattr(model, "update", lambda batch: {})
+        monkeypatch.setattr(model, "deliver_update", lambda batch: dict)
     which.run(1)
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
     assert metrics["loss/elsewhere"] == 7.0 and "loss/actor" not in metrics
@@ -440,6 +445,6 @@ def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     assert [line[2] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
     assert log.count(("sleep",)) == 1
     batch = updated(which.roles.actor)
-    assert batch.token_ids[:, 0].tolist() == [100, 100, 102, 102]
+    assert batch.token_ids[::5].tolist() == [100, 100, 102, 102]
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
     assert metrics["rollout/num_batches"] == 2.0 and metrics["rollout/informative_fraction"] == 0.5

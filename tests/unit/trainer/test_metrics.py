@@ -5,22 +5,24 @@ import math
 import pytest
 import torch
 
-from rlhf_mcore.data.collate import Row, make_train_batch
 from rlhf_mcore.trainer.exchange import Exchanged
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
 from rlhf_mcore.types import TrainBatch
+from tests.rows import Row, batch_of, flat
+
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def batch() -> TrainBatch:
     rows = [Row([1], [2, 3], [-1.0, -2.0], 0.0), Row([1, 1], [2], [-0.5], 0.0)]
-    return make_train_batch(rows, [0, 0], 0)
+    return batch_of(rows, [0, 0])
 
 
 def test_rewards_and_lengths_by_hand() -> None:
     # Prompts are of different lengths, and do not count.
     responses = {2: 1.0, 4: 0.0, 6: 0.0, 8: 3.0}
     rows = [Row([7] * (10 - n), [1] * n, [0.0] * n, score, truncated=n == 8) for n, score in responses.items()]
-    exchanged = Exchanged(make_train_batch(rows, [0, 0, 1, 1], 0), part_means={"format": 0.25})
+    exchanged = Exchanged(batch_of(rows, [0, 0, 1, 1]), part_means={"format": 0.25})
     assert rollout_metrics(exchanged) == {
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(1.5)),  # squares of 0, 1, 1, 2 over 4
@@ -36,7 +38,7 @@ def test_rewards_and_lengths_by_hand() -> None:
 
 def test_agreement_of_engine_and_trainer_by_hand() -> None:
     made = batch()
-    made.old_logprobs = torch.tensor([[9.0, -1.25, -2.0], [9.0, 9.0, -1.5]])  # 9: not a response token
+    made.old_logprobs = flat(made, torch.tensor([[9.0, -1.25, -2.0], [9.0, 9.0, -1.5]]))  # 9: not a response token
     assert agreement_metrics(made) == {
         "rollout/logprob_diff_mean": pytest.approx((0.25 + 0.0 + 1.0) / 3),
         "rollout/logprob_diff_max": 1.0,
@@ -44,6 +46,6 @@ def test_agreement_of_engine_and_trainer_by_hand() -> None:
 
 
 def test_agreement_of_no_rows_is_zero() -> None:
-    made = make_train_batch([], [], 0)
+    made = batch_of([], [])
     made.old_logprobs = torch.zeros(made.token_ids.shape)
     assert agreement_metrics(made) == {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}

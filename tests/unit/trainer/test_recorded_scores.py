@@ -27,7 +27,7 @@ class LastToken:
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         self.asked.append([(t.prompt.index, t.sample) for t in trajectories])
         others = self.graders.score(trajectories)
-        said = [t.response_ids[-1] / 1000 for t in trajectories]
+        said = [float(t.token_ids[-1]) / 1000 for t in trajectories]
         return [Score(o.value + s, {**o.parts, PART: s}) for o, s in zip(others, said, strict=True)]
 
 

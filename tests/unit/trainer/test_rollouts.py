@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.rollout.requests import expand_requests
 from rlhf_mcore.rollout.seeds import request_seed
@@ -25,7 +26,7 @@ class Seeds:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
         requests = expand_requests(prompts, sampling, step, max_model_len=64)
-        return [Trajectory(r.prompt, r.sample, [r.seed], [0.0], "", "stop", 0) for r in requests]
+        return [single_turn(r.prompt, r.sample, [0], [0.0], str(r.seed), "stop", 0) for r in requests]
 
 
 def draw(prompts: Sequence[Prompt], num_engines: int, step: int = 3) -> dict[tuple[int, int], int]:
@@ -35,7 +36,7 @@ def draw(prompts: Sequence[Prompt], num_engines: int, step: int = 3) -> dict[tup
         made = generate(Seeds(index, num_engines), prompts, Sampling(n=SAMPLES, seed=5), step=step)  # type: ignore[arg-type]
         for place, trajectory in zip(made.positions, made.trajectories, strict=True):
             assert trajectory.prompt.prompt_id == prompts[place].prompt_id
-            found[place, trajectory.sample] = trajectory.response_ids[0]
+            found[place, trajectory.sample] = int(trajectory.response_text)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rlhf_mcore.trainer.supervised import (
     preference_metrics,
 )
 from rlhf_mcore.types import TrainBatch
+from tests.rows import padded_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -40,11 +41,11 @@ class Everything:
 
     def next_batch(self) -> TrainBatch:
         self.events.append("batch")
-        return example_batch(EXAMPLES, 0)
+        return example_batch(EXAMPLES)
 
-    def update(self, batch: TrainBatch) -> Mapping[str, float]:
+    def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
         self.events.append(f"update of {len(batch.lengths)}")
-        return {"loss/sft": 1.0, "actor/bad_updates_in_a_row": self.bad_updates}
+        return lambda: {"loss/sft": 1.0, "actor/bad_updates_in_a_row": self.bad_updates}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,7 +76,7 @@ class Everything:
 
 
 def held_out(every: int, examples: list[Example] = EXAMPLES) -> HeldOut:
-    return HeldOut(examples, every, 2, 0, lambda batch: {"rows": float(len(batch.lengths))}, dict)
+    return HeldOut(examples, every, 2, lambda batch: {"rows": float(len(batch.lengths))}, dict)
 
 
 def trainer(all_parts: Everything, which: HeldOut) -> SupervisedTrainer:
@@ -144,18 +145,18 @@ class Says:
         return torch.where(batch.loss_mask, -batch.token_ids.float().log(), torch.nan)
 
     def compute_scores(self, batch: TrainBatch) -> torch.Tensor:
-        return batch.token_ids.gather(1, batch.lengths[:, None] - 1)[:, 0].float()
+        return padded_batch(batch).token_ids.long().gather(1, batch.lengths[:, None] - 1)[:, 0].float()
 
 
 def test_likelihood_is_a_mean_over_tokens_of_all_batches() -> None:
-    found = HeldOut(EXAMPLES, 1, 2, 0, lambda batch: likelihood(Says(), batch), likelihood_metrics).run()
+    found = HeldOut(EXAMPLES, 1, 2, lambda batch: likelihood(Says(), batch), likelihood_metrics).run()
     product = 2 * 3 * 5 * 7 * 8 * 9  # six tokens
     assert found["evaluate/loss"] == pytest.approx(math.log(product) / 6)
     assert found["evaluate/perplexity"] == pytest.approx(product ** (1 / 6))
 
 
 def test_preferences_are_means_over_pairs() -> None:
-    found = HeldOut(PAIRS, 1, 3, 0, lambda batch: preference(Says(), batch), preference_metrics).run()
+    found = HeldOut(PAIRS, 1, 3, lambda batch: preference(Says(), batch), preference_metrics).run()
     assert found["evaluate/accuracy"] == pytest.approx((1 + 0.5 + 0 + 1) / 4)
     assert found["evaluate/margin"] == pytest.approx((2 + 0 - 2 + 1) / 4)
     losses = [math.log(1 + math.exp(-margin)) for margin in (2, 0, -2, 1)]

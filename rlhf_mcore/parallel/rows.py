@@ -1,0 +1,98 @@
+"""Rows of a step on the move: flat tensors over the tokens of rows travel from the ranks that hold them to those that need them.
+
+Every rank knows the number of tokens of all rows, who holds each, and who needs which. So both ends of every message know its
+size, and nothing but the tokens themselves travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+Rows = NDArray[np.int64]  # numbers of rows of a step
+NO_ROWS: Rows = np.zeros(0, dtype=np.int64)
+
+
+def move_rows(
+    fields: Mapping[str, Tensor],
+    lengths: Rows,
+    holders: Rows,
+    wanted: Sequence[Rows],
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Bring rows to the ranks that want them, by one all-to-all per field. Collective over ``group``.
+
+    Args:
+        fields: host tensors [tokens of the rows that this rank holds], rows ascending and back to back. The same names and dtypes on
+            every rank.
+        lengths: [B] tokens of every row of the step.
+        holders: [B] the rank of the group that holds each row.
+        wanted: for each rank of the group the rows that it wants, in its order. Ranks that want the same share one array.
+
+    Returns:
+        [tokens of this rank's wanted rows] by name, in the order in which they are wanted.
+    """
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    assert len(wanted) == world_size, (len(wanted), world_size)
+    held = np.flatnonzero(holders == rank)
+    place = np.full(len(lengths), -1)
+    place[held] = np.arange(len(held))
+    mine_of: dict[int, list[int]] = {}  # by identity of a wanted array: which of the held rows are in it
+    for rows in wanted:
+        if id(rows) not in mine_of:
+            mine_of[id(rows)] = place[rows[holders[rows] == rank]].tolist()
+    sent = [mine_of[id(rows)] for rows in wanted]
+    held_lengths = lengths[held].tolist()
+    sent_tokens = [sum(held_lengths[k] for k in rows) for rows in sent]
+
+    order = np.argsort(holders[wanted[rank]], kind="stable")  # rows arrive sender by sender
+    arriving = wanted[rank][order]
+    received_tokens = np.bincount(holders[arriving], weights=lengths[arriving], minlength=world_size)
+    arriving_lengths = lengths[arriving].tolist()
+    back = np.argsort(order).tolist()
+
+    moved = {}
+    for name in sorted(fields):
+        parts = fields[name].split(held_lengths)
+        outgoing = _joined([parts[k] for rows in sent for k in rows], fields[name])
+        incoming = fields[name].new_empty(int(received_tokens.sum()))
+        if world_size == 1:
+            incoming = outgoing
+        else:
+            dist.all_to_all_single(incoming, outgoing, received_tokens.astype(int).tolist(), sent_tokens, group=group)
+        came = incoming.split(arriving_lengths)
+        moved[name] = _joined([came[k] for k in back], incoming)
+    return moved
+
+
+def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """[B, ...] host values, of which each rank has filled in its own rows and left the others zero, on all ranks of the group.
+
+    A row has one owner, so what is added up is one value and zeros: the result is exact, and does not depend on who owns a row.
+    """
+    dist.all_reduce(values, group=group)
+    return values
+
+
+def owners_of(lengths: Rows, world_size: int) -> Rows:
+    """[B] the rank that stores each row: dealt back and forth from the longest to the shortest, so that tokens are nearly equal."""
+    order = np.argsort(-lengths, kind="stable")
+    turn, place = np.divmod(np.arange(len(lengths)), world_size)
+    owners = np.empty(len(lengths), np.int64)
+    owners[order] = np.where(turn % 2, world_size - 1 - place, place)
+    return owners
+
+
+def rows_by_rank(ranks: Rows, world_size: int) -> list[Rows]:
+    """The rows of each rank, ascending, from the rank of each row."""
+    counts = np.bincount(ranks, minlength=world_size)
+    return np.split(np.argsort(ranks, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else like.new_empty(0)
