@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX
-from rlhf_mcore.checkpoint.layout import DOCUMENTS, MANIFEST, TRAINING
+from rlhf_mcore.checkpoint.layout import CONFIG, DOCUMENTS, MANIFEST, TRAINING
 from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.config.differences import further_models
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import INDEX_FILE
-from rlhf_mcore.foreign import INDEX, read_json
+from rlhf_mcore.foreign import INDEX, SMALL, read_json, read_text
 
 SINGLE_FILE = "model.safetensors"
 
@@ -18,7 +19,7 @@ SINGLE_FILE = "model.safetensors"
 def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     """What a manifest that names the files ``named`` leaves out; [] if it is all there.
 
-    A checkpoint has the documents of the run and at least one model; a model has its configuration, all weights, and where it was
+    A checkpoint has the documents of the run and the models of its configuration, at least one; a model has its configuration, all weights, and where it was
     trained the whole state of its optimizer. Indexes are read for the files that they name.
     """
     models = model_names(named)
@@ -28,6 +29,12 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     ]
     if not models:
         problems.append(Problem(MANIFEST, "absent", "the manifest names no model"))
+    elif CONFIG in named:
+        problems += [
+            Problem(model, "absent", f"the manifest does not name it, and the run of {CONFIG} has it")
+            for model in _further_models(checkpoint)
+            if model not in models
+        ]
     for model in models:
         try:
             problems += [
@@ -38,6 +45,13 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
         except ConfigError as error:
             problems.append(Problem(model, "unreadable", str(error)))
     return problems
+
+
+def _further_models(checkpoint: Path) -> list[str]:
+    try:
+        return further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
+    except ConfigError:
+        return []  # damaged, which its hash says, or who reads it
 
 
 def model_names(named: Collection[str]) -> list[str]:

@@ -10,6 +10,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, Checkpoint, linked_step, scan
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class BestRule:
         if value != value:
             return False
         return on is None or (value > on if self.greater_is_better else value < on)
+
+
+def best_rule(cfg: CheckpointConfig) -> BestRule | None:
+    """Which checkpoint is the best, None if no metric says so."""
+    return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
 
 
 def find_best(checkpoints: list[Checkpoint], rule: BestRule) -> Checkpoint | None:

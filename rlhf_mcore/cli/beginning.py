@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,20 +17,27 @@ from pathlib import Path
 import rlhf_mcore
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
+from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.config.checkpoint_rules import NEVER
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.foreign import SMALL, read_text
-from rlhf_mcore.observability.files import pretty_json, write_atomically
-from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
+from rlhf_mcore.observability.run_directory import METRICS, RunDirectory
 
+KEPT_STARTS = 20  # whose logs a run directory holds
+_STAMP = re.compile(
+    r"(\d{8}-\d{6})(?:\.(\d+))?"
+)  # the name of a start's logs; the second start of a second has a number
 SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
 
 
-def is_finished(cfg: Config) -> bool:
-    """Look at the run directory, and print where the run begins if it has begun before. Returns whether nothing is left to do.
+def announce(cfg: Config) -> int | None:
+    """Look at the run directory, and print where the run begins if it has begun before.
+
+    Returns the step that was printed, 0 where there was nothing to say; None: the run is over, and was said to be.
 
     Raises:
         ConfigError: the directory cannot be written or is in use, or its newest checkpoint does not fit the configuration.
@@ -37,25 +46,44 @@ def is_finished(cfg: Config) -> bool:
     directory.close()
     own, resume = scan(directory.path), cfg.checkpoint.resume
     if not own or resume == NEVER or Path(resume).resolve().parent == directory.path:
-        return False
+        return 0
     newest = own[-1]
     try:
         saved = read_text(newest.path / "config.yaml", limit=SMALL.num_bytes, remedy="choose another checkpoint")
         fixed, _ = compare_configs(saved, to_yaml(cfg), by_content=["data.train"])
         damaged = any(problem.is_damage for problem in verify_chain(newest.path, hashes=False))
     except ConfigError:  # the ranks find out what is wrong with it, and whether another one will do
-        return False
+        return 0
     refuse(newest.path, fixed)
     if damaged:
-        return False
-    if newest.step < cfg.trainer.num_steps:
-        print(
-            f"{os.path.relpath(newest.path)} is there: the run continues after step {newest.step} of {cfg.trainer.num_steps}",
-            flush=True,
-        )
-        return False
-    print(finished_text(cfg, newest.path, newest.step), flush=True)
-    return True
+        return 0
+    if is_over(cfg, directory.path, newest.step):
+        print(finished_text(cfg, newest.path, newest.step), flush=True)
+        return None
+    print(continues_text(cfg, newest.path, newest.step), flush=True)
+    return newest.step
+
+
+def is_over(cfg: Config, run: Path, step: int) -> bool:
+    """Whether nothing is left to do after ``step``, that of the newest checkpoint.
+
+    A run that ends with its best model (``checkpoint.load_best_model_at_end``) has to evaluate it after its last step.
+    """
+    if step != cfg.trainer.num_steps or not cfg.checkpoint.load_best_model_at_end:
+        return step >= cfg.trainer.num_steps
+    rule = best_rule(cfg.checkpoint)
+    best = find_best(scan(run), rule) if rule is not None else None
+    if best is None or best.step == step:
+        return True
+    metrics = run / METRICS
+    lines = keep_steps(metrics.read_bytes(), step).splitlines() if metrics.is_file() else []
+    return any(json.loads(line).get("final/step") == best.step for line in lines)
+
+
+def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
+    """What a run that has begun before says when it is started again."""
+    where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
+    return f"the run continues after {where}, from {os.path.relpath(checkpoint)}"
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
@@ -70,10 +98,13 @@ def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
 def logs_directory(cfg: Config) -> Path:
     """Make ``<run directory>/logs/<time>`` for the logs of a start, with ``launch.json``: command, host, time and versions.
 
+    Of earlier starts the newest are kept, ``KEPT_STARTS`` with this one.
+
     Raises:
         ConfigError: it cannot be written.
     """
     logs = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs"
+    _prune(logs)
     now = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     try:
@@ -88,6 +119,15 @@ def logs_directory(cfg: Config) -> Path:
             "choose another, or make room"
         ) from error
     return made
+
+
+def _prune(logs: Path) -> None:
+    """Remove the logs of the oldest starts. What a start did not make itself stays, and what cannot be removed."""
+    with suppress(OSError):
+        found = [(match, path) for path in logs.iterdir() if (match := _STAMP.fullmatch(path.name))]
+        old = sorted(found, key=lambda each: (each[0][1], int(each[0][2] or 1)))[: -(KEPT_STARTS - 1)]
+        for _, path in old:
+            shutil.rmtree(path, ignore_errors=True)  # which refuses a link
 
 
 def _launch_record(now: float) -> dict[str, object]:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.cli import supervised
-from rlhf_mcore.cli.beginning import SAVED_AS, finished_text
+from rlhf_mcore.cli.beginning import SAVED_AS, continues_text, finished_text, is_over
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
@@ -74,8 +74,10 @@ SUMMARISED = {
 }
 
 
-def run(cfg: Config) -> bool:
+def run(cfg: Config, announced: int = 0) -> bool:
     """Train. Every rank of the world calls it, under torchrun. Returns whether the run has come to its end.
+
+    ``announced``: the launcher has said that the run continues after this step.
 
     Raises:
         ConfigError: what could only be found out with the parts in hand; raised on every rank.
@@ -91,8 +93,9 @@ def run(cfg: Config) -> bool:
             stack.enter_context(watchdog)
             record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every, watchdog=watchdog)
             requests = stack.enter_context(SignalRequests(record.acknowledge, reporter.training).listening())
-            start = _tell(on_every_rank(lambda: _open_record(cfg, record, stack)))
-            if start.continues and start.checkpoint is not None and start.step >= cfg.trainer.num_steps:
+            start = _tell(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
+            if start.is_over:
+                assert start.checkpoint is not None
                 record.note(finished_text(cfg, start.checkpoint, start.step))
                 return True
             trainer = _build(cfg, platform, record, start, requests)
@@ -104,7 +107,7 @@ def run(cfg: Config) -> bool:
         dist.destroy_process_group()
 
 
-def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
+def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: int) -> Start:
     """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
     if dist.get_rank() != 0:
         return Start()
@@ -112,6 +115,9 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
     start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg))
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes = list(start.notes)
+    over = start.continues and is_over(cfg, directory.path, start.step)
+    if start.checkpoint is not None and start.step != announced and not over:
+        notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
     if start.continues:
         directory.cut_metrics(start.step)
         record.recall(read_records(directory.metrics_path))
@@ -127,16 +133,16 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack) -> Start:
     record.console = stack.enter_context(console)
     for note in notes:
         record.console.note(note)
-    return start
+    return replace(start, is_over=over)
 
 
 def _tell(start: Start) -> Start:
     """What the first rank has found, on every rank."""
     weights = {role: str(path) for role, path in start.weights.items()}
-    told = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues], 0)
-    checkpoint, step, weights, continues = told
+    told = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues, start.is_over], 0)
+    checkpoint, step, weights, continues, over = told
     found = {role: Path(path) for role, path in weights.items()}
-    return Start(Path(checkpoint) if checkpoint else None, step, found, continues, inputs=start.inputs)
+    return Start(Path(checkpoint) if checkpoint else None, step, found, continues, over, inputs=start.inputs)
 
 
 def _build(
@@ -200,9 +206,12 @@ class _Data:
     tokenizer: PreTrainedTokenizerBase
     train: list[Prompt]
     evaluation: list[Prompt]
+    graders: RewardFunction
 
 
 def _load_data(cfg: Config) -> _Data:
+    """What the user has written and collected: all that may be wrong with it is found before a model is built."""
+    graders = build_reward(cfg.reward)
     tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
     train = load_prompts(cfg.data.train, tokenizer, cfg.data)
     if len(train) < cfg.trainer.prompts_per_step:
@@ -211,7 +220,7 @@ def _load_data(cfg: Config) -> _Data:
             "a step would hold a prompt twice. Lower it, or add data."
         )
     evaluation = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval") if cfg.data.eval else []
-    return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts])
+    return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts], graders)
 
 
 def _bridge(cfg: Config, actor: Actor, engine: RolloutEngine, dtype: str) -> WeightBridge:
@@ -254,16 +263,15 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
     )
 
 
-def _reward(cfg: Config, built: BuiltRoles) -> RewardFunction:
-    graders = build_reward(cfg.reward)
+def _reward(cfg: Config, data: _Data, built: BuiltRoles) -> RewardFunction:
     if built.reward_model is None:
-        return graders
-    return ModelReward(graders, built.reward_model, cfg.reward.model.weight)
+        return data.graders
+    return ModelReward(data.graders, built.reward_model, cfg.reward.model.weight)
 
 
 def _parts(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine) -> dict[str, Any]:
     """Parts of the trainer that have no state to be resumed."""
-    reward = _reward(cfg, built)
+    reward = _reward(cfg, data, built)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     dynamic = cfg.algorithm.dynamic_sampling
     roles = Roles(

@@ -59,6 +59,7 @@ from rlhf_mcore.types import Prompt
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
+_HOW_TO_GRADE = ("workers", "timeout_s", "memory_gib", "env", "on_error")  # not what: no reason to begin anew
 
 
 @dataclass(slots=True)
@@ -252,6 +253,7 @@ def _subject(model: str) -> Path:
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     """Everything that the samples depend on."""
     cfg = task.cfg
+    reward = {key: value for key, value in asdict(cfg.reward).items() if key not in _HOW_TO_GRADE}
     code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
     return {
         "model": {
@@ -277,7 +279,7 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             },
         },
         "sampling": asdict(evaluation_sampling(cfg)),
-        "reward": {**asdict(cfg.reward), "code": code, "weights": weight_sketches(cfg.reward.model.path)},
+        "reward": {**reward, "code": code, "weights": weight_sketches(cfg.reward.model.path)},
         "engine": {
             "name": cfg.rollout.engine,
             "dtype": dtype,

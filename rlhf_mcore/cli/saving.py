@@ -21,6 +21,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
+from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
@@ -41,7 +42,7 @@ from rlhf_mcore.roles.trained import TrainedModel
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
 from rlhf_mcore.trainer.record import RunRecord
-from rlhf_mcore.trainer.resume import Start, best_rule
+from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.types import LocalParameter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_intermixed_args(argv)
     try:
-        return _train(args.config, args.overrides, print_config=args.print_config)
+        return _train(args.config, args.overrides, args.announced, print_config=args.print_config)
     except ConfigError as error:
         return exit_codes.report(error)
 
@@ -40,10 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file; see configs/base.yaml for all keys")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    # From the launcher to its ranks: the step after which it has said that the run continues.
+    parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
-def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
+def _train(path: str, overrides: Sequence[str], announced: int, *, print_config: bool) -> int:
     from rlhf_mcore.config.derive import default_world_size, is_supervised, resolve
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
@@ -63,19 +65,20 @@ def _train(path: str, overrides: Sequence[str], *, print_config: bool) -> int:
         from rlhf_mcore.cli.compose import run
 
         with rank.no_early_exit():
-            finished = run(cfg)
+            finished = run(cfg, announced)
         return exit_codes.DONE if finished else exit_codes.REQUEUE
     else:
         from rlhf_mcore.cli import beginning
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.function import check_function
 
-        if beginning.is_finished(cfg):
+        continues_after = beginning.announce(cfg)
+        if continues_after is None:
             return exit_codes.DONE
         if not is_supervised(cfg):
             check_function(cfg.reward)
         return launch(
-            [path, *overrides],
+            [path, *overrides, *([f"--announced={continues_after}"] if continues_after else [])],
             default_world_size(cfg),
             cfg.trainer.threads_per_rank,
             max_restarts=cfg.trainer.max_restarts,

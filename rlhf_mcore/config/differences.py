@@ -31,7 +31,11 @@ FIXED = (
     "algorithm.use_critic",
 )
 # What a release did that did not have the key yet, where that is not the key's default.
-_BEFORE_THE_KEY = {"data.apply_chat_template": "false", "algorithm.bootstrap_truncated": True, "algorithm.kl.clip": None}
+_BEFORE_THE_KEY = {
+    "data.apply_chat_template": "false",
+    "algorithm.bootstrap_truncated": True,
+    "algorithm.kl.clip": None,
+}
 # How a run is saved, shown and resumed is nobody's business but the new run's.
 _FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
@@ -58,6 +62,18 @@ def _has_critic(tree: dict[str, Any]) -> bool:
     """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, are nobody's."""
     wanted = tree.get("algorithm.use_critic")
     return wanted == "true" or (wanted == "auto" and tree.get("algorithm.advantage") == "gae")
+
+
+def further_models(saved: str) -> list[str]:
+    """The models that a checkpoint of a configuration (in YAML) holds beside the actor: a critic, a reference that is refreshed.
+
+    Raises:
+        ConfigError: it is no configuration.
+    """
+    tree = {**dict(_leaves(asdict(Config()))), **dict(_leaves(_read(saved)))}
+    refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
+    held = {"critic": _has_critic(tree), "reference": refreshed}
+    return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == "rl" else []
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:

@@ -11,9 +11,11 @@ from rlhf_mcore.observability.files import keep_steps, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
 from rlhf_mcore.own_files import own_directory, refuse_link
 
+METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
 TENSORBOARD = "tensorboard"
-OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, "archive", "quarantine", "pins")
+LOGS = "logs"
+OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, LOGS, "archive", "quarantine", "pins")
 
 
 class RunDirectory:
@@ -56,7 +58,7 @@ class RunDirectory:
     @property
     def metrics_path(self) -> Path:
         """``metrics.jsonl``, one object per step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def tensorboard_path(self) -> Path:

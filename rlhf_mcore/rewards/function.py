@@ -64,7 +64,8 @@ class FunctionReward:
             cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
             if cause:
                 problems.append(f"{KEY}={self._spec} on {_place(trajectory)} {cause}")
-                scores.append(Score(0.0, failure="timeout" if outcome and outcome.timed_out else "error"))
+                kind = "timeout" if outcome and outcome.timed_out else "error"
+                scores.append(Score(0.0, failure=kind, cause=problems[-1]))
             elif outcome is not None:
                 scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
         if problems and fail:

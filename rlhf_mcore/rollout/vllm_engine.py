@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Tokens of one forward pass where nothing is said: the least that vLLM chooses on any platform, and what it does on large GPUs.
+_LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
 class VLLMEngine(VersionedWeights):
@@ -119,6 +121,8 @@ class VLLMEngine(VersionedWeights):
             options["max_num_seqs"] = min(
                 cfg.max_num_seqs, cfg.max_num_batched_tokens
             )  # each decodes a token in a pass
+        elif cfg.max_num_seqs > _LEAST_BUDGET:  # vLLM refuses more sequences than tokens
+            options["max_num_batched_tokens"] = max(cfg.max_num_seqs, _USUAL_BUDGET)
         if self._on_cuda:
             options["gpu_memory_utilization"] = cfg.gpu_memory_utilization
             options["enable_sleep_mode"] = cfg.sleep

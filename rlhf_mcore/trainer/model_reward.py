@@ -38,6 +38,6 @@ class ModelReward:
         batch = exchange_rows(numbers, trajectories, zeros, sum(counts), rows_per_group=1)
         found = self.model.compute_scores(batch)[numbers].tolist()
         return [
-            Score(other.value + self.weight * value, {**other.parts, PART: value}, other.failure)
+            Score(other.value + self.weight * value, {**other.parts, PART: value}, other.failure, other.cause)
             for other, value in zip(others, found, strict=True)
         ]

@@ -61,7 +61,8 @@ class RunRecord:
             yield
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-        """Write the step's rollouts when they are due. Collective."""
+        """Say which responses have no score, and write the step's rollouts when they are due. Collective."""
+        self._note_failures(step, scores)
         if not self.rollouts_every or step % self.rollouts_every:
             return
         mine = [rollout_record(t, s, step) for t, s in zip(trajectories, scores, strict=True)]
@@ -70,6 +71,14 @@ class RunRecord:
             records = [record for part in gathered for record in part]
             records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
             write_rollouts(self.directory.rollouts_path(step), records)
+
+    def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
+        """One line for all ranks, with the first problem of the first rank that has one."""
+        causes = [score.cause or score.failure for score in scores if score.failure is not None]
+        parts = gather_json([len(scores), len(causes), *causes[:1]])
+        if first := [part[2] for part in parts if len(part) > 2]:
+            without, total = sum(part[1] for part in parts), sum(part[0] for part in parts)
+            self.note(f"step {step}: {without} of {total} responses got no score and count as 0; the first: {first[0]}")
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take up what a run that is resumed has recorded before."""

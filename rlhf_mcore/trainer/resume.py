@@ -9,7 +9,7 @@ from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import CONFIG, Checkpoint, linked_checkpoints, scan
-from rlhf_mcore.checkpoint.links import BestRule
+from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
 from rlhf_mcore.config.checkpoint_rules import AUTO, NEVER
@@ -28,20 +28,16 @@ class Start:
     """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
 
     ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record goes on, up to this step.
-    ``inputs``: fingerprints of what the run is made from; the first rank's.
+    ``is_over``: nothing is left to do. ``inputs``: fingerprints of what the run is made from; the first rank's.
     """
 
     checkpoint: Path | None = None
     step: int = 0
     weights: dict[str, Path] = field(default_factory=dict)
     continues: bool = False
+    is_over: bool = False
     notes: list[str] = field(default_factory=list)
     inputs: Inputs = field(default_factory=dict)
-
-
-def best_rule(cfg: CheckpointConfig) -> BestRule | None:
-    """Which checkpoint is the best, None if no metric says so."""
-    return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
 
 
 def find_start(
@@ -78,7 +74,7 @@ def find_start(
     if inside:
         notes += set_aside(run, steps_after(run, step), rule, disk)
     weights = {model: readable(chosen, model, run) for model in model_names(read_manifest(chosen).files)}
-    return Start(chosen, step, weights, inside, [f"going on after step {step} from {chosen}", *notes], inputs)
+    return Start(chosen, step, weights, inside, notes=notes, inputs=inputs)
 
 
 def _newest_intact(own: list[Checkpoint], cfg: CheckpointConfig) -> tuple[Checkpoint | None, list[str], list[Problem]]:

@@ -34,7 +34,7 @@ def test_a_checkpoint_of_format_1_goes_on_to_the_same_end(tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "going on after step 2" in done.stdout and "holds no fingerprints" in done.stdout
+    assert "the run continues after step 2 of" in done.stdout and "holds no fingerprints" in done.stdout
     expected, found = rows(SAMPLE / "expected" / "metrics.jsonl"), rows(run / "metrics.jsonl")
     assert sorted(found) == [3, 4]
     for step in found:

@@ -19,6 +19,12 @@ from rlhf_mcore.config.yaml_text import MAX_BYTES, load_yaml
 from rlhf_mcore.foreign import read_text
 
 RULES = "final_number for GSM8K, math for MATH, answer_line for DAPO-Math-17k"  # by data source, as verl chooses its graders
+_KNOWN_DATA: dict[str, dict[str, Any]] = {  # what names of files say of them, in this order -> the rule
+    "gsm8k": {"name": "final_number"},
+    "dapo": {"name": "answer_line", "incorrect": -1.0},
+    "math": {"name": "math"},
+    "aime": {"name": "math"},
+}
 
 
 def migrate(path: Path, source: str = "auto") -> Migration:
@@ -98,7 +104,7 @@ def _note(migration: Migration) -> None:
     elif "reward.function" in settings:
         migration.notes.append("reward.function: called as f(data_source, solution_str, ground_truth, extra_info)")
     elif not supervised:
-        migration.notes.append(f"reward: not in the source as such; set reward.rules ({RULES}) or reward.function")
+        _note_rule(migration)
     if "trainer.num_steps" not in settings:
         migration.notes.append("trainer.num_steps: there, it follows from epochs and rows; set it")
     model = str(settings.get("model.path", ""))
@@ -120,6 +126,20 @@ def _note(migration: Migration) -> None:
         migration.notes.append(
             "..._is_not_known: stands where the script has the output of a command or an argument; write values"
         )
+
+
+def _note_rule(migration: Migration) -> None:
+    """Choose the rule by the names of the data, where all of them are known. Rows have a data source there, which decides."""
+    files = migration.settings.get("data.train") or []
+    found = [next((rule for word, rule in _KNOWN_DATA.items() if word in file.lower()), None) for file in files]
+    if not found or None in found:
+        migration.notes.append(f"reward: not in the source as such; set reward.rules ({RULES}) or reward.function")
+        return
+    # math accepts the notations of all of them.
+    rule = found[0] if all(rule == found[0] for rule in found) else _KNOWN_DATA["math"]
+    assert rule is not None
+    migration.settings["reward.rules"] = [rule]
+    migration.notes.append(f"reward.rules: {rule['name']}, by the names in data.train; see whether it fits ({RULES})")
 
 
 def to_text(migration: Migration) -> str:

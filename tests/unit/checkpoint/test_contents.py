@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+import yaml
 from safetensors.numpy import load_file
 
 from rlhf_mcore.bridge.hf_files import HFReader
@@ -188,3 +189,18 @@ def test_a_manifest_with_a_value_of_another_kind_is_refused(
     (checkpoint / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
     with pytest.raises(ConfigError, match=message):
         read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("kl_coef", [0.01, 0.0])
+def test_models_that_the_run_has_must_be_named(checkpoint: Path, kl_coef: float) -> None:
+    rewrite(checkpoint, "critic/")
+    assert damage(checkpoint) == ["critic: the manifest does not name it, and the run of config.yaml has it"]
+    settings = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    settings["reference"]["refresh_steps"] = 5
+    settings["algorithm"]["kl"]["coef"] = kl_coef  # 0: there is no reference
+    settings["algorithm"]["use_critic"] = "false"
+    (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
+    files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}
+    write_manifest(checkpoint, files, read_manifest(checkpoint).about, Disk())
+    expected = ["reference: the manifest does not name it, and the run of config.yaml has it"] if kl_coef else []
+    assert damage(checkpoint) == expected

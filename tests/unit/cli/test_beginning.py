@@ -66,7 +66,7 @@ def test_a_run_that_continues_says_from_where(launched: list[Path], capsys: pyte
     make_checkpoint(12)
     make_checkpoint(100)
     assert train("trainer.num_steps=130") == 0 and len(launched) == 1
-    expected = "outputs/rlhf_mcore/default/checkpoint-100 is there: the run continues after step 100 of 130\n"
+    expected = "the run continues after step 100 of 130, from outputs/rlhf_mcore/default/checkpoint-100\n"
     assert capsys.readouterr().out == expected
     assert train("trainer.num_steps=130", f"checkpoint.resume={RUN}/checkpoint-12") == 0 and len(launched) == 2
     assert capsys.readouterr().out == ""
@@ -106,3 +106,47 @@ def test_a_start_leaves_command_host_and_version_without_secrets(
     assert record["command"] == ["rlhf-mcore", "train", "run.yaml", "experiment=<redacted: MY_TOKEN>"]
     assert (record["directory"], record["host"]) == (os.getcwd(), os.uname().nodename)
     assert record["started"] and record["rlhf_mcore"] and "git_commit" in record
+
+
+def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finished(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(60)
+    make_checkpoint(100)
+    monkeypatch.setattr("rlhf_mcore.cli.beginning.find_best", lambda checkpoints, rule: checkpoints[0])
+    ends_with_best = ["checkpoint.load_best_model_at_end=true", "checkpoint.metric_for_best_model=evaluate/reward"]
+    ends_with_best += ["data.eval=[train.jsonl]"]
+    lines = ['{"step": 60, "final/step": 40}', '{"step": 100, "evaluate/reward": 1.0}', '{"step": 100, "fin']
+    (RUN / "metrics.jsonl").write_text("\n".join(lines))
+    assert train(*ends_with_best) == 0 and len(launched) == 1
+    assert capsys.readouterr().out.startswith("the run continues after its last step, from outputs/rlhf_mcore/default")
+    (RUN / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"step": 100, "final/step": 60}', ""]))
+    assert train(*ends_with_best) == 0 and len(launched) == 1
+    assert "this run is finished" in capsys.readouterr().out
+
+
+def test_the_logs_of_the_newest_twenty_starts_are_kept(launched: list[Path], tmp_path: Path) -> None:
+    logs, elsewhere = RUN / "logs", tmp_path / "elsewhere"
+    names = [
+        "20260101-000000",
+        "20260101-000000.2",
+        "20260101-000000.10",
+        *(f"202602{n:02}-000000" for n in range(1, 20)),
+    ]
+    for name in (*names, "mine", "slurm-17"):
+        (logs / name / "node-0").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (logs / "20250101-000000").symlink_to(elsewhere)
+    assert train() == 0
+    left = {path.name for path in logs.iterdir()} - {"mine", "slurm-17", "20250101-000000"}
+    assert left == {*names[3:], launched[0].name} and (elsewhere / "kept").exists()
+
+
+def test_a_link_in_the_place_of_the_logs_is_refused(
+    launched: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RUN.mkdir(parents=True)
+    (RUN / "logs").symlink_to(tmp_path)
+    assert train() == 2 and launched == []
+    assert "logs" in capsys.readouterr().err

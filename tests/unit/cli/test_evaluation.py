@@ -8,9 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from rlhf_mcore.checkpoint.delta import choose_base
-from rlhf_mcore.cli.evaluation import _subject, checked_folder
+from rlhf_mcore.cli.evaluation import _settings, _subject, _Task, checked_folder
+from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import inspect_generator
+from rlhf_mcore.config.schema import Config, ModelConfig, RewardConfig, RuleConfig
 from tests.unit.checkpoint.test_delta import save, updated, weights
 
 
@@ -53,3 +55,14 @@ def test_a_directory_that_is_no_checkpoint_is_not_looked_into(tmp_path: Path) ->
 @pytest.mark.parametrize(("model", "name"), [("run/checkpoint-10/actor", "checkpoint-10"), ("models/Qwen3", "Qwen3")])
 def test_results_are_called_after_the_checkpoint(tmp_path: Path, model: str, name: str) -> None:
     assert _subject(str(tmp_path / model)).name == name
+
+
+def test_how_rewards_are_computed_starts_no_evaluation_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.evaluation.weight_sketches", lambda *given: {})
+
+    def settings(**reward: object) -> dict[str, object]:
+        cfg = resolve(Config(model=ModelConfig(path=str(tmp_path)), reward=RewardConfig(**reward)))  # type: ignore[arg-type]
+        return _settings(_Task(cfg, "model", tmp_path, [], None), "fp32")
+
+    how = settings(workers=3, timeout_s=5.0, memory_gib=1.0, env=["HOME"], on_error="zero")
+    assert how == settings() != settings(rules=[RuleConfig("boxed")])

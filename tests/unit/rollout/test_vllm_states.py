@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout.vllm_engine import VLLMEngine
 from rlhf_mcore.rollout.weights import ExpectedTensors
 
@@ -69,3 +70,17 @@ def test_fault_22_new_weights_never_meet_the_old_prefix_cache() -> None:
         which.load_weights(iter(()), version=5)
     with pytest.raises(RuntimeError, match="cannot generate: the last load of weights did not finish"):
         which.require_weights()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "budget", "expected"),
+    [(256, None, (256, None)), (256, 64, (64, 64)), (5000, None, (5000, 16384)), (20000, None, (20000, 20000))],
+)
+def test_a_pass_has_room_for_a_token_of_every_sequence(
+    sequences: int, budget: int | None, expected: tuple[int, int | None]
+) -> None:
+    made = engine(LLM())
+    made._on_cuda, made._max_model_len = False, 128
+    cfg = RolloutConfig(max_num_seqs=sequences, max_num_batched_tokens=budget)
+    options = made._options(cfg, model_dir="model", dtype="fp32", seed=0)
+    assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected

@@ -30,6 +30,9 @@ class Log:
     def phase(self, name: str) -> None:
         self.lines.append(("phase", name))
 
+    def note(self, text: str) -> None:
+        self.lines.append(("note", text))
+
     def close(self) -> None: ...
 
 
@@ -130,3 +133,20 @@ def test_rollouts_come_in_order_with_their_scores(directory: RunDirectory) -> No
 def test_a_rank_without_a_directory_writes_nothing(tmp_path: Path) -> None:
     RunRecord(clock(), 1).rollouts(1, [trajectory(prompt(0), 0)], [Score(1.0)])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("world")
+def test_responses_without_a_score_are_one_line_of_a_step() -> None:
+    log = Log()
+    record = RunRecord(clock(), 0, console=log)  # type: ignore[arg-type]
+    record.rollouts(1, [], [Score(1.0), Score(0.0)])
+    assert log.lines == []
+    bad = Score(0.0, failure="error", cause="reward.function=r.py:f on prompt 'p0', sample 1, raised ValueError: x")
+    record.rollouts(2, [], [Score(1.0), bad, Score(0.0, failure="timeout", cause="later")])
+    assert log.lines == [
+        (
+            "note",
+            "step 2: 2 of 3 responses got no score and count as 0; the first: reward.function=r.py:f on prompt 'p0', sample 1, "
+            "raised ValueError: x",
+        )
+    ]

@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.migration.convert import migrate
 from rlhf_mcore.config.validate import validate
 
 VERL = """\
@@ -134,3 +135,27 @@ def test_an_existing_file_is_kept(prepared: Path, workspace: Any, capsys: pytest
     assert main_module.main(["migrate", "verl.sh", "-o", "out.yaml"]) == 2
     assert "exists" in capsys.readouterr().err
     assert (prepared / "out.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("files", "rule"),
+    [
+        ("['$DATA/gsm8k/train.parquet']", {"name": "final_number"}),
+        ("['$DATA/MATH-lighteval/train.parquet']", {"name": "math"}),
+        ("['$DATA/gsm8k/train.parquet','$DATA/math/train.parquet']", {"name": "math"}),
+        ("$DATA/dapo-math-17k.parquet", {"name": "answer_line", "incorrect": -1.0}),
+        ("['$DATA/gsm8k/train.parquet','$DATA/more.parquet']", None),
+    ],
+)
+def test_the_rule_follows_from_the_names_of_the_data(tmp_path: Path, files: str, rule: dict[str, Any] | None) -> None:
+    script = tmp_path / "run.sh"
+    text = VERL.replace("custom_reward_function.path=reward.py", "").replace(
+        "['$DATA/train.jsonl', 'data/more.jsonl']", files
+    )
+    script.write_text(text)
+    migration = migrate(script)
+    assert migration.settings.get("reward.rules") == (rule and [rule])
+    (note,) = [note for note in migration.notes if note.startswith("reward")]
+    assert note.startswith(
+        f"reward.rules: {rule['name']}, by the names" if rule else "reward: not in the source as such"
+    )
