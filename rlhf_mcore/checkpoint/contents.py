@@ -19,8 +19,8 @@ SINGLE_FILE = "model.safetensors"
 def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     """What a manifest that names the files ``named`` leaves out; [] if it is all there.
 
-    A checkpoint has the documents of the run and the models of its configuration, at least one; a model has its configuration, all weights, and where it was
-    trained the whole state of its optimizer. Indexes are read for the files that they name.
+    A checkpoint has the documents of the run and the models of its configuration, at least one; a model has its configuration, all
+    weights, and where it was trained the whole state of its optimizer. Indexes are read for the files that they name.
     """
     models = model_names(named)
     found = [name for name in DOCUMENTS if name not in named]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -114,6 +115,7 @@ def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
     kind = "timeout" if "gave no result" in cause else "error"
     scores = reward(guarded, on_error="zero", **limits).score(rows)
     assert scores == [Score(1.0), Score(0.0, failure=kind), Score(1.0)]
+    assert re.search(r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause, scores[1].cause)
     assert "Traceback" not in capfd.readouterr().err
 
 
