@@ -218,7 +218,7 @@ def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
     arguments = [f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}"]
     done = run(workspace, *arguments, *layout, *due, *private, *VLLM)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "changed since: actor.layout.pp was" in done.stdout and "going on after step 2" in done.stdout
+    assert "changed since: actor.layout.pp was" in done.stdout and "the run continues after step 2 of" in done.stdout
     expected = {record["step"]: record for record in metrics(tormented / "x-calm")}
     found = metrics(tormented / "moved")
     assert [record["step"] for record in found] == list(range(3, STEPS + 1))
