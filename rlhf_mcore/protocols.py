@@ -31,7 +31,7 @@ class WeightBridge(Protocol):
     """Brings the weights of a trained model into the rollout engine of this rank."""
 
     def sync(self, version: int) -> SyncStats:
-        """Replace all weights of the engine and say which version they are. Collective over the world."""
+        """Replace all weights of the engine and set their version. Collective over the world."""
         ...
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes of a decoder that decide where every weight lies. Read from a Hugging Face config, needs no weights."""
+    """The sizes of a decoder that decide where every weight is stored. Read from a Hugging Face config, needs no weights."""
 
     family: str  # llama | mistral | qwen2 | qwen3 | qwen3_moe | mixtral
     num_layers: int
@@ -46,7 +46,7 @@ class Shard:
     """Which part of a tensor a rank holds, and of an expert's tensor: which of the experts.
 
     ``rank`` of ``size`` is the cut of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are dealt to
-    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` says which run this rank has.
+    expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` is the run of this rank.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(slots=True)
 class LocalParameter:
-    """A trained tensor as it lies on this rank. ``name`` is Megatron's, with the layer's number counted over the whole model."""
+    """A trained tensor as this rank holds it. ``name`` is Megatron's, with the layer's number counted over the whole model."""
 
     name: str
     tensor: Tensor
@@ -66,7 +66,7 @@ class LocalParameter:
 
 @dataclass(slots=True)
 class StateShard:
-    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted as it lies flat.
+    """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
 
     ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, and ``master`` where the weights that the
     optimizer steps are not the parameter itself.

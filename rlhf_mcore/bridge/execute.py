@@ -38,7 +38,7 @@ class Destinations(Protocol):
         ...
 
     def turns(self, bucket: int) -> Sequence[Turn]:
-        """Buffers that the bucket writes whole, one after the other. None in a bucket whose parts are handed on."""
+        """Buffers that the bucket writes whole, one after the other. None in a bucket whose parts are forwarded."""
         return ()
 
     def close(self, bucket: int) -> None:
@@ -50,7 +50,7 @@ class Destinations(Protocol):
 class _Packet:
     """A message as it travels. ``parts`` are its rectangles where it is packed, or where it arrives; none if another has the same.
 
-    To and from ranks that read each other's memory travels only where the message lies; ``place`` holds that number.
+    To and from ranks that read each other's memory travels only where the message is stored; ``place`` holds that number.
     """
 
     message: Message
@@ -196,7 +196,7 @@ class Executor:
         return _InFlight(bucket, staged, tag, works, receives)
 
     def _land(self, flight: _InFlight, destinations: Destinations) -> None:
-        """Wait for a bucket and write it, hand on what other ranks of the node wait for, and copy what is here already."""
+        """Wait for a bucket and write it, forward what other ranks of the node wait for, and copy what is here already."""
         bucket, staged = flight.bucket, flight.staged
         buffers = destinations.open(bucket.index)
         turns = destinations.turns(bucket.index)
@@ -218,7 +218,7 @@ class Executor:
 
     def _write_in_turns(self, flight: _InFlight, buffers: Mapping[str, Tensor], turns: Sequence[Turn]) -> None:
         """What takes turns is still warm when it is put to use, and no more of it is there at a time than has to be."""
-        assert not flight.staged.sends[1], "what is handed on has to stay"
+        assert not flight.staged.sends[1], "what is forwarded has to stay"
         self._arrive(flight)
         pairs = list(zip([copy.destination for copy in flight.bucket.local], flight.staged.local, strict=True))
         for packet in flight.receives:
@@ -244,7 +244,7 @@ class Executor:
                 self._find(packet, packet.place)
 
     def _find(self, packet: _Packet, place: Tensor) -> None:
-        """A message in its sender's memory. It lies in the same place in every run."""
+        """A message in its sender's memory, at the same place in every run."""
         assert self._nearby is not None
         packet.flat = self._nearby.of[packet.message.peer][int(place) : int(place) + packet.message.nbytes]
         packet.parts = [self._part(copy, packet.flat) for copy in packet.message.copies]
@@ -310,7 +310,7 @@ class Executor:
         return self._nearby is not None and peer in self._nearby.of
 
     def _lay_out(self, messages: Sequence[Message], end: int) -> tuple[list[int], int]:
-        """Where messages lie, one behind the other from byte ``end``, and where they end. What several peers get lies there once."""
+        """Where messages start, one behind the other from byte ``end``, and where they end. What several peers get is stored once."""
         offsets: list[int] = []
         for number, message in enumerate(messages):
             twin = next((k for k in range(number) if messages[k].copies == message.copies), None)

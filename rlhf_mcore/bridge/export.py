@@ -40,7 +40,7 @@ class Exporter:
         companions: directories whose config and tokenizer files are copied, the first that has a file wins.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
         shard_bytes: largest size of a file, unless a single tensor is larger.
-        config_updates: what the written config.json says otherwise than the copied one.
+        config_updates: keys of the written config.json that differ from the copied one.
     """
 
     def __init__(

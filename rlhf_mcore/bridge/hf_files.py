@@ -64,7 +64,7 @@ class HFReader:
         """Compare the index with what the files hold.
 
         Raises:
-            ConfigError: a tensor lies in two files, or in one that the index does not say.
+            ConfigError: a tensor is in two files, or in another than the index names.
         """
         held: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
@@ -159,7 +159,7 @@ def copy_companions(
 ) -> None:
     """Copy what travels with the weights; of several sources the first that has a file gives it.
 
-    The copied config names ``dtype``, and says what ``updates`` say.
+    The copied config gets ``dtype`` and ``updates``.
     """
     for found in companion_files(sources):
         shutil.copyfile(found, directory / found.name)

@@ -21,7 +21,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One local tensor as it lies on each of ``ranks`` (ascending; a range where the layout is regular).
+    """One local tensor as it is stored on each of ``ranks`` (ascending; a range where the layout is regular).
 
     ``numel`` counts the local tensor's elements; ``padding`` lists half-open intervals of them that no Hugging Face tensor fills.
     Both are used by :func:`rlhf_mcore.bridge.coverage.check_coverage` only; ``numel`` 0 means that the size is not known.

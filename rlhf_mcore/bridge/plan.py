@@ -90,7 +90,7 @@ def build_plan(
         element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
         bucket_bytes: limit of what a rank sends, and of what it receives, per bucket.
         order: Hugging Face names in the order in which they travel, usually that of the network.
-        ranks_per_node: consecutive ranks of a node; then a cell is imported to a node once and handed on inside.
+        ranks_per_node: consecutive ranks of a node; then a cell is imported to a node once and forwarded inside.
         only: transfer these tensors alone.
 
     Raises:

@@ -1,7 +1,7 @@
 """What one rank does in a sync: buckets of local copies and messages, worked out from the common schedule without any other rank.
 
 Both ends of a message walk the same units and cells in the same order, so they agree on its content by construction. Phase 0 sends
-from source tensors; phase 1 (only where nodes are told apart) hands on from destination tensors what phase 0 has brought.
+from source tensors; phase 1 (only where nodes are told apart) forwards from destination tensors what phase 0 has brought.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.schedule import Deal, Entries, Pattern, Schedule, Unit
 class Copy:
     """One rectangle of a message: ``hf_name[start : start + shape]`` in row-major order from byte ``message_offset``.
 
-    On this rank it lies in ``buffer`` at ``offset`` with ``strides`` (elements). In a receive, two copies may read the same bytes of
+    On this rank it is in ``buffer`` at ``offset`` with ``strides`` (elements). In a receive, two copies may read the same bytes of
     the message: the rank needs that rectangle twice.
     """
 
@@ -207,7 +207,7 @@ def _entry(entries: Entries, number: int) -> _Local:
 
 
 def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part: _Part, entry: _Local) -> None:
-    """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle goes on.
+    """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle continues it.
 
     Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
     rectangle at the same offset share the copy.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``hf_name[start : start + shape]`` lies in a local tensor at ``offset`` with ``strides`` (both in elements)."""
+    """``hf_name[start : start + shape]`` is in a local tensor at ``offset`` with ``strides`` (both in elements)."""
 
     hf_name: str
     start: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where Megatron's tensors lie in Hugging Face coordinates: tables, one per model family, and the geometry of each kind of cut.
+"""Where Megatron's tensors are in Hugging Face coordinates: tables, one per model family, and the geometry of each kind of cut.
 
 Pure Python: neither torch, megatron nor vllm. A rule names a Megatron parameter (``{i}`` is the layer's number over the whole
 model, ``{k}`` that of an expert on its rank), how it is cut over tensor-parallel ranks, and the Hugging Face tensors that it holds
@@ -106,7 +106,7 @@ _IN_MEMORY = {
 def hf_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
     shapes: dict[str, tuple[int, ...]] = {}
-    # Some tensors have two names in Megatron, depending on the layer spec; the first rule speaks for them.
+    # Some tensors have two names in Megatron, depending on the layer spec; the first rule that matches is used.
     table = FAMILIES[geometry.family] + HEADS[geometry.head]
     rules = list({rule.hf: rule for rule in reversed(table)}.values())[::-1]
     once = [rule for rule in rules if "{i}" not in rule.mcore]

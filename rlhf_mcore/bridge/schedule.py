@@ -49,7 +49,7 @@ class Pattern:
     count: int = 0  # units of this pattern
     loads: list[Load] = field(default_factory=list)  # what the n-th of consecutive units adds to the bounds
     total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the sum of ``loads``
-    windows: list[Rectangle] | None = None  # how a tensor that lies like this is cut to fit a bucket
+    windows: list[Rectangle] | None = None  # how a tensor of this layout is cut to fit a bucket
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class Schedule:
         return load
 
     def _set_bases(self) -> None:
-        """Lets each deal of a route go on where the one before it ends."""
+        """Lets each deal of a route begin where the one before it ends."""
         ends: dict[int, int] = {}
         for pattern in self._patterns.values():
             for deal in pattern.deals:

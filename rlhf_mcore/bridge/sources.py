@@ -63,7 +63,7 @@ def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range
 
 
 class EngineTensor(Protocol):
-    """What the tracer says of one tensor of an engine rank."""
+    """What the tracer has found about one tensor of an engine rank."""
 
     @property
     def name(self) -> str: ...
@@ -139,7 +139,7 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
     """An order of travel in which tensors of different owners take turns, so that more ranks send at a time.
 
-    With ``keep_layers`` they take turns within a layer only (experts of one layer lie on different ranks); without, over the whole
+    With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
     model (so all pipeline stages send at once), for engines that do not ask for layers in order.
     """
     owners: dict[str, dict[Sequence[int], None]] = defaultdict(dict)

@@ -167,7 +167,7 @@ class StateReader:
                     self._check_values(kind, region, part)
 
     def _read_region(self, kind: str, region: Region, flat: Tensor) -> None:
-        """Put together a rectangle from the parts of the stored ones that lie in it."""
+        """Put together a rectangle from the parts of the stored ones that are in it."""
         entry = self._tensors[region.hf_name]
         if kind not in entry["kinds"]:
             raise ConfigError(
@@ -204,7 +204,7 @@ class StateReader:
             raise self._damaged(f"tensor {region.hf_name}: {sum(prod(box[1]) for box in missing)} elements are missing")
 
     def _mapped(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
-        """A stored rectangle as it lies in the file: what is not looked at is not read."""
+        """A stored rectangle, mapped from the file: what is not looked at is not read."""
         if name not in self._open:
             try:
                 self._open[name] = safe_open(self.directory / name, framework="pt")

@@ -38,7 +38,7 @@ class GatherBridge:
     engine: RolloutEngine
 
     def sync(self, version: int) -> SyncStats:
-        """Replace all weights of the engine and say which version they are. Collective over the model's ranks."""
+        """Replace all weights of the engine and set their version. Collective over the model's ranks."""
         started, sizes = time.perf_counter(), [0]
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ class _Transfer:
 
 
 class PlannedBridge:
-    """The planned bridge: every byte goes straight from where it lies to its place in the fused parameters of an engine.
+    """The planned bridge: every byte goes straight from where it is stored to its place in the fused parameters of an engine.
 
     Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
 
@@ -91,7 +91,7 @@ class PlannedBridge:
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
         ranks_per_node: consecutive ranks of a machine, where there are several: what crosses machines is then brought to each once
-            and handed on inside.
+            and forwarded inside.
         poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
     """
 
@@ -163,7 +163,7 @@ class PlannedBridge:
         return {name: getattr(torch, dtype) for part in all_gather_json(mine) for name, dtype in part.items()}
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Write weights into the engine and say which version they are. Collective over the world.
+        """Write weights into the engine and set their version. Collective over the world.
 
         Args:
             version: of the weights.

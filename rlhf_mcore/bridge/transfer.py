@@ -83,7 +83,7 @@ class Gatherer:
         self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
         self._local = {parameter.name: parameter.tensor for parameter in parameters}
         stages = all_gather_json([parameter.name for parameter in parameters], pp_group)
-        # A tied embedding has two owners under pipeline parallelism; the first stage speaks for it.
+        # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
         self._owner: dict[str, int] = {}
         for stage, names in enumerate(stages):
             for name in names:

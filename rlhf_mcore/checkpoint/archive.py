@@ -121,7 +121,7 @@ class Archiver:
 
 
 def _write(checkpoint: Path, target: Path) -> None:
-    # An archive holds what its most private file says.
+    # An archive is as private as its most private file.
     mode = reduce(and_, ((checkpoint / name).stat().st_mode for name in files_below(checkpoint)))
     with (
         os.fdopen(open_own(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode & 0o777), "wb") as file,

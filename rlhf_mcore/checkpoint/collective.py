@@ -61,7 +61,7 @@ class CheckpointWriter:
         self._num_bytes = 0  # of the save that is under way, on all ranks together
 
     def about(self, step: int, metrics: Mapping[str, float]) -> About:
-        """What the manifest of the next save says: a full one or a delta, and to what. Collective."""
+        """What the manifest of the next save holds: a full one or a delta, and to what. Collective."""
         if self._full_every == 1:
             return About(step, metrics=metrics)
         chosen = choose_base(self.run, self._full_every) if _is_first() else None

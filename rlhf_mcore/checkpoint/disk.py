@@ -36,7 +36,7 @@ class Disk:
 
     Args:
         waits_s: pauses before each further attempt.
-        sleep: stands for ``time.sleep``.
+        sleep: replaces ``time.sleep``.
     """
 
     def __init__(self, waits_s: tuple[float, ...] = WAITS_S, sleep: Callable[[float], None] = time.sleep):

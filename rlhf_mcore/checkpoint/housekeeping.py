@@ -1,4 +1,4 @@
-"""What the first rank does after a commit: links, retention, archives. It never fails a run: what it could not do, it says."""
+"""What the first rank does after a commit: links, retention, archives. It never fails a run: what it could not do is a note."""
 
 from __future__ import annotations
 

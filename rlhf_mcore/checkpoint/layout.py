@@ -1,6 +1,6 @@
 """Names in a run directory, and what is there.
 
-A name says in what state a thing is: only ``checkpoint-<step>`` with a manifest is a checkpoint, whatever the links say.
+A name tells in what state a thing is: only ``checkpoint-<step>`` with a manifest is a checkpoint, whatever the links say.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TRANSITIONAL = re.compile(r"\.checkpoint-(0|[1-9]\d*)\.(partial|replaced|remove
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint: it has its final name and a manifest. Whether it is intact, ``manifest.verify`` says."""
+    """A committed checkpoint: it has its final name and a manifest. ``manifest.verify`` tells whether it is intact."""
 
     step: int
     path: Path

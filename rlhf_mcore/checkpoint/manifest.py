@@ -62,7 +62,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a manifest says beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
+    """What a manifest holds beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
 
     step: int
     kind: str = FULL
@@ -181,7 +181,7 @@ def read_manifest(directory: Path) -> Manifest:
 def verify(directory: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
     """Every damaged, missing, truncated or extra file of a checkpoint, by path; [] when it is intact.
 
-    Whether the manifest names all that a checkpoint needs, and a delta's base, are ``delta.verify_chain``'s to say.
+    Whether the manifest names all that a checkpoint needs, and a delta's base, is checked by ``delta.verify_chain``.
 
     Args:
         hashes: false: compare names and sizes only.

@@ -1,6 +1,6 @@
 """Checkpoints that somebody has tagged: ``pins/<name>`` in a run directory is a link to one, and retention leaves it alone.
 
-A pin may be made and taken away while the run goes on.
+A pin may be made and taken away while the run continues.
 """
 
 from __future__ import annotations

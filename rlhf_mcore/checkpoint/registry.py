@@ -11,14 +11,14 @@ _REMEDY = "It was written by another version or another configuration of the tra
 
 
 class Stateful(Protocol):
-    """Something that goes on where it was."""
+    """Something that continues where it was."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state. Every key must be read, by ``state[key]``."""
+        """Restore a state. Every key must be read, by ``state[key]``."""
         ...
 
 
@@ -42,7 +42,7 @@ class Registry:
 
         Raises:
             ConfigError: a registered name has no state, a state has no registered name, or an object did not read all of its keys
-                or asked for one that is not there. Names are listed; ``source`` says where they were read.
+                or asked for one that is not there. Names are listed; ``source`` is where they were read.
         """
         if unknown := sorted(states.keys() - self._objects.keys()):
             raise ConfigError(f"{source} holds the state of {unknown}, which this run does not have. {_REMEDY}")

@@ -181,18 +181,18 @@ class Triggers:
         self._remove_request()
 
     def not_saved(self, decision: Decision) -> None:
-        """The save that was decided on has failed, and the run goes on without it."""
+        """The save that was decided on has failed, and the run continues without it."""
         self._mark = self.clock()
         if decision.best:
             self.best_value, self.best_step = self._earlier_best
 
     def rule(self) -> BestRule | None:
-        """Which checkpoint is the best, None if no metric says so."""
+        """Which checkpoint is the best, None if no metric decides it."""
         metric = self.config.metric_for_best_model
         return BestRule(metric, self.config.greater_is_better) if metric is not None else None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from, as plain JSON; a save that was decided on counts as done, for it takes this along."""
+        """What a resumed run continues from, as plain JSON. A save that was decided on counts as done: it stores this."""
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
@@ -201,7 +201,7 @@ class Triggers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
         assert state.keys() == self.state_dict().keys(), f"unknown or missing keys in {sorted(state)}"
         self.best_value, self.best_step = state["best_value"], state["best_step"]
         self.step_s, self.save_s = Expected.from_json(state["step_s"]), Expected.from_json(state["save_s"])

@@ -1,7 +1,7 @@
 """One node's share of a run on several nodes: ``python -m rlhf_mcore.cli.agent ... CONFIG [a.b=c ...]``, once per node.
 
 It starts torchrun for this node's ranks. Scripts start it: ``launch/slurm/train.sbatch`` through srun, ``launch/multinode.sh``
-through ssh. With ``--meet`` it says where the nodes should meet instead.
+through ssh. With ``--meet`` it prints where the nodes should meet instead.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What a run that is done says when it is started again."""
+    """What is printed when a run that is done is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
         f"trained model   {os.path.relpath(checkpoint / SAVED_AS.get(cfg.algorithm.kind, 'actor'))}\n"

@@ -1,4 +1,4 @@
-"""What ``rlhf-mcore convert`` does with its arguments: open the source, check, write, check again, and say so."""
+"""What ``rlhf-mcore convert`` does with its arguments: open the source, check, write, check again and report."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _note_rope(console: Console, companions: Path) -> None:
     kind = rope_type(read_config(companions, str(companions)))
     if kind not in ("default", "llama3"):
         console.print(
-            f"note: Megatron-LM's arguments cannot say rope type {kind!r}; set it where you load the checkpoint"
+            f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""A last check of a conversion that fits into memory: what the model says, from the source's tensors and from what was written."""
+"""A last check of a conversion that fits into memory: the model's logits, from the source's tensors and from what was written."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def _score_by_model(
 
 @dataclass(slots=True)
 class _Place:
-    """Where a rank stands among the engines, as they say it themselves."""
+    """Which part of the engines a rank is, as they describe themselves."""
 
     is_lead: bool
     num_engines: int
@@ -231,7 +231,7 @@ class _Place:
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
-    """On rank 0: take the directory, and say what is scored already (indices of prompts)."""
+    """On rank 0: lock the directory, and return what is scored already (indices of prompts)."""
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)

@@ -24,7 +24,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 EPILOG = """\
 exit codes:
   0          done: the last step was made and saved
-  2          a mistake in the configuration, the command line or the data; the message says which
+  2          a mistake in the configuration, the command line or the data; the message names it
   75         Ctrl-C, a signal or the time limit ended the run after a save; start the same command again
   others     failure (128 + N: ended by signal N)"""
 
@@ -41,7 +41,7 @@ def of_process(returncode: int) -> int:
 
 
 def report(error: Exception) -> int:
-    """Say what went wrong, once, and return the exit code for it.
+    """Report what went wrong, once, and return the exit code for it.
 
     A rank that was started by a command of ours tells that command, which prints one message for all ranks; its traceback goes to
     its own stderr, which is a log file then. Under the user's own torchrun, and without any, the message is printed here: a

@@ -12,7 +12,7 @@ from rlhf_mcore.config import Config, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert, write, and say what is missing. Returns the exit code."""
+    """Convert, write, and report what is missing. Returns the exit code."""
     args = _parser().parse_args(argv)
     try:
         return _migrate(args.source, args.output, args.kind)
@@ -57,12 +57,12 @@ def _migrate(source: Path, output: Path, kind: str) -> int:
     try:
         cfg = load_config(output)
     except ConfigError as error:
-        print("\n".join(f"to mend: {problem}" for problem in error.problems))
+        print("\n".join(f"to correct: {problem}" for problem in error.problems))
         return exit_codes.DONE
     try:
         validate(cfg)
     except ConfigError as error:
-        print("\n".join(f"to mend: {problem}" for problem in error.problems))
+        print("\n".join(f"to correct: {problem}" for problem in error.problems))
     print(_planned(cfg, output))
     return exit_codes.DONE
 
@@ -86,7 +86,7 @@ def _planned(cfg: Config, output: Path) -> str:
         validate(cfg, world_size, check_files=False)
         plan = make_plan(resolve(cfg), world_size, GPUS["H100"], Assumptions())
     except ConfigError:
-        return f"plan: not made; mend what is named above, then `{command}`"
+        return f"plan: not made; correct what is named above, then `{command}`"
     fits = "" if plan.fits else f"\nplan: {refusal(plan)}; `{command} --suggest` lists layouts that fit"
     return f"plan, for H100 (`{command} --gpu` has others):\n{as_text(plan)}{fits}"
 

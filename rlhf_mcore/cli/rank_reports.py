@@ -39,7 +39,7 @@ class Reporter:
 
     @property
     def is_heard(self) -> bool:
-        """Whether this rank was started by a command of ours, which says what went wrong and watches its progress."""
+        """Whether this rank was started by a command of ours, which reports what went wrong and watches its progress."""
         return self._socket is not None
 
     def started(self) -> None:
@@ -77,7 +77,7 @@ class Reporter:
         if self._socket is None:
             return
         message = json.dumps({"token": self._token, "rank": self._rank, "is": is_, **content}).encode()
-        # A listener that is stopped must stop nobody: what says that all is well may be lost, the rest waits a little.
+        # A listener that is stopped must stop nobody: a report that all is well may be lost, others wait a little.
         flags = socket.MSG_DONTWAIT if is_ in ("alive", "phase") else 0
         with contextlib.suppress(OSError):
             self._socket.settimeout(5.0)
@@ -169,7 +169,7 @@ class RankReports:
                         self._take(int(message["rank"]), message)
 
     def tick(self, seconds: float) -> tuple[str, list[int]] | None:
-        """So many seconds have gone by. Returns a message and whom to blame when the run stands still."""
+        """So many seconds have passed. Returns a message and whom to blame when the run stands still."""
         for rank in self.ranks.values():
             rank.since_phase_s += seconds
             rank.since_alive_s += seconds

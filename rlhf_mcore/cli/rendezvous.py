@@ -56,7 +56,7 @@ def connect(backend: str, timeout: timedelta) -> None:
     loopback only. torch would let it listen on every interface, where anybody may write.
 
     Raises:
-        ConfigError: the processes do not find each other; the variables that say where they meet are named.
+        ConfigError: the processes do not find each other; the variables that define where they meet are named.
     """
     import torch.distributed as dist
 

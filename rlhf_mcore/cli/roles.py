@@ -44,7 +44,7 @@ class BuiltRoles:
 def build_roles(cfg: Config, platform: Platform, dtype: str, weights: Mapping[str, Path] | None = None) -> BuiltRoles:
     """A rank builds the models that it holds a part of. Collective over the world.
 
-    ``weights``: directories that models are loaded from, by role; others are loaded from where the configuration says.
+    ``weights``: directories that models are loaded from, by role; others are loaded from the configuration's paths.
     """
     pool = GroupPool(timedelta(seconds=cfg.trainer.collective_timeout_s))
     build = _Builder(cfg, platform, dtype, weights or {}, pool)

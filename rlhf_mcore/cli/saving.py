@@ -59,7 +59,7 @@ class Saving:
     models: Sequence[SavedRole]
 
     def resume(self, start: Start) -> list[str]:
-        """Take up everything but the weights, which were loaded when the models were built. Collective over the world.
+        """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
 
         Returns what the user should know.
         """
@@ -183,7 +183,7 @@ def exporter(cfg: Config, role: RoleModel, path: str) -> Exporter:
 
 def _triggers(cfg: Config, run: Path, sampler: Sampler) -> Triggers:
     left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
-    # From here on only the monotonic clock counts: the wall clock may be set while the run goes on.
+    # From here on only the monotonic clock counts: the wall clock may be set during the run.
     ends = None if left is None else time.monotonic() + left
     return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends, num_epochs=lambda: sampler.num_epochs)
 
@@ -211,7 +211,7 @@ class _Housekeeping:
 
 
 class _OnFirstRank:
-    """Stands for an object that only the first rank has, where the others take up a checkpoint."""
+    """Stands for an object that only the first rank has, where the others restore a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -98,7 +98,7 @@ def _check(path: Path, *, hashes: bool) -> Report:
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
         return Report(path, verify_chain(path, hashes=hashes), pins)
     if path.name not in (LATEST, BEST):
-        detail = f"a link to {path.readlink()}: no run goes on from it; move the checkpoint here"
+        detail = f"a link to {path.readlink()}: no run resumes from it; move the checkpoint here"
         return Report(path, [Problem(path.name, "outside", detail)])
     if linked_step(path.parent, path.name) is None:
         return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])

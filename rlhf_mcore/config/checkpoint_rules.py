@@ -75,8 +75,8 @@ def _metric_problems(cfg: Config) -> Iterator[str]:
     if metric is None:
         if cfg.checkpoint.load_best_model_at_end:
             yield (
-                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null says of no model that it "
-                "is the best; name a metric, evaluate/accuracy for one"
+                "checkpoint.load_best_model_at_end=True, but checkpoint.metric_for_best_model=null: no metric decides which "
+                "model is the best; name one, evaluate/accuracy for example"
             )
         return
     if not _METRIC.fullmatch(metric):

@@ -45,7 +45,7 @@ def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answe
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a row has to have, and the keys that say so."""
+    """What a row has to have, and the keys that require it."""
 
     prompt_key: str
     answer_key: str | None
@@ -120,7 +120,7 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
 
 
 def _falls_back(data: DataConfig, field: str, value: list[Any]) -> bool:
-    """Whether a list that was given for the files of train does for those of eval: it says the same of all."""
+    """Whether a list that was given for the files of train fits those of eval: it has the same value for all."""
     return field == "data.eval" and len(set(value)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Rows out of parquet and jsonl files, with bounds before memory is taken and errors that say which file and which line.
+"""Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
 
 What can be said about a row without a tokenizer is said here too, so that it is said before any process has started.
 """

@@ -90,7 +90,7 @@ def resolve(cfg: Config) -> Config:
     """A copy of a valid configuration with its derived fields filled in.
 
     ``model.dtype: auto`` stays: the platform decides it at run time. So does ``trainer.world_size``: under the
-    user's own torchrun it is not ours to say.
+    user's own torchrun it is the user's to choose.
     """
     cfg = copy.deepcopy(cfg)
     sampling, trainer = cfg.rollout.sampling, cfg.trainer

@@ -1,4 +1,4 @@
-"""What has changed between the configuration of a checkpoint and that of the run that goes on from it."""
+"""What has changed between the configuration of a checkpoint and that of the run that resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error type for mistakes that a user can make and mend: in a config, an override or a file that a config names."""
+"""The error type for mistakes that a user can make and correct: in a config, an override or a file that a config names."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def find_model(path: str, field: str) -> str:
 
 
 def default_checkpoint(cfg: Config) -> str | None:
-    """What is evaluated where nobody says it: the configuration's own run, its best model if it ends with that."""
+    """What is evaluated by default: the configuration's own run, its best model if it ends with that."""
     run = Path(cfg.output_dir) / cfg.project / cfg.experiment
     links = ["best", "latest"] if cfg.checkpoint.load_best_model_at_end else ["latest"]
     return next((str(run / link) for link in links if isfile(run / link / "actor" / "config.json")), None)

@@ -13,7 +13,7 @@ MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are publi
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
-    """A role's layout and ranks in a world of ``world`` processes; ``source`` says where that number is from."""
+    """A role's layout and ranks in a world of ``world`` processes; ``source`` is where that number is from."""
     name, layout = role.name, role.layout
     if world > MAX_WORLD:
         yield f"{source} is more than the {MAX_WORLD} that a run may have; lower it, or what it follows from ({name}.layout, ranks)"
@@ -75,7 +75,7 @@ def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str
     if sizes is None and num_layers % stages:
         yield (
             f"{name}={stages} does not divide num_hidden_layers={num_layers} of {model}; choose a divisor of {num_layers}, "
-            f"or say how many layers each stage has: {example}"
+            f"or set how many layers each stage has: {example}"
         )
     elif sizes is not None and len(sizes) != stages:
         yield (

@@ -121,7 +121,7 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
     """As ``inspect_model``, of a directory that only has to generate: any architecture will do that the engine knows.
 
     ``needs_weights``: whether it holds the weights too.
-    The shape is None also where config.json does not say it in the usual keys.
+    The shape is None also where config.json does not have it under the usual keys.
     """
     prefix = f"{field}={path}"
     is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
@@ -143,7 +143,7 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
 
 
 def read_config(directory: str | Path, prefix: str) -> Fields:
-    """``config.json`` of a model directory. ``prefix`` says which directory that is, for messages.
+    """``config.json`` of a model directory. ``prefix`` names that directory in messages.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -241,7 +241,7 @@ def _routing_problems(hf_config: Fields, prefix: str, family: str) -> Iterator[s
 
 
 def architecture(hf_config: Fields) -> str:
-    """The name of the architecture, "none" where config.json does not say it."""
+    """The name of the architecture, "none" where config.json does not have it."""
     names = hf_config.texts("architectures", default=None)
     return names[0] if names else "none"
 
@@ -297,7 +297,7 @@ def _active_window(hf_config: Fields, family: str) -> int | None:
 
 
 def rotary(hf_config: Fields) -> Fields:
-    """How rotary embeddings are scaled; empty where config.json does not say it."""
+    """How rotary embeddings are scaled; empty where config.json does not have it."""
     found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
     return found or Fields({}, hf_config.where, hf_config.remedy)
 

@@ -355,12 +355,12 @@ class TrainerConfig:
     watchdog_s: int = (
         3600  # a rank that has not begun a new phase for so long prints its stacks and ends the job; 0: off
     )
-    max_restarts: int = 0  # times that the launcher starts a failed run again; it goes on from its last checkpoint
+    max_restarts: int = 0  # times that the launcher starts a failed run again, from its last checkpoint
 
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are saved, which of them stay, and how a run goes on. The last step is always saved."""
+    """When checkpoints are saved, which of them stay, and how a run resumes. The last step is always saved."""
 
     save_steps: int = 20  # 0: not by steps
     save_epochs: float = 0.0  # 0: not by epochs of data.train

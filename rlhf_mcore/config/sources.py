@@ -28,7 +28,7 @@ _SUGGESTIONS = 20  # looking for the key that a misspelt one means takes millise
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key that a user has set. ``place`` says where, for messages ("configs/a.yaml:7", "override")."""
+    """One key that a user has set. ``place`` is where, for messages ("configs/a.yaml:7", "override")."""
 
     key: str
     value: Any

@@ -19,7 +19,7 @@ MAX_STEPS = 64
 
 
 def tokenizer_size(directory: str) -> int | None:
-    """One more than the largest token id in tokenizer.json; None where there is no such file or it does not say."""
+    """One more than the largest token id in tokenizer.json; None where there is no such file or it does not list them."""
     found = _texts_of_tokens(_contents(directory))
     return max(found) + 1 if found else None
 
@@ -45,7 +45,7 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def tokenizer_difference(directory: str, own: str) -> str | None:
-    """The first thing in which the tokenizer in ``directory`` is not that of ``own``; None where there is none, or files do not say.
+    """The first thing in which the tokenizer in ``directory`` is not that of ``own``; None where there is none, or files do not tell.
 
     More tokens than those of ``own`` are no difference: they have rows of the embedding beyond its.
     """
@@ -103,7 +103,7 @@ def token_problems(model_dir: str, num_tokens: int | None, field: str, tokenizer
         hf_config = _read(model_dir, "config.json")
         vocab_size = hf_config.integer("vocab_size", 1, default=None)
         ends = end_tokens(hf_config)
-    except ConfigError:  # ``inspect_model`` says so
+    except ConfigError:  # ``inspect_model`` reports it
         return
     try:
         ends += end_tokens(_read(model_dir, "generation_config.json"))
@@ -145,7 +145,7 @@ def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
 
 
 def end_tokens(config: Fields) -> list[int]:
-    """The tokens by which a config says that a response ends: ``eos_token_id``, a number or a list.
+    """The tokens that end a response, by a config: ``eos_token_id``, a number or a list.
 
     Raises:
         ConfigError: it is neither.
@@ -173,7 +173,7 @@ def _contents(directory: str) -> Mapping[str, Any]:
 
 
 def _texts_of_tokens(content: Mapping[str, Any]) -> dict[int, str]:
-    """Token ids -> texts; empty where tokenizer.json does not say."""
+    """Token ids -> texts; empty where tokenizer.json does not list them."""
     try:
         vocab = content["model"]["vocab"]
         pairs = (

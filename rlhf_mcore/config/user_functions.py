@@ -76,7 +76,7 @@ def _load_module(path: Path, spec: str, key: str) -> ModuleType:
         del sys.modules[module_name]
         raise ConfigError(
             f"{key} is {spec!r}, but {path} fails to import "
-            f"({type(error).__name__}: {error}){place_of(error, spec)}: mend the file"
+            f"({type(error).__name__}: {error}){place_of(error, spec)}: correct the file"
         ) from error
     return module
 

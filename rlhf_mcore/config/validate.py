@@ -216,7 +216,7 @@ RANGES: dict[str, Range] = {
 
 
 def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = True) -> None:
-    """Check a configuration for a world of ``world_size`` processes (None: as many as ``default_world_size`` says).
+    """Check a configuration for a world of ``world_size`` processes (None: ``default_world_size``).
 
     Without ``check_files``, for planning, a model is its ``config.json``: weights, tokenizer, prompts and functions may be absent.
 

@@ -33,7 +33,7 @@ def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None)
             made = transform(row)
         except Exception as error:
             raise ConfigError(
-                f"{place}: data.transform failed ({type(error).__name__}: {error}); mend the function"
+                f"{place}: data.transform failed ({type(error).__name__}: {error}); correct the function"
             ) from error
         if made is not None and not isinstance(made, dict):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a check says: how bad it is, what was found, what follows from it and what helps."""
+"""What a check reports: how bad it is, what was found, what follows from it and what helps."""
 
 from __future__ import annotations
 

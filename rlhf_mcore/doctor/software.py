@@ -123,7 +123,7 @@ def check_transformer_engine(wanted: Sequence[Requirement], installed: Mapping[s
 
 
 def megatron_requirements() -> list[Requirement]:
-    """What megatron-core says it works with; empty if it is not installed."""
+    """What megatron-core declares to work with; empty if it is not installed."""
     try:
         return [Requirement(line) for line in metadata.requires("megatron-core") or []]
     except metadata.PackageNotFoundError:

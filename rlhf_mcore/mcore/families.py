@@ -46,7 +46,7 @@ class ModelSpec:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """What a saved config.json says otherwise than the one the model came from: the head."""
+        """Keys of a saved config.json that differ from the one the model came from: the head."""
         head = self.geometry.head
         if head == "lm":
             return {}

@@ -25,7 +25,7 @@ class ScalarHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype)) if has_bias else None
 
     def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None) -> tuple:
-        """[T or T / tp, b, hidden] -> [T, b, 1] fp32, and None where a bias would be handed on."""
+        """[T or T / tp, b, hidden] -> [T, b, 1] fp32, and None where a bias would be returned."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
         bias = self.bias.float() if self.bias is not None else None

@@ -1,4 +1,4 @@
-"""Building a Megatron model under a layout, and naming what lies on this rank."""
+"""Building a Megatron model under a layout, and naming what this rank holds."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def _build_chunk(
 
 
 def _mark_tensor_parallel(chunk: GPTModel) -> None:
-    """Say which weights are cut over tensor-parallel ranks.
+    """Mark which weights are cut over tensor-parallel ranks.
 
-    Megatron says it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
+    Megatron does it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
     one rank's part only, and clipping is silently wrong.
     """
     for module in chunk.modules():

@@ -11,7 +11,7 @@ from rlhf_mcore.mcore.model import MegatronModel
 
 
 class HostWeights:
-    """Host copies of a frozen model's weights, which lie on the device only while they are used.
+    """Host copies of a frozen model's weights, which are on the device only while they are used.
 
     The copies are kept (pinned where there is a CUDA device): taking the weights off the device again costs nothing, because nobody
     writes to them there.
@@ -25,7 +25,7 @@ class HostWeights:
         self.store()
 
     def store(self) -> None:
-        """Copy what lies on the device, and free it there."""
+        """Copy what is on the device, and free it there."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             copy.copy_(tensor.data)
         self._release()

@@ -62,7 +62,7 @@ def state_is_finite(model: MegatronModel, optimizer: MegatronOptimizer) -> bool:
 def optimizer_scalars(optimizer: MegatronOptimizer) -> dict[str, Any]:
     """The number of updates that Adam has made, and the state of the loss scaler (null without one). Plain JSON values.
 
-    Numbers are the same on every rank; a rank that holds no state says ``step`` 0.
+    Numbers are the same on every rank; a rank that holds no state has ``step`` 0.
     """
     steps = {int(step) for part in _parts(optimizer) for step in _steps(part.optimizer)}
     assert len(steps) <= 1, f"parameters were stepped unequally often: {sorted(steps)}"

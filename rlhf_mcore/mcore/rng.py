@@ -16,6 +16,6 @@ def tracker_states() -> dict[str, Tensor]:
 
 
 def set_tracker_states(states: Mapping[str, Tensor]) -> None:
-    """Take up what :func:`tracker_states` has found; other names are passed over."""
+    """Restore what :func:`tracker_states` has found; other names are passed over."""
     mine = {name.removeprefix(_PREFIX): state for name, state in states.items() if name.startswith(_PREFIX)}
     get_cuda_rng_tracker().set_states(mine)

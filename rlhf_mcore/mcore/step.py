@@ -44,7 +44,7 @@ def policy_head(
 
 
 def scalar_head(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor]:
-    """The number that a scalar head says at each position: shape of ``microbatch.token_ids``, fp32."""
+    """The number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
     return (outputs.squeeze(-1),)
 
 
@@ -98,7 +98,7 @@ def load_balance(model: MegatronModel) -> float:
 
 
 def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Reduce gradients. The losses are divided by the global count already, so the token count is not handed on."""
+    """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
     finalize_model_grads(chunks, None, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, one line per step in a log."""
+"""What a person sees during a run: a live display on a terminal, one line per step in a log."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Console:
         self._stop("stopped")
 
     def phase(self, name: str) -> None:
-        """Say what is being done now: generate, score, update, ... Shown by the live display only."""
+        """Show what is being done now: generate, score, update, ... The live display only."""
         self._phase_name, self._phase_started = name, self._clock()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:

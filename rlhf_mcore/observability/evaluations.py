@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind, and how it goes on after it was killed.
+"""What an evaluation leaves behind, and how it continues after it was killed.
 
 settings.json    what the numbers depend on: another evaluation may not go on here
 parts/*.jsonl    while it runs: one line per prompt with all its samples, one file per engine, appended and fsynced
@@ -27,7 +27,7 @@ class EvaluationDirectory:
     """The directory of one evaluation, held by one job at a time. Only one rank of a job may open it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Make the directory or take up what an earlier job has left; lines that a crash cut short are removed.
+        """Make the directory or continue what an earlier job has left; lines that a crash cut short are removed.
 
         Raises:
             ConfigError: it is not writable, in use, or holds an evaluation with other settings.

@@ -14,7 +14,7 @@ from rlhf_mcore.own_files import open_own
 
 
 class DirectoryLock:
-    """Holds the directory of ``file``, which says who does, until it is closed or the process ends, however that ends.
+    """Holds the directory of ``file``, which names the holder, until it is closed or the process ends, however that ends.
 
     It is the kernel's lock (flock). A forked child lets go of it: one that outlives a killed job would keep the next job out.
 

@@ -30,7 +30,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, output_dir: str, project: str, experiment: str) -> RunDirectory:
-        """Make the directory, or take up the existing one, and lock it.
+        """Make the directory, or use the existing one, and lock it.
 
         Raises:
             ConfigError: a name leads out of ``output_dir``, the directory is not writable, another run holds it, or something in it

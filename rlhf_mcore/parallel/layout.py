@@ -1,4 +1,4 @@
-"""Where a rank stands in a layout: pure arithmetic, no torch.
+"""A rank's coordinates in a layout: pure arithmetic, no torch.
 
 Rank order is tensor-fastest, then context, data, pipeline (Megatron's ``tp-cp-dp-pp``). The experts of a mixture-of-experts
 model are cut by a grid of their own over the same ranks of a pipeline stage: expert tensor, expert, data.

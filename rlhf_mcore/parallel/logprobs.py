@@ -91,7 +91,7 @@ def _scaled(logits: Tensor, temperature: float, width: int) -> Tensor:
 
 
 def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 where it lies elsewhere), and whether it lies here."""
+    """Column of each label on this rank (0 where another rank has it), and whether this rank has it."""
     here = (labels >= 0) & (labels < width)
     return torch.where(here, labels, 0), here
 

@@ -3,7 +3,7 @@
 
 Their equation 1 has 34 h + 5 a s bytes a token of a layer. Here dropout masks are gone, the 5 a s of the score matrix is never kept
 (flash attention recomputes it; what stays is one fp32 number a head), queries, keys and values are n_q d + 2 n_kv d wide, and a gated
-MLP keeps both halves and their product. Tensor parallelism divides what lies inside of attention and MLP, sequence parallelism (their
+MLP keeps both halves and their product. Tensor parallelism divides what is inside of attention and MLP, sequence parallelism (their
 section 4.2.2) the rest.
 """
 

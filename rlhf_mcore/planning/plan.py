@@ -33,7 +33,7 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All that ``rlhf-mcore plan`` says. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
+    """What ``rlhf-mcore plan`` reports. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
 
     world_size: int
     gpu: Gpu

@@ -32,7 +32,7 @@ class Role:
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[Role]:
-    """The models that a resolved configuration builds, the actor first. ``dtype`` is that of those that do not say theirs."""
+    """The models that a resolved configuration builds, the actor first. ``dtype`` is that of those that do not have their own."""
     trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
     layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
     geometry, top_k = read_sizes(cfg.model.path, "sequence" if cfg.algorithm.kind == "reward_model" else "lm")

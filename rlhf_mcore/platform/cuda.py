@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: the device Megatron-core was written for, so there is little to say."""
+"""NVIDIA GPUs: the device Megatron-core was written for, so there is little to do."""
 
 from __future__ import annotations
 

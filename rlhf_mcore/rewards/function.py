@@ -69,7 +69,7 @@ class FunctionReward:
             elif outcome is not None:
                 scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
         if problems and fail:
-            raise ConfigError(f"{problems[0]}. Mend it, or set reward.on_error=zero to score such a response 0")
+            raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
         if problems:
             _log.warning(
                 "%d of %d responses got no score and count as 0; the first: %s", len(problems), len(scores), problems[0]

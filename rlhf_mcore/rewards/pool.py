@@ -290,7 +290,7 @@ class WorkerPool:
         tail = f"; it last printed: {worker.tail.strip()!r}" if worker.tail.strip() else ""
         if not worker.ready:
             cause = f"took longer than {START_TIMEOUT_S:g} s" if timed_out else cause
-            raise ConfigError(f"{self._name} {cause} while it was loaded{tail}: mend the file")
+            raise ConfigError(f"{self._name} {cause} while it was loaded{tail}: correct the file")
         if timed_out:
             cause = f"gave no result within reward.timeout_s={self._limits.timeout_s:g} s"
         if not worker.held:
@@ -306,7 +306,7 @@ class WorkerPool:
         if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ConfigError(
                 f"{self._name} gave no result for {self._lost_in_a_row} responses in a row; for the last of them it {cause}{tail}: "
-                "mend it, or give it more with reward.timeout_s and reward.memory_gib"
+                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
             )
 
 

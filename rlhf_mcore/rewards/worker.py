@@ -37,7 +37,7 @@ Call = Callable[[Any], "dict[str, Any]"]
 def main(descriptor: int) -> None:
     """Serve the pool at the other end of a socket until it is closed.
 
-    The first message says what to load (``{"load", "options", "memory_bytes"}``); it is answered by ``{"ready": true}`` or
+    The first message tells what to load (``{"load", "options", "memory_bytes"}``); it is answered by ``{"ready": true}`` or
     ``{"problem": text}``. Every later one is a list of items, each of which is answered in turn. ``{"lost": cause}`` instead
     of an answer means that the worker ends.
     """
@@ -73,7 +73,7 @@ def _answer(call: Call, item: Any, process: int) -> dict[str, Any]:
         answer = call(item)
     except MemoryError:
         answer = {"lost": "ran out of memory"}
-    if os.getpid() != process:  # the function has forked, and this is the child, which has nothing to say
+    if os.getpid() != process:  # the function has forked, and this is the child, which answers nothing
         os._exit(0)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed or replaced it
@@ -122,7 +122,7 @@ def load_reward(spec: str, key: str) -> Call:
     try:
         function = load_function(spec, key)
     except KeyboardInterrupt as error:
-        raise ConfigError(f"{key} is {spec!r}, but its file raises KeyboardInterrupt: mend the file") from error
+        raise ConfigError(f"{key} is {spec!r}, but its file raises KeyboardInterrupt: correct the file") from error
     by_keyword = _takes_keywords(function)
     if problem := _signature_problem(function, by_keyword):
         raise ConfigError(f"{key} is {spec!r}, but {problem}")

@@ -133,7 +133,7 @@ def _quiet() -> Iterator[None]:
         yield
         return
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what vLLM and torch say before vLLM has configured its logging
+    logging.disable(logging.WARNING)  # what vLLM and torch log before vLLM has configured its logging
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -109,7 +109,7 @@ class HFEngine(VersionedWeights):
             requests, drawn, chosen.tolist(), logprobs.tolist(), strict=True
         ):
             if completion.finish_reason:
-                continue  # a row that is done goes on in the batch, unheard
+                continue  # a row that is done stays in the batch, and its tokens are dropped
             completion.token_ids.append(token)
             completion.logprobs.append(logprob)
             if token in self._stops:

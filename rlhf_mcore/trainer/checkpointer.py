@@ -51,7 +51,7 @@ class SavedPart(Protocol):
 
 @dataclass(slots=True)
 class Checkpointer:
-    """Saves after the steps after which a save is due, and says when to stop.
+    """Saves after the steps after which a save is due, and decides when to stop.
 
     With ``in_background`` a save copies what it needs and returns; a thread writes, and the commit, for which ranks must talk to each
     other, is made after a later step. At most one save is under way: the next one waits for it, so a copy is never changed.

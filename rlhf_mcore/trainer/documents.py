@@ -27,7 +27,7 @@ _DRAWN_PER_PROMPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Everything of a run beside its models that goes on where it was.
+    """Everything of a run beside its models that continues where it was.
 
     ``registry`` and ``data`` hold the objects with a state, equal on all ranks; ``generators`` and ``set_generators`` are further
     random generators of this rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
@@ -57,7 +57,7 @@ class RunState:
         }
 
     def load(self, checkpoint: Path) -> list[str]:
-        """Take up what :meth:`documents` has written. Local. Returns what the user should know.
+        """Restore what :meth:`documents` has written. Local. Returns what the user should know.
 
         Raises:
             ConfigError: a file cannot be read, or does not fit this run.

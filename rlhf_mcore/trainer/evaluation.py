@@ -75,7 +75,7 @@ def evaluate(
 ) -> None:
     """Draw and score the prompts whose index is not in ``done``, and keep the records of every batch, one list per prompt.
 
-    Batches are cut as if nothing were done, so an evaluation that goes on draws in the same batches. Collective over the
+    Batches are cut as if nothing were done, so an evaluation that continues draws in the same batches. Collective over the
     ranks of an engine; only its lead is handed something to keep.
     """
     for batch in batches(prompts, engine, size):
@@ -127,7 +127,7 @@ def prompts_per_batch(cfg: Config) -> int:
 
 
 class Place(Protocol):
-    """Where a rank stands among the engines: an engine says it, also of one that is gone."""
+    """Which part of the engines a rank is: the engine tells it, also of one that is gone."""
 
     is_lead: bool
     num_engines: int

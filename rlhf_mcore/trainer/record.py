@@ -81,7 +81,7 @@ class RunRecord:
             self.note(f"step {step}: {without} of {total} responses got no score and count as 0; the first: {first[0]}")
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take up what a run that is resumed has recorded before."""
+        """Continue what a run that is resumed has recorded before."""
         for record in records:
             self._remember(record["step"], record)
 

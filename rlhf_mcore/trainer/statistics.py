@@ -143,7 +143,7 @@ def compare(first: Mapping[str, float], second: Mapping[str, float], seed: int) 
     """Paired comparison of one value per prompt. Both have the same keys.
 
     The interval is a paired bootstrap (Efron & Tibshirani 1993, ch. 13: prompts are drawn, each with both its values), the p
-    value an exact two-sided sign test: prompts without a difference say nothing.
+    value an exact two-sided sign test: prompts without a difference count for nothing.
     """
     assert first.keys() == second.keys(), "compared on different prompts"
     differences = [second[key] - first[key] for key in first]

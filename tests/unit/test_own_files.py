@@ -173,4 +173,4 @@ def test_a_checkpoint_that_is_a_link_is_refused_and_named(run: Path, capsys: pyt
     ):
         find_start(run, CheckpointConfig(), "")
     assert main(["verify-checkpoint", str(run)]) == 2
-    assert f"checkpoint-20: a link to {away}: no run goes on from it" in capsys.readouterr().out
+    assert f"checkpoint-20: a link to {away}: no run resumes from it" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
             result[name] = _tensor(name, entry, stored, budget)
             budget -= len(result[name].parts)
     except ValueError as error:
-        raise ConfigError(f"{path}: refused ({error}). The file is damaged or is not what it says it is.") from error
+        raise ConfigError(f"{path}: refused ({error}). The file is damaged, or of another format than its name tells.") from error
     return result
 
 
@@ -112,7 +112,7 @@ def _part(shown: str, name: str, chunk: Any, stored: dict[tuple[str, tuple[int, 
     if not isinstance(file, str) or type(offset) is not int or type(length) is not int:
         raise ValueError(f"part {start} of {shown} is at an odd place")
     if min(offset, length) < 0:
-        raise ValueError(f"part {start} of {shown} lies before its file")
+        raise ValueError(f"part {start} of {shown} starts before its file")
     if info.state.get("transform_descriptors"):
         raise ValueError(f"{shown} is compressed ({shorten(info.state['transform_descriptors'])}), which is not read")
     return Part(start, shape, file, offset, length)

@@ -1,6 +1,6 @@
 """Sharded PyTorch checkpoints as other trainers write them: ``model_world_size_X_rank_Y.pt``, merged by placement.
 
-A tensor is a DTensor, whose placements say which rectangle a rank holds; or flat, a rank's interval of the flattened tensor;
+A tensor is a DTensor, whose placements give the rectangle that a rank holds; or flat, a rank's interval of the flattened tensor;
 or whole on every rank. Anything else is refused: a dimension is never guessed.
 """
 
@@ -92,7 +92,7 @@ def _find_files(directory: Path) -> list[Path]:
     kinds = [kind for kind in ("model", "extra_state") if found[kind]]
     if odd := [(kind, rank) for kind in kinds for rank in found[kind][size] if rank >= size]:
         raise ConfigError(f"{directory}: {odd[0][0]}_world_size_{size}_rank_{odd[0][1]}.pt is of no rank of {size}")
-    # Counted before they are named: the size is only what a file name says.
+    # Counted before they are named: the size is only what a file name claims.
     if absent := sum(size - len(found[kind][size]) for kind in kinds):
         names = (
             f"{kind}_world_size_{size}_rank_{rank}.pt"
@@ -151,7 +151,7 @@ def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
 
 
 def _tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], begin: Index) -> Tile:
-    """The tile of a tensor that lies at ``begin`` of what a rank holds."""
+    """The tile of a tensor that starts at ``begin`` of what a rank holds."""
 
     def load(inside: tuple[slice, ...]) -> Tensor:
         return ranks.read(rank, name, tuple(slice(s.start + b, s.stop + b) for s, b in zip(inside, begin, strict=True)))
@@ -183,7 +183,7 @@ def _placed(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -
     for rank, value in enumerate(values):
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
-            continue  # the first replica speaks for the others
+            continue  # the first replica stands for the others
         held = _held(shape, placements, tuple(mesh.shape), where, name)
         local: Index = tuple(sum(length for _, length in axis) for axis in held)
         if value.shape != local and 0 not in local:

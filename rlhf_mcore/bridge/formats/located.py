@@ -54,7 +54,7 @@ _ODD = {"_rebuild_qtensor": "quantised", "_rebuild_sparse_tensor": "sparse", "_r
 class Located:
     """A tensor as it is stored in a file: its first element at byte ``offset``, strides in elements.
 
-    Of a DTensor it is the local part; ``placements``, ``mesh`` (ranks by mesh coordinates) and the full shape ``whole`` say of what.
+    Of a DTensor it is the local part; ``placements``, ``mesh`` (ranks by mesh coordinates) and ``whole``, the full shape, describe it.
     """
 
     dtype: torch.dtype
@@ -179,7 +179,7 @@ class _Archive:
         return read_pickle(self._bytes("data.pkl", MAX_PICKLE_BYTES))
 
     def tensor(self, value: Any) -> Located:
-        """What a shell says of a tensor."""
+        """What a shell tells about a tensor."""
         if not isinstance(value, Shell):
             raise ValueError("not a tensor")
         made, args = value.name.name, value.args
@@ -232,7 +232,7 @@ class _Archive:
         begin, num_bytes = self._records.get(f"data/{key}", (0, -1))
         stated = numel * (1 if found is None else found.itemsize) if type(numel) is int else None
         if num_bytes != stated:
-            raise ValueError(f"storage {shorten(key)} has {num_bytes} bytes, the description says {stated}")
+            raise ValueError(f"storage {shorten(key)} has {num_bytes} bytes, but {stated} in the description")
         if type(first) is not int or first < 0 or len(shape) != len(strides):
             raise ValueError("a tensor with an odd offset or stride")
         end = first + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0

@@ -33,7 +33,7 @@ class Source(Protocol):
         """Rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's own dtype."""
 
     def origin(self, name: str) -> str:
-        """Where a tensor lies, for people."""
+        """Where a tensor is stored, for messages."""
 
     def release(self) -> None:
         """Give back what reading has kept in memory: open files, mapped pages."""
@@ -43,7 +43,7 @@ class HFSource:
     """A Hugging Face directory of safetensors.
 
     Raises:
-        ConfigError: a tensor lies in two shards, or in a shard but not in the index.
+        ConfigError: a tensor is in two shards, or in a shard but not in the index.
     """
 
     def __init__(self, directory: Path, companions: Path):

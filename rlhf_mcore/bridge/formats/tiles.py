@@ -1,4 +1,4 @@
-"""Tensors of foreign formats: a full shape, and rectangles of it that lie in files."""
+"""Tensors of foreign formats: a full shape, and rectangles of it that are stored in files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of a tensor; ``load`` reads a rectangle of it, ``file`` says from where."""
+    """A rectangle of a tensor; ``load`` reads a rectangle of it, ``file`` is where from."""
 
     start: Index
     shape: Index
@@ -66,7 +66,7 @@ class Tiled:
 
 
 def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
-    """Every element lies in exactly one tile.
+    """Every element is in exactly one tile.
 
     Raises:
         ConfigError: the tiles overlap, leave a gap or reach outside.

@@ -31,7 +31,7 @@ BACKEND = "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 COMPANIONS = "huggingface"  # where a converted checkpoint keeps config.json and the tokenizer
 CACHE_BYTES = 64 * 2**20
-# What lies beside the weights: optimizer state and numerical state of single modules.
+# What is stored beside the weights: optimizer state and numerical state of single modules.
 _NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|rng_state|rerun_state|.*\._extra_state|opt_param_scheduler")
 _WRAPPERS = re.compile(r"(model\.|module\.)+(?=embedding\.|decoder\.|output_layer\.)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.weight(_[wv])?")

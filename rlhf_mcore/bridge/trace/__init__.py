@@ -239,7 +239,7 @@ def _record(model: Any, hf_shapes: Mapping[str, tuple[int, ...]]) -> _Recorder:
 def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Put meta tensors in the place of the parameters, in the layout that vLLM has recorded for reloading them.
 
-    Yields all tensors by every one of their names. What vLLM has not recorded (biases) it reloads where it lies; for that,
+    Yields all tensors by every one of their names. What vLLM has not recorded (biases) it reloads in place; for that,
     the layout is the live one. After a first reload vLLM leaves its deferring loaders behind, so they are taken off.
     """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader

@@ -339,7 +339,7 @@ class _Runner:
         self.words.arguments = outer
 
     def _output(self, node: Node) -> str | None:
-        """What a command substitution prints, where the script alone says it; None where it does not."""
+        """What a command substitution prints, where the script alone determines it; None where it does not."""
         inner = [child for child in node.named_children if child.type != "comment"]
         if len(inner) != 1:
             return None

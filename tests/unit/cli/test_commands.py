@@ -166,11 +166,11 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
         (
             "import torchh\ndef grade(*arguments): return 1.0\n",
             "error: reward.function is 'grade.py:grade', but {root}/grade.py fails to import (ModuleNotFoundError: No module "
-            "named 'torchh') (grade.py, line 1): mend the file\n",
+            "named 'torchh') (grade.py, line 1): correct the file\n",
         ),
         (
             "import os\nos._exit(0)\ndef grade(*arguments): return 1.0\n",
-            "error: reward.function=grade.py:grade ended its process with exit code 0 while it was loaded: mend the file\n",
+            "error: reward.function=grade.py:grade ended its process with exit code 0 while it was loaded: correct the file\n",
         ),
     ],
 )

@@ -338,7 +338,7 @@ def test_a_rope_that_megatrons_arguments_cannot_say_is_said(tmp_path: Path, caps
     for name, noted in (("qwen2_yarn", True), ("llama_rope3", False)):
         make(name, tmp_path / name)
         assert main(["--from", "hf", "--to", "megatron", str(tmp_path / name), str(tmp_path / f"{name}_m")]) == 0
-        assert ("note: Megatron-LM's arguments cannot say rope type 'yarn'" in capsys.readouterr().err) is noted
+        assert ("note: Megatron-LM's arguments have no name for rope type 'yarn'" in capsys.readouterr().err) is noted
 
 
 def test_common_state_names_the_model_for_megatron(model: Path, tmp_path: Path) -> None:

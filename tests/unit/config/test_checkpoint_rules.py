@@ -27,7 +27,7 @@ def check(*overrides: str) -> list[str]:
     [
         (
             ["load_best_model_at_end=true"],
-            ["load_best_model_at_end=True", "metric_for_best_model=null", "name a metric"],
+            ["load_best_model_at_end=True", "metric_for_best_model=null", "name one"],
         ),
         (["metric_for_best_model=accuracy"], ["metric_for_best_model='accuracy'", "evaluate/accuracy"]),
         (["metric_for_best_model=evaluate/reward"], ["needs held-out prompts", "data.eval=[]", "name files"]),

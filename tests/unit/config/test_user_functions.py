@@ -39,6 +39,6 @@ def test_loading_shadows_nothing_and_names_the_key(workspace: Any) -> None:
     assert sys.modules.get("json") is before
     workspace.write("broken.py", "1 / 0\n")
     loaded = set(sys.modules)
-    with pytest.raises(ConfigError, match=r"some\.key is 'broken\.py:f', but .*ZeroDivisionError.*mend the file"):
+    with pytest.raises(ConfigError, match=r"some\.key is 'broken\.py:f', but .*ZeroDivisionError.*correct the file"):
         load_function("broken.py:f", "some.key")
     assert set(sys.modules) == loaded

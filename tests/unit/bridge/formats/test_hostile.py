@@ -228,7 +228,7 @@ def first_stored(index: Any) -> Any:
         (lambda i: setattr(first_stored(i), "relative_path", "/etc/passwd"), "is not a plain file name"),
         (lambda i: setattr(first_stored(i), "relative_path", "__9_9.distcp"), "__9_9.distcp is missing"),
         (lambda i: setattr(first_stored(i), "offset", 10**9), "The file is truncated"),
-        (lambda i: setattr(first_stored(i), "offset", -5), "lies before its file"),
+        (lambda i: setattr(first_stored(i), "offset", -5), "starts before its file"),
         (lambda i: i.state_dict_metadata.pop("decoder.final_layernorm.weight"), f"missing tensors: {NORM}"),
         (lambda i: i.state_dict_metadata["output_layer.weight"].chunks.pop(), "are in no file"),
         (lambda i: i.state_dict_metadata["output_layer.weight"].chunks.extend(

@@ -74,7 +74,7 @@ def test_a_script_of_verl(prepared: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (cfg.algorithm.kl.coef, cfg.algorithm.loss_aggregation, cfg.rollout.sampling.n) == (0.001, "token", 5)
     assert cfg.reward.function == "reward.py:compute_score"
     assert "not carried over: trainer.balance_batch=True: always so here" in printed
-    assert "to mend" not in printed
+    assert "to correct" not in printed
     text = (prepared / "out.yaml").read_text()
     assert "#   trainer.balance_batch=True: always so here" in text
 
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_the_result_is_said(
     workspace.write("s.sh", VERL.replace("path=model", "path=Qwen/Qwen2-7B"))
     printed = run("s.sh", capsys)
     assert "to do: model.path: Qwen/Qwen2-7B looks like the id of a model" in printed
-    assert re.search(r"to mend: model.path=Qwen/Qwen2-7B does not exist", printed)
+    assert re.search(r"to correct: model.path=Qwen/Qwen2-7B does not exist", printed)
 
 
 @pytest.mark.parametrize(
