@@ -174,7 +174,7 @@ class Score:
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None  # of FAILURES: there is no score, and ``value`` stands for it
+    failure: str | None = None  # of FAILURES: there is no score, and ``value`` replaces it
     cause: str = field(default="", compare=False)  # of the failure, for people
 
 

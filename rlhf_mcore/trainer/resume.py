@@ -27,7 +27,7 @@ MAX_NOTED = 20
 class Start:
     """A run begins after ``step`` with what ``checkpoint`` holds; None: with the weights of the configuration.
 
-    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record goes on, up to this step.
+    ``weights``: by role the Hugging Face directory with its weights. ``continues``: the run's own record continues, up to this step.
     ``is_over``: nothing is left to do. ``inputs``: fingerprints of what the run is made from; the first rank's.
     """
 
