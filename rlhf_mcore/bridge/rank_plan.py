@@ -220,8 +220,9 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part
         if new is None or new.message_offset != message.nbytes:
             new = _copy(unit, part, entry, message.nbytes)
         message.nbytes += part.deal.nbytes
-        if message.copies and _continues(message.copies[-1], new):
-            message.copies[-1] = _joined(message.copies[-1], new)
+        last = message.copies[-1] if message.copies else None
+        if last and _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset:
+            message.copies[-1] = _joined(last, new)
         else:
             message.copies.append(new)
 
@@ -229,11 +230,6 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part
 def _again(message: Message, unit: Unit, part: _Part, entry: _Local) -> None:
     """A second place for the rectangle that was added last."""
     message.copies.append(_copy(unit, part, entry, message.nbytes - part.deal.nbytes))
-
-
-def _continues(last: Copy, new: Copy) -> bool:
-    """Whether two copies of a message are one."""
-    return _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset
 
 
 def _adjoins(last: Copy, new: Copy) -> bool:

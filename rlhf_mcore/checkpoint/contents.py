@@ -75,10 +75,7 @@ def _needed(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[st
         yield f"{model}/{SINGLE_FILE}"
     state = f"{model}/{TRAINING}/index.json"
     if state in named:
-        yield from (f"{model}/{TRAINING}/{name}" for name in _state_files(checkpoint / state))
+        index = read_json(checkpoint / state, limits=INDEX, remedy="choose another checkpoint")
+        yield from (f"{model}/{TRAINING}/{name}" for name in index.texts("files"))
     elif any(name.startswith(f"{model}/{TRAINING}/") for name in named):
         yield state
-
-
-def _state_files(index: Path) -> list[str]:
-    return read_json(index, limits=INDEX, remedy="choose another checkpoint").texts("files")

@@ -50,11 +50,7 @@ class Permissions:
             modes = [self.of((Path(folder, file)).relative_to(partial).as_posix()) for file in files]
             known = [mode for mode in modes if mode is not None]
             if len(known) == len(modes) and modes:
-                Path(folder).chmod(_folder_mode(max(known)))
+                mode = max(known)
+                Path(folder).chmod(mode | (mode & 0o444) >> 2)  # who may read files may enter their folder
             elif Path(folder) == partial:
                 partial.chmod(partial.parent.stat().st_mode & 0o777)  # as open as the run is
-
-
-def _folder_mode(mode: int) -> int:
-    """Who may read files may enter their folder."""
-    return mode | (mode & 0o444) >> 2

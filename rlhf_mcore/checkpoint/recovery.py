@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
@@ -38,7 +38,10 @@ def recover(run: Path, rule: BestRule | None, disk: Disk) -> list[str]:
         notes.append(f"the disk is full ({free:,} bytes free): what {count} unfinished saves had left was removed")
     for left in scan_transitional(run):
         notes.append(_resolve(run, left, disk))
-    notes += _clear_archives(run, disk)
+    for path in own_entries(run, ARCHIVE):
+        if path.match(".*.partial"):
+            disk.unlink(path)
+            notes.append(f"unfinished {ARCHIVE}/{path.name} removed")
     return notes + refresh_links(run, rule, disk)
 
 
@@ -47,7 +50,8 @@ def quarantine(path: Path, disk: Disk) -> Path:
     folder = path.parent / QUARANTINE
     disk.make_directory(folder)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-    names = (f"{path.name.lstrip('.')}-{stamp}{suffix}" for suffix in _suffixes())
+    suffixes = chain([""], (f".{number}" for number in count(2)))
+    names = (f"{path.name.lstrip('.')}-{stamp}{suffix}" for suffix in suffixes)
     target = next(folder / name for name in names if not (folder / name).exists())
     disk.rename(path, target)
     disk.sync_directory(folder)
@@ -83,17 +87,3 @@ def _resolve(run: Path, left: Transitional, disk: Disk) -> str:
         return f"{target.name} restored: it was being replaced when the run ended"
     disk.remove_tree(left.path)
     return f"{left.path.name} removed"
-
-
-def _clear_archives(run: Path, disk: Disk) -> list[str]:
-    notes = []
-    for path in (path for path in own_entries(run, ARCHIVE) if path.match(".*.partial")):
-        disk.unlink(path)
-        notes.append(f"unfinished {ARCHIVE}/{path.name} removed")
-    return notes
-
-
-def _suffixes() -> Iterable[str]:
-    yield ""
-    for number in count(2):
-        yield f".{number}"

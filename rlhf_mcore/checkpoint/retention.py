@@ -70,7 +70,8 @@ def prune(run: Path, policy: Retention, disk: Disk) -> list[Path]:
 def prune_quarantine(run: Path, disk: Disk) -> None:
     """Remove all but the newest of what was set aside. Checkpoints of steps that are pinned stay."""
     pinned = tuple(f"checkpoint-{step}-" for step in read_pins(run).values())
-    for path in _oldest(own_entries(run, QUARANTINE)):
+    found = [path for path in own_entries(run, QUARANTINE) if path.is_dir() and not path.is_symlink()]
+    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]:
         if not path.name.startswith(pinned):
             disk.remove_tree(path)
 
@@ -96,8 +97,3 @@ def _bases(kept: Sequence[Checkpoint]) -> set[int]:
         if step is not None:
             steps.add(step)
     return steps
-
-
-def _oldest(entries: Sequence[Path]) -> list[Path]:
-    found = [path for path in entries if path.is_dir() and not path.is_symlink()]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))[:-QUARANTINED]

@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         cfg = load_config(args.config, args.overrides)
         if args.meet is not None:
-            return _say_where(cfg, args)
+            address = meeting_address(args.meet, args.interface)
+            print(address, free_port(address), cfg.trainer.max_restarts, logs_directory(cfg, args.run_id), flush=True)
+            return exit_codes.DONE
         return _run(cfg, args)
     except ConfigError as error:
         return exit_codes.report(error)
@@ -91,12 +93,6 @@ def meeting_address(peer: str, interface: str | None) -> str:
         raise ConfigError(
             f"{peer!r} is not a host that {socket.gethostname()} finds ({error}); check the name"
         ) from error
-
-
-def _say_where(cfg: Config, args: argparse.Namespace) -> int:
-    address = meeting_address(args.meet, args.interface)
-    print(address, free_port(address), cfg.trainer.max_restarts, logs_directory(cfg, args.run_id), flush=True)
-    return exit_codes.DONE
 
 
 def _run(cfg: Config, args: argparse.Namespace) -> int:

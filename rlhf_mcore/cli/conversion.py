@@ -78,7 +78,9 @@ def run(request: Request) -> None:
 def _convert(request: Request, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack) -> None:
     sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
-    types = _cast(checked_types(source, geometry), request.dtype)
+    types = checked_types(source, geometry)
+    if request.dtype is not None:
+        types = {name: (DTYPES[request.dtype], shape) for name, (_, shape) in types.items()}
     if request.dry_run:
         _print_map(request, source, geometry, types)
         return
@@ -180,12 +182,6 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
     if not (checkpoint / role).is_dir():
         raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
     return checkpoint / role
-
-
-def _cast(types: TensorTypes, dtype: str | None) -> TensorTypes:
-    if dtype is None:
-        return types
-    return {name: (DTYPES[dtype], shape) for name, (_, shape) in types.items()}
 
 
 @contextmanager

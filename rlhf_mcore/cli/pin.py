@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="rlhf-mcore pin",
         description=(
             "Keep the checkpoint of a step under a name, RUN/pins/NAME: checkpoint.save_total_limit and archiving leave it "
-            "alone. The run may be going on. Without STEP the pins of the run are listed."
+            "alone. The run may be running. Without STEP the pins of the run are listed."
         ),
         epilog=exit_codes.EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

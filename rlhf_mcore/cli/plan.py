@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
-    from rlhf_mcore.planning.report import as_text
+    from rlhf_mcore.planning.report import as_text, refusal
 
     gpu, assumed = _settings(args.gpu, args.set)
     cfg = load_config(args.config, args.overrides)
@@ -77,7 +77,11 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         print(as_text(plan))
         _print_suggestions(suggestions)
-    return exit_codes.DONE if plan.fits else _refuse(plan, args.suggest)
+    if plan.fits:
+        return exit_codes.DONE
+    hint = "" if args.suggest else "\nLayouts that fit: add --suggest."
+    print(f"error: {refusal(plan)}{hint}", file=sys.stderr)
+    return exit_codes.USER_ERROR
 
 
 def _settings(name: str, changes: Sequence[str]) -> tuple[Gpu, Assumptions]:
@@ -121,14 +125,6 @@ def _print_suggestions(suggestions: list[dict[str, Any]] | None) -> None:
         print(
             f"  {entry['step_s']:8.1f} s  {entry['world_size']} processes  {' '.join(entry['overrides']) or '(as it is)'}"
         )
-
-
-def _refuse(plan: Any, suggested: bool) -> int:
-    from rlhf_mcore.planning.report import refusal
-
-    hint = "" if suggested else "\nLayouts that fit: add --suggest."
-    print(f"error: {refusal(plan)}{hint}", file=sys.stderr)
-    return exit_codes.USER_ERROR
 
 
 if __name__ == "__main__":

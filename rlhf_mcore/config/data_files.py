@@ -115,13 +115,10 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
         values = value if isinstance(value, list) else [value]
         if not all((isinstance(name, str) and name) or (nullable and name is None) for name in values):
             yield f"{key}={value!r} is not valid; give the name of a column, or a list with one for each file of {field}"
-        elif isinstance(value, list) and len(value) != len(files) and not _falls_back(data, field, value):
+        elif isinstance(value, list) and len(value) != len(files):
+            if field == "data.eval" and len(set(value)) == 1:
+                continue  # a list for the files of train, with one value for all: it fits those of eval too
             yield f"{key}={value} names {len(value)} columns for the {len(files)} files of {field}; give one for each, or a single one"
-
-
-def _falls_back(data: DataConfig, field: str, value: list[Any]) -> bool:
-    """Whether a list that was given for the files of train fits those of eval: it has the same value for all."""
-    return field == "data.eval" and len(set(value)) == 1
 
 
 def _chosen(data: DataConfig, field: str) -> tuple[Any, Any]:

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
         assert problems, "ConfigError.many needs at least one problem"
         if len(problems) == 1:
             return cls(problems[0])
-        lines = "\n".join(f"  - {_indented(problem)}" for problem in problems[:_SHOWN])
+        lines = "\n".join("  - " + problem.replace("\n", "\n    ") for problem in problems[:_SHOWN])
         if len(problems) > _SHOWN:
             lines += f"\n  ... and {len(problems) - _SHOWN} more"
         return cls(f"{len(problems)} problems in the configuration:\n{lines}", problems=problems)
@@ -31,7 +31,3 @@ class ConfigError(ValueError):
 
 class FileProblem(str):
     """A problem with a file that a run needs and a plan does not: weights, tokenizer, prompts, a user's function."""
-
-
-def _indented(problem: str) -> str:
-    return problem.replace("\n", "\n    ")

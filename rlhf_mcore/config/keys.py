@@ -55,14 +55,10 @@ def type_name(hint: Any) -> str:
     if hint is Any:
         return "str or list of str"
     if get_origin(hint) is list:
-        return f"list of {_item_name(hint)}"
+        keys = item_keys(hint)
+        return "list of " + ("{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__))
     names = [kind.__name__ for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]
     return " or ".join(names) + (" or null" if NoneType in get_args(hint) else "")
-
-
-def _item_name(hint: Any) -> str:
-    keys = item_keys(hint)
-    return "{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__)
 
 
 def nearest(key: str) -> str | None:

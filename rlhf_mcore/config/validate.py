@@ -226,7 +226,10 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
-    problems += example_problems(cfg) if is_supervised(cfg) else _rollout_problems(cfg)
+    if is_supervised(cfg):
+        problems += example_problems(cfg)
+    else:
+        problems += [*algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
     problems += checkpoint_problems(cfg)
     shape, model_problems = inspect_model(cfg.model.path, "model.path", STARTING_HEADS.get(cfg.algorithm.kind, ("lm",)))
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
@@ -240,13 +243,6 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
         raise ConfigError.many(problems)
-
-
-def _rollout_problems(cfg: Config) -> Iterator[str]:
-    """What a run that generates and scores needs."""
-    yield from algorithm_problems(cfg)
-    yield from _reward_problems(cfg)
-    yield from _data_problems(cfg)
 
 
 def _is_used(cfg: Config, key: str) -> bool:

@@ -46,7 +46,11 @@ def suggest(
         except ConfigError:
             return None  # does not divide the model or the world
 
-    trained = [made for made in map(tried, _trained(cfg, world_size, gpu)) if made and _trains(made.plan)]
+    trained = [
+        made
+        for made in map(tried, _trained(cfg, world_size, gpu))
+        if made and all(phase.fits for phase in made.plan.phases if phase.phase not in _ENGINE_PHASES)
+    ]
     found: list[Suggestion] = []
     for layout in _fastest_by_layout(trained):
         made = [made for made in map(tried, _engines(layout.cfg, world_size)) if made and made.plan.fits]
@@ -54,10 +58,6 @@ def suggest(
         if len(found) == 2 * count:  # slower training is not made good by engines
             break
     return sorted(found, key=_rank)[:count]
-
-
-def _trains(plan: RunPlan) -> bool:
-    return all(phase.fits for phase in plan.phases if phase.phase not in _ENGINE_PHASES)
 
 
 def _train_s(made: Suggestion) -> tuple[float, int]:

@@ -116,16 +116,12 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
 
 
-def _collective_names() -> dict[str, Any]:
-    """Replacements inside ``torch.distributed`` as Megatron-core sees it."""
-    return {
+def _torch_for_megatron() -> _View:
+    collectives = {
         "all_gather": _all_gather,  # tokens of one expert, from the ranks among which it is cut (mappings.py)
         "reduce_scatter": _reduce_scatter,  # and back
     }
-
-
-def _torch_for_megatron() -> _View:
-    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, _collective_names())}
+    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, collectives)}
     return _View(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 from rlhf_mcore.rewards.answers import (
@@ -63,7 +62,9 @@ def final_number(response: str, ground_truth: Any) -> float:
     """
     if not _fits(response):
         return 0.0
-    expected = _truth_number(_truth_text(ground_truth))
+    truth = _truth_text(ground_truth)
+    marked = marked_number(truth)
+    expected = number_of(truth) if marked is None else marked
     return float(expected is not None and marked_number(response) == expected)
 
 
@@ -173,11 +174,6 @@ def _differ(answer: str, truth: str) -> bool:
     if canonical(answer).count("=") == 1 and "=" not in canonical(truth):
         return True
     return "%" not in answer + truth and number_of(answer) is not None and number_of(truth) is not None
-
-
-def _truth_number(truth: str) -> Fraction | None:
-    marked = marked_number(truth)
-    return number_of(truth) if marked is None else marked
 
 
 def _truth_answer(truth: str) -> str:

@@ -68,7 +68,10 @@ class RuleReward:
         for row in range(len(pairs)):
             parts = {name: column[row][0] for name, column in grades.items()}
             failure = next((column[row][1] for column in grades.values() if column[row][1] is not None), None)
-            scores.append(Score(math.fsum(_points(rule, parts[rule.name]) for rule in self._rules), parts, failure))
+            points = (
+                rule.weight * (rule.incorrect + parts[rule.name] * (rule.correct - rule.incorrect)) for rule in self._rules
+            )
+            scores.append(Score(math.fsum(points), parts, failure))
         return scores
 
     def _grade(self, name: str, pairs: Sequence[tuple[str, Any]]) -> Sequence[tuple[float, str | None]]:
@@ -76,10 +79,6 @@ class RuleReward:
         if name == "math":
             return self._math.grade(pairs)
         return [(GRADERS[name](response, ground_truth), None) for response, ground_truth in pairs]
-
-
-def _points(rule: RuleConfig, grade: float) -> float:
-    return rule.weight * (rule.incorrect + grade * (rule.correct - rule.incorrect))
 
 
 def _rule_problem(index: int, rule: RuleConfig, rules: Sequence[RuleConfig]) -> str | None:

@@ -95,7 +95,9 @@ class ExpectedTensors:
             yield name, tensor
         missing = sorted(min(group) for group in self.groups if not group & seen)
         if missing:
-            raise ValueError(f"{len(missing)} tensors of the model were not handed to the engine: {_some(missing)}")
+            rest = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            shown = ", ".join(missing[:_SHOWN]) + rest
+            raise ValueError(f"{len(missing)} tensors of the model were not handed to the engine: {shown}")
 
     def _check(self, name: str, tensor: Tensor, seen: set[str]) -> None:
         shape = self.shapes.get(name)
@@ -107,8 +109,3 @@ class ExpectedTensors:
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, the rollout engine's model needs {shape}"
             )
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

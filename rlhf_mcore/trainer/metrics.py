@@ -38,7 +38,7 @@ def agreement_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 class DivergedError(RuntimeError):
-    """There is no point in going on from the weights that training has led to. The last checkpoint is from before that."""
+    """There is no point in continuing from the weights that training has led to. The last checkpoint is from before that."""
 
 
 def refuse_not_finite(names: Iterable[str], what: str) -> None:

@@ -58,7 +58,11 @@ def find_start(
     notes = recover(run, rule, disk)
     own = scan(run)
     if cfg.resume == NEVER:
-        _refuse_to_mix(run, own)
+        if own:  # checkpoints of two runs in one directory could not be told apart
+            raise ConfigError(
+                f"checkpoint.resume={NEVER!r}, but {run} holds {len(own)} checkpoints of an earlier run; choose another "
+                "experiment, or move them away"
+            )
         return Start(notes=notes, inputs=inputs)
     if cfg.resume != AUTO and (not own or Path(cfg.resume).resolve().parent == run.resolve()):
         chosen = Path(cfg.resume).resolve()
@@ -69,7 +73,9 @@ def find_start(
         if found is None:
             return Start(notes=notes, inputs=inputs)
         chosen = found.path
-    notes += [*_ignored(chosen, extra), *_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
+    if extra:
+        notes.append(f"not loaded from {chosen.name}: {_list(extra)}")
+    notes += [*_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
         notes += set_aside(run, steps_after(run, step), rule, disk)
@@ -104,10 +110,6 @@ def _check(checkpoint: Path, cfg: CheckpointConfig) -> list[Problem]:
         raise ConfigError(f"{checkpoint} is damaged: {_list(damaged)}.")
     check_counts(checkpoint)
     return problems
-
-
-def _ignored(checkpoint: Path, extra: list[Problem]) -> list[str]:
-    return [f"not loaded from {checkpoint.name}: {_list(extra)}"] if extra else []
 
 
 def _list(problems: list[Problem]) -> str:
@@ -166,13 +168,4 @@ def _refuse_linked(run: Path) -> None:
                 f"on from it in another experiment (checkpoint.resume={path.resolve()})"
                 for path in found
             ]
-        )
-
-
-def _refuse_to_mix(run: Path, own: list[Checkpoint]) -> None:
-    """Checkpoints of two runs in one directory could not be told apart."""
-    if own:
-        raise ConfigError(
-            f"checkpoint.resume={NEVER!r}, but {run} holds {len(own)} checkpoints of an earlier run; choose another experiment, "
-            "or move them away"
         )

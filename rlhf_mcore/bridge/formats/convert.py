@@ -61,7 +61,8 @@ class Reading:
                 "convert an earlier checkpoint, or pass --allow-nonfinite to convert them as they are"
             )
         part = stored.to(self.types[name][0])
-        if part.dtype == torch.float16 and stored.dtype != torch.float16 and _overflows(stored, part):
+        narrowed = part.dtype == torch.float16 != stored.dtype
+        if narrowed and bool((part.isinf() & ~stored.isinf()).any()):
             raise ConfigError(
                 f"{self.source.directory}: {name} has values that fp16 does not hold; use --dtype bf16 or fp32"
             )
@@ -93,10 +94,6 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _overflows(stored: Tensor, part: Tensor) -> bool:
-    return bool((part.isinf() & ~stored.isinf()).any())
 
 
 def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:

@@ -162,7 +162,7 @@ class Words:
     def _parts(self, node: Node, *, quoted: bool) -> list[_Part]:
         """The pieces of a word. In strings the grammar counts space before a $ as part of what follows it."""
         text = _text(node)
-        if quoted and text[:1].isspace() and _is_expansion(node):
+        if quoted and text[:1].isspace() and node.type.endswith(("expansion", "substitution")):
             return [_Part((text[: len(text) - len(text.lstrip())],), True), *self._pieces(node, quoted=quoted)]
         return self._pieces(node, quoted=quoted)
 
@@ -409,10 +409,6 @@ def source_of(node: Node) -> str:
 def source_between(parent: Node, first: Node, second: Node) -> str:
     """The text of ``parent`` from the end of one child to the beginning of another, without continued lines."""
     return _source(parent, first.end_byte, second.start_byte).replace("\\\n", "")
-
-
-def _is_expansion(node: Node) -> bool:
-    return node.type.endswith(("expansion", "substitution"))
 
 
 def _text(node: Node) -> str:
