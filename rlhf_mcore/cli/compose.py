@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -62,8 +61,8 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
 from rlhf_mcore.trainer.resume import Start, find_start
-from rlhf_mcore.trainer.supervised import SupervisedTrainer
 from rlhf_mcore.types import Prompt, Sampling
 
 SUMMARISED = {
@@ -147,7 +146,7 @@ def _tell(start: Start) -> Start:
 
 def _build(
     cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests
-) -> Trainer | SupervisedTrainer:
+) -> Trainer:
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     if is_supervised(cfg):
         return supervised.build_trainer(cfg, platform, dtype, record, start, requests)
@@ -181,14 +180,21 @@ def _build(
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()
+    reward = _reward(cfg, data, built)
+    sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
+    dynamic = cfg.algorithm.dynamic_sampling
+    collector = DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch()
+    prompts, exchange = PromptBatches(data.train, sampler), Exchange(sampling.n)
+    held_out = evaluation_sampling(cfg), cfg.evaluate.every, prompts_per_batch(cfg)
     return Trainer(
-        prompt_source=PromptBatches(data.train, sampler),
+        source=SampledBatches(prompts, engine, sampling, reward, collector, exchange, record),
+        learner=PolicyLearner(_roles(cfg, built), estimation, record),
+        publisher=EnginePublisher(engine, _bridge(cfg, built.actor, engine, built.dtype), record),
+        evaluator=Evaluator(data.evaluation, engine, reward, *held_out),
         checkpointer=saving.checkpointer,
         recorder=record,
-        counters=counters,
-        estimation=estimation,
         max_bad_updates=cfg.trainer.max_bad_updates,
-        **_parts(cfg, data, built, engine),
+        counters=counters,
     )
 
 
@@ -269,36 +275,10 @@ def _reward(cfg: Config, data: _Data, built: BuiltRoles) -> RewardFunction:
     return ModelReward(data.graders, built.reward_model, cfg.reward.model.weight)
 
 
-def _parts(cfg: Config, data: _Data, built: BuiltRoles, engine: RolloutEngine) -> dict[str, Any]:
-    """Parts of the trainer that have no state to be resumed."""
-    reward = _reward(cfg, data, built)
-    sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
-    dynamic = cfg.algorithm.dynamic_sampling
-    roles = Roles(
-        built.actor,
-        built.critic,
-        built.reference,
-        warmup_steps=cfg.critic.warmup_steps if built.critic is not None else 0,
-        refresh_steps=cfg.reference.refresh_steps,
-    )
-    evaluator = Evaluator(
-        data.evaluation,
-        engine,
-        reward,
-        evaluation_sampling(cfg),
-        cfg.evaluate.every,
-        prompts_per_batch(cfg),
-    )
-    return dict(
-        engine=engine,
-        sampling=sampling,
-        reward=reward,
-        collector=DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
-        exchange=Exchange(sampling.n),
-        roles=roles,
-        bridge=_bridge(cfg, built.actor, engine, built.dtype),
-        evaluator=evaluator,
-    )
+def _roles(cfg: Config, built: BuiltRoles) -> Roles:
+    warmup_steps = cfg.critic.warmup_steps if built.critic is not None else 0
+    refresh_steps = cfg.reference.refresh_steps
+    return Roles(built.actor, built.critic, built.reference, warmup_steps=warmup_steps, refresh_steps=refresh_steps)
 
 
 def _summary(cfg: Config, record: RunRecord) -> None:

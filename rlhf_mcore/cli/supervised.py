@@ -25,11 +25,13 @@ from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
 from rlhf_mcore.trainer.counters import Counters
+from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.supervised import (
     HeldOut,
-    SupervisedTrainer,
+    NoPublisher,
+    SupervisedLearner,
     likelihood,
     likelihood_metrics,
     preference,
@@ -46,7 +48,7 @@ class _Data:
 
 def build_trainer(
     cfg: Config, platform: Platform, dtype: str, record: RunRecord, start: Start, requests: SignalRequests
-) -> SupervisedTrainer:
+) -> Trainer:
     """From a resolved configuration to a trainer. Collective over the world.
 
     Raises:
@@ -65,14 +67,15 @@ def build_trainer(
     for line in saving.resume(start):
         record.note(line)
     record.timers.pop()
-    return SupervisedTrainer(
+    return Trainer(
         source=ExampleBatches(data.train, sampler),
-        model=model,
-        held_out=_held_out(cfg, data, model),
+        learner=SupervisedLearner(model, record),
+        publisher=NoPublisher(),
+        evaluator=_held_out(cfg, data, model),
         checkpointer=saving.checkpointer,
         recorder=record,
-        counters=counters,
         max_bad_updates=cfg.trainer.max_bad_updates,
+        counters=counters,
     )
 
 

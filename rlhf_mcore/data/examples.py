@@ -142,9 +142,9 @@ class ExampleBatches:
     examples: Sequence[Example]
     sampler: Sampler
 
-    def next_batch(self) -> TrainBatch:
-        """The rows of the next step."""
-        return example_batch([self.examples[place] for place in self.sampler.next_batch()])
+    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
+        """The rows of the next step, without metrics: the sampler counts the steps."""
+        return example_batch([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:

@@ -72,6 +72,46 @@ class Roles:
     refresh_steps: int = 0
 
 
+class Source(Protocol):
+    """Where the rows of a step come from."""
+
+    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
+        """The rows of a step, and metrics of them. Collective."""
+        ...
+
+
+class Learner(Protocol):
+    """What learns from the rows of a step."""
+
+    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+        """All updates of a step; returns their metrics. Collective."""
+        ...
+
+
+class Publisher(Protocol):
+    """Who uses the weights of a step beside the checkpoints."""
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Bring the weights of version ``version`` there; returns metrics. Collective."""
+        ...
+
+    def withdraw(self) -> None:
+        """The weights that were published last are out of date, and others follow."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Measures the model on held-out data."""
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Whether to evaluate after ``step`` of ``num_steps`` steps."""
+        ...
+
+    def run(self, step: int) -> dict[str, float]:
+        """``evaluate/*`` metrics. Collective."""
+        ...
+
+
 class Checkpointer(Protocol):
     """Saves when it is due."""
 

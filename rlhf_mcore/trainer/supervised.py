@@ -1,10 +1,10 @@
-"""Training on given responses: the loop, and the evaluation on held-out ones. Nothing is generated."""
+"""Training on given responses as a learner of the loop, and the evaluation on held-out ones. Nothing is generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch.nn.functional import logsigmoid
 
@@ -13,64 +13,34 @@ from rlhf_mcore.algorithms.supervised import perplexity
 from rlhf_mcore.data.examples import Example, example_batch
 from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.trainer.metrics import stop_if_diverged
 
 if TYPE_CHECKING:
-    from rlhf_mcore.trainer.counters import Counters
-    from rlhf_mcore.trainer.parts import Checkpointer, LogprobModel, Recorder, ScoreModel, TrainableModel
+    from rlhf_mcore.trainer.parts import LogprobModel, Recorder, ScoreModel, TrainableModel
     from rlhf_mcore.types import TrainBatch
 
 Sums = dict[str, float]
 
 
-class BatchSource(Protocol):
-    """The rows of one step after the other."""
+@dataclass(frozen=True, slots=True)
+class SupervisedLearner:
+    """One update per step, of a policy that imitates or of a reward model."""
 
-    def next_batch(self) -> TrainBatch: ...
-
-
-@dataclass(slots=True)
-class SupervisedTrainer:
-    """One update per step."""
-
-    source: BatchSource
     model: TrainableModel
-    held_out: HeldOut
-    checkpointer: Checkpointer
     recorder: Recorder
-    counters: Counters
-    max_bad_updates: int
 
-    def run(self, num_steps: int, first_step: int = 1) -> bool:
-        """Train from ``first_step`` to ``num_steps``. Collective over the world.
-
-        Returns whether the last step was made: a signal or a time limit may end a run before, after a save.
-        """
-        if first_step == 1 and (metrics := self._evaluate(0, num_steps)):
-            self.recorder.step(0, metrics)
-        self.checkpointer.begin()
-        for step in range(first_step, num_steps + 1):
-            metrics = self._step()
-            metrics |= self._evaluate(step, num_steps)
-            self.recorder.step(step, metrics)
-            if self.checkpointer.after_step(step, metrics):
-                return False
-        if (best := self.checkpointer.end()) is not None:
-            self.recorder.final(num_steps, best, self._evaluate(num_steps, num_steps))
-        return True
-
-    def _step(self) -> dict[str, float]:
-        batch = self.source.next_batch()
+    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+        """Collective over the world."""
         with self.recorder.phase("update"):
-            metrics = union(self.model.deliver_update(batch)())
-        stop_if_diverged(metrics, self.max_bad_updates)
-        return metrics | self.counters.count(batch)
+            return union(self.model.deliver_update(batch)())
 
-    def _evaluate(self, step: int, num_steps: int) -> dict[str, float]:
-        if not self.held_out.is_due(step, num_steps):
-            return {}
-        with self.recorder.phase("evaluate"):
-            return self.held_out.run()
+
+class NoPublisher:
+    """Nobody but the checkpoints waits for the weights."""
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        return {}
+
+    def withdraw(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +59,8 @@ class HeldOut:
             return False
         return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
 
-    def run(self) -> dict[str, float]:
-        """Collective over the world; all ranks have the same result."""
+    def run(self, step: int) -> dict[str, float]:
+        """The same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
         totals: Sums = {}
         for batch in self._batches():
             for name, value in self.measure(batch).items():

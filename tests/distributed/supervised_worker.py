@@ -83,7 +83,7 @@ def update(
 ) -> dict[str, Any]:
     """Held-out figures before and metrics of each update, and the largest difference of a weight from the oracle's."""
     which = role(kind, path, groups, platform, cut)
-    measured = held_out(kind, which).run()
+    measured = held_out(kind, which).run(0)
     history = [which.deliver_update(example_batch(examples(kind)))() for _ in range(NUM_UPDATES)]
     assert which.model.model is not None
     differences = {name: float((tensor - after[name]).abs().max()) for name, tensor in gatherer(which.model.model)}

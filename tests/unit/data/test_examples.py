@@ -134,4 +134,4 @@ def test_batches_follow_the_sampler() -> None:
             return [2, 0]
 
     examples = [Example("", [1, k], [[9]]) for k in range(3)]
-    assert ExampleBatches(examples, Backwards()).next_batch().token_ids.tolist() == [1, 2, 9, 1, 0, 9]
+    assert ExampleBatches(examples, Backwards()).next_batch(1)[0].token_ids.tolist() == [1, 2, 9, 1, 0, 9]

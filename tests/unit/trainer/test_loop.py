@@ -21,6 +21,7 @@ from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
 from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
 from tests.unit.trainer.records import prompt, trajectory
 
@@ -175,21 +176,23 @@ def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Tra
         kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0),
     )
     models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
+    prompts = PromptBatches([prompt(i) for i in range(4)], Sampler())
+    parts: Any = (prompts, engine, Sampling(n=2), Reward(log), OneBatch(), Exchange(samples_per_prompt=2), watch)
+    roles: Any = Roles(**models, **settings)  # type: ignore[arg-type]
     made = Trainer(
-        prompt_source=PromptBatches([prompt(i) for i in range(4)], Sampler()),
-        engine=engine,  # type: ignore[arg-type]
-        sampling=Sampling(n=2),
-        reward=Reward(log),
-        collector=OneBatch(),
-        exchange=Exchange(samples_per_prompt=2),
-        roles=Roles(**models, **settings),  # type: ignore[arg-type]
-        estimation=Estimation(algorithm),
-        bridge=Bridge(log, engine),
-        evaluator=Evaluator(log, due),  # type: ignore[arg-type]
+        source=SampledBatches(*parts),
+        learner=PolicyLearner(roles, Estimation(algorithm), watch),
+        publisher=EnginePublisher(engine, Bridge(log, engine), watch),  # type: ignore[arg-type]
+        evaluator=Evaluator(log, due),
         checkpointer=watch,
         recorder=watch,
     )
     return made, log
+
+
+def roles_of(which: Trainer) -> Any:
+    """The fakes that learn."""
+    return which.learner.roles  # type: ignore[attr-defined]
 
 
 def updated(model: Any) -> TrainBatch:
@@ -310,7 +313,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     def deliver_update(batch: TrainBatch) -> Callable[[], dict[str, float]]:
         return lambda: {"actor/bad_updates_in_a_row": next(counts)}
 
-    which.roles.actor.deliver_update = deliver_update  # type: ignore[method-assign]
+    roles_of(which).actor.deliver_update = deliver_update  # type: ignore[method-assign]
     which.max_bad_updates = 3
     with pytest.raises(
         DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
@@ -321,7 +324,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
 
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
     which, log = trainer(set())
-    which.roles.actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
+    roles_of(which).actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
@@ -339,7 +342,7 @@ def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
 def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
     which, _ = trainer({1}, *["reference"] * with_reference)
     which.run(1)
-    batch = updated(which.roles.actor)
+    batch = updated(roles_of(which).actor)
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.old_logprobs is not None and batch.advantages is not None and batch.old_values is None
     assert batch.token_ids[:5].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
@@ -368,7 +371,7 @@ def test_an_error_in_a_part_ends_the_run() -> None:
     def broken(trajectories: Sequence[Trajectory]) -> list[Score]:
         raise ValueError("the grader fails")
 
-    which.reward.score = broken  # type: ignore[method-assign]
+    which.source.reward.score = broken  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="the grader fails"):
         which.run(2)
     assert ("update", "actor") not in log and ("record", 1) not in log
@@ -377,7 +380,7 @@ def test_an_error_in_a_part_ends_the_run() -> None:
 def test_values_are_known_before_anything_is_updated() -> None:
     which, _ = trainer(set(), "critic")
     which.run(1)
-    for model in (which.roles.critic, which.roles.actor):
+    for model in (roles_of(which).critic, roles_of(which).actor):
         batch = updated(model)
         assert batch.old_values is not None and batch.bootstrap_values is not None
         assert torch.equal(batch.old_values, torch.full((20,), 0.25))
@@ -407,7 +410,7 @@ def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, 
             refreshed.append(step)
     assert refreshed == before
     says = SAYS["actor"] if before else SAYS["reference"]
-    assert updated(which.roles.actor).ref_logprobs.unique().tolist() == [says]  # type: ignore[union-attr]
+    assert updated(roles_of(which).actor).ref_logprobs.unique().tolist() == [says]  # type: ignore[union-attr]
 
 
 def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() -> None:
@@ -422,9 +425,9 @@ def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() ->
 
 def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a rank that holds neither model both updates are empty; what the others say comes through the union.
-    monkeypatch.setattr("rlhf_mcore.trainer.loop.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
+    monkeypatch.setattr("rlhf_mcore.trainer.reinforcement.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
     which, _ = trainer(set(), "critic")
-    for model in (which.roles.critic, which.roles.actor):
+    for model in (roles_of(which).critic, roles_of(which).actor):
         monkeypatch.setattr(model, "deliver_update", lambda batch: dict)
     which.run(1)
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
@@ -433,8 +436,9 @@ def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytes
 
 def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     which, log = trainer(set())
-    which.collector = DynamicSampling(max_batches=3)
-    given: Any = which.reward
+    source: Any = which.source
+    which.source = replace(source, collector=DynamicSampling(max_batches=3))
+    given: Any = source.reward
 
     def equal_for_odd_prompts(trajectories: Sequence[Trajectory]) -> list[Score]:
         return [Score(float(t.sample * (1 - t.prompt.index % 2))) for t in trajectories]
@@ -444,7 +448,7 @@ def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     # Prompts 3, 1 teach nothing; 0 and 2 do, and come in the second batch.
     assert [line[2] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
     assert log.count(("sleep",)) == 1
-    batch = updated(which.roles.actor)
+    batch = updated(roles_of(which).actor)
     assert batch.token_ids[::5].tolist() == [100, 100, 102, 102]
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
     assert metrics["rollout/num_batches"] == 2.0 and metrics["rollout/informative_fraction"] == 0.5

@@ -13,10 +13,12 @@ import torch
 
 from rlhf_mcore.data.examples import Example, example_batch
 from rlhf_mcore.trainer.counters import Counters
+from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.supervised import (
     HeldOut,
-    SupervisedTrainer,
+    NoPublisher,
+    SupervisedLearner,
     likelihood,
     likelihood_metrics,
     preference,
@@ -39,9 +41,9 @@ class Everything:
         self.bad_updates, self.ends_after = bad_updates, ends_after
         self.best: int | None = None
 
-    def next_batch(self) -> TrainBatch:
+    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         self.events.append("batch")
-        return example_batch(EXAMPLES)
+        return example_batch(EXAMPLES), {}
 
     def deliver_update(self, batch: TrainBatch) -> Callable[[], dict[str, float]]:
         self.events.append(f"update of {len(batch.lengths)}")
@@ -79,8 +81,9 @@ def held_out(every: int, examples: list[Example] = EXAMPLES) -> HeldOut:
     return HeldOut(examples, every, 2, lambda batch: {"rows": float(len(batch.lengths))}, dict)
 
 
-def trainer(all_parts: Everything, which: HeldOut) -> SupervisedTrainer:
-    return SupervisedTrainer(all_parts, all_parts, which, all_parts, all_parts, Counters(), max_bad_updates=2)
+def trainer(all_parts: Everything, which: HeldOut) -> Trainer:
+    learner = SupervisedLearner(all_parts, all_parts)
+    return Trainer(all_parts, learner, NoPublisher(), which, all_parts, all_parts, max_bad_updates=2)
 
 
 def test_the_order_of_a_run() -> None:
@@ -135,7 +138,7 @@ def test_without_held_out_examples_nothing_is_evaluated() -> None:
 
 
 def test_every_example_is_measured_once() -> None:
-    assert held_out(1).run() == {"evaluate/rows": 3.0}
+    assert held_out(1).run(0) == {"evaluate/rows": 3.0}
 
 
 class Says:
@@ -149,14 +152,14 @@ class Says:
 
 
 def test_likelihood_is_a_mean_over_tokens_of_all_batches() -> None:
-    found = HeldOut(EXAMPLES, 1, 2, lambda batch: likelihood(Says(), batch), likelihood_metrics).run()
+    found = HeldOut(EXAMPLES, 1, 2, lambda batch: likelihood(Says(), batch), likelihood_metrics).run(0)
     product = 2 * 3 * 5 * 7 * 8 * 9  # six tokens
     assert found["evaluate/loss"] == pytest.approx(math.log(product) / 6)
     assert found["evaluate/perplexity"] == pytest.approx(product ** (1 / 6))
 
 
 def test_preferences_are_means_over_pairs() -> None:
-    found = HeldOut(PAIRS, 1, 3, lambda batch: preference(Says(), batch), preference_metrics).run()
+    found = HeldOut(PAIRS, 1, 3, lambda batch: preference(Says(), batch), preference_metrics).run(0)
     assert found["evaluate/accuracy"] == pytest.approx((1 + 0.5 + 0 + 1) / 4)
     assert found["evaluate/margin"] == pytest.approx((2 + 0 - 2 + 1) / 4)
     losses = [math.log(1 + math.exp(-margin)) for margin in (2, 0, -2, 1)]
