@@ -116,12 +116,15 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
 
 
+# Replacements inside ``torch.distributed`` as Megatron-core sees it.
+_COLLECTIVES = {
+    "all_gather": _all_gather,  # tokens of one expert, from the ranks among which it is cut (mappings.py)
+    "reduce_scatter": _reduce_scatter,  # and back
+}
+
+
 def _torch_for_megatron() -> _View:
-    collectives = {
-        "all_gather": _all_gather,  # tokens of one expert, from the ranks among which it is cut (mappings.py)
-        "reduce_scatter": _reduce_scatter,  # and back
-    }
-    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, collectives)}
+    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, _COLLECTIVES)}
     return _View(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
 
 
