@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--run-id", required=True, metavar="NAME", help="of this attempt; logs go to logs/NAME")
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument(

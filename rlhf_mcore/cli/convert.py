@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
             "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
             "is checked against config.json before and after; DST appears whole or not at all."
         ),
-        epilog=exit_codes.EPILOG,
+        epilog=exit_codes.TOOL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

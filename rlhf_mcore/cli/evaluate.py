@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file: the one of the training run will do")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     return parser
 
 

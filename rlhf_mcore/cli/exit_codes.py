@@ -28,6 +28,12 @@ exit codes:
   75         Ctrl-C, a signal or the time limit ended the run after a save; start the same command again
   others     failure (128 + N: ended by signal N)"""
 
+TOOL_EPILOG = """\
+exit codes:
+  0          done
+  2          a mistake in the command line or in what it names; the message says which
+  others     failure (128 + N: ended by signal N)"""
+
 # How the end of another rank shows on this one.
 _CONSEQUENCES = ("RanksFailed", "DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER = re.compile(r"gloo/|Connection (closed|reset) by peer")

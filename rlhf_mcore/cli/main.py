@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import rlhf_mcore
-from rlhf_mcore.cli.exit_codes import EPILOG
+from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
@@ -29,6 +29,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to the command. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if not args:
+        _parser().print_help(sys.stderr)
+        return USER_ERROR
     command = _parser().parse_args(args[:1]).command
     return int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
 

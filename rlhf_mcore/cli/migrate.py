@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
             "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
             "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run."
         ),
-        epilog=exit_codes.EPILOG,
+        epilog=exit_codes.TOOL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--hosts", required=True, metavar="A,B", help="names, the first holds rank 0")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="M", help="processes per host (default: 8)")
     parser.add_argument("--interface", help="of the first host, to meet on (default: the one towards the second host)")

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
             "Keep the checkpoint of a step under a name, RUN/pins/NAME: checkpoint.save_total_limit and archiving leave it "
             "alone. The run may be running. Without STEP the pins of the run are listed."
         ),
-        epilog=exit_codes.EPILOG,
+        epilog=exit_codes.TOOL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -34,12 +34,12 @@ def _parser() -> argparse.ArgumentParser:
             "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
             "config.json: weights, tokenizer and prompts need not be there (configs/models has some)."
         ),
-        epilog=exit_codes.EPILOG,
+        epilog=exit_codes.TOOL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
     )

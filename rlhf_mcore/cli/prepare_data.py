@@ -27,7 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="prepare_data.py",
         description="Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
-        epilog=exit_codes.EPILOG,
+        epilog=exit_codes.TOOL_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -151,7 +151,8 @@ class Agent:
         end_all(children())
         again = "interrupted again: ended at once; what was saved before is whole\n"
         first = f"interrupted: {INTERRUPTED_IN.get(self.module, 'ended')}\n"
-        os.write(2, (again if self._interrupted else first).encode())
+        start = "\n" if os.isatty(2) else ""  # a terminal has ^C, or the edge of the live display, on this line
+        os.write(2, (start + (again if self._interrupted else first)).encode())
         os._exit(INTERRUPTED)
 
 

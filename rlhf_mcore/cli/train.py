@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file; see configs/base.yaml for all keys")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     # From the launcher to its ranks: the step after which it has said that the run continues.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
@@ -70,19 +70,25 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     else:
         from rlhf_mcore.cli import beginning
         from rlhf_mcore.cli.launch import launch
+        from rlhf_mcore.config.data_files import check_fills_a_step
         from rlhf_mcore.rewards.function import check_function
 
         continues_after = beginning.announce(cfg)
         if continues_after is None:
             return exit_codes.DONE
         if not is_supervised(cfg):
+            check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             check_function(cfg.reward)
+        world_size, logs = default_world_size(cfg), beginning.logs_directory(cfg)
+        if cfg.logging.console != "off":
+            count = "one process" if world_size == 1 else f"{world_size} processes"
+            print(f"starting {count}; logs are in {os.path.relpath(logs)}", flush=True)
         return launch(
             [path, *overrides, *([f"--announced={continues_after}"] if continues_after else [])],
-            default_world_size(cfg),
+            world_size,
             cfg.trainer.threads_per_rank,
             max_restarts=cfg.trainer.max_restarts,
-            logs=beginning.logs_directory(cfg),
+            logs=logs,
         )
     return exit_codes.DONE
 

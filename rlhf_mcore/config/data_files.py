@@ -95,6 +95,21 @@ def transform_problems(data: DataConfig) -> Iterator[str]:
         yield from function_problems(data.transform, "data.transform")
 
 
+def check_fills_a_step(data: DataConfig, wanted: int) -> None:
+    """Refuse a ``data.train`` of fewer rows than a step has prompts; a transform or a limit of the length only makes them fewer.
+
+    Raises:
+        ConfigError: there are too few, or a file cannot be read.
+    """
+    rows = (row for file in data.train for row in read_rows(Path(file), row_limits(data)))
+    found = sum(1 for _ in islice(rows, wanted))
+    if found < wanted:
+        raise ConfigError(
+            f"data.train has {found} rows, fewer than trainer.prompts_per_step={wanted}: a step would hold a prompt twice; "
+            "lower it, or add data"
+        )
+
+
 def row_limits(data: DataConfig) -> RowLimits:
     """The bounds of what is read."""
     return RowLimits(data.max_row_bytes, data.max_rows, data.max_bytes)
@@ -118,7 +133,9 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
         elif isinstance(value, list) and len(value) != len(files):
             if field == "data.eval" and len(set(value)) == 1:
                 continue  # a list for the files of train, with one value for all: it fits those of eval too
-            yield f"{key}={value} names {len(value)} columns for the {len(files)} files of {field}; give one for each, or a single one"
+            unset = f" (not set: {key.replace('eval_', '')}={value})" if value is not getattr(data, key[5:]) else f"={value}"
+            number = "one file" if len(files) == 1 else f"{len(files)} files"
+            yield f"{key}{unset} names {len(value)} columns for the {number} of {field}; give one for each, or a single one"
 
 
 def _chosen(data: DataConfig, field: str) -> tuple[Any, Any]:
@@ -157,6 +174,8 @@ def read_columns(file: Path, field: str, limits: RowLimits | None = None) -> lis
     Raises:
         ConfigError: the file is not there, of an unknown kind, broken or empty.
     """
+    if file.is_dir():
+        raise ConfigError(f"{field}: {file} is a directory; name the .parquet or .jsonl files in it")
     if file.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"{field}: {file} is of an unknown kind {file.suffix!r}; convert it to .parquet or .jsonl")
     if not isfile(file):

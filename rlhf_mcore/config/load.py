@@ -104,6 +104,8 @@ def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
     except OmegaConfBaseException as error:
         expected = type_name(KEYS[setting.key])
         reason = f" ({_first_line(error)})" if "${" in str(setting.value) else ""
+        if expected.startswith("list of") and isinstance(setting.value, str | int | float):
+            reason += f"; write a single one as [{setting.value}]"
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {expected}{reason}"
     except (ValueError, RecursionError) as error:
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid: {_first_line(error)}"

@@ -37,9 +37,9 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"{prefix}: {path} cannot be read ({error})"
     else:
-        names = sorted(_top_level_names(tree))
-        if name not in names:
-            yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(names) or 'nothing'}"
+        defined, imported = set(_defined_names(tree)), set(_imported_names(tree))
+        if name not in defined | imported:
+            yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(sorted(defined)) or 'nothing'}"
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if function is None:
         raise ConfigError(f"{key} is {spec!r}, but {path} defines no {name!r}: correct the name")
     if not callable(function):
-        raise ConfigError(f"{key} is {spec!r}, but {name!r} is a {type(function).__name__}: name a function")
+        raise ConfigError(f"{key} is {spec!r}, but {name!r} is no function ({type(function).__name__}): name one")
     return function
 
 
@@ -91,11 +91,15 @@ def place_of(error: BaseException, spec: str) -> str:
     return f" ({path.name}, line {lines[-1]})" if lines else ""
 
 
-def _top_level_names(tree: ast.Module) -> Iterator[str]:
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def _defined_names(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Assign):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))

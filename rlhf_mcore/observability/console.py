@@ -99,7 +99,8 @@ class Console:
         now = self._clock()
         seconds = metrics.get("timing/step_s", now - self._step_ended)
         self._step_ended = now
-        self._step_seconds = (*self._step_seconds, float(seconds))
+        if step > 0:  # step 0 is the evaluation before training
+            self._step_seconds = (*self._step_seconds, float(seconds))
         self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
         self._rewards = (*self._rewards, float(metrics.get("reward/mean", math.nan)))
         if self.mode == "plain":
@@ -141,7 +142,9 @@ class Console:
         if self._request:
             parts.append(Text(self._request, style="bold yellow"))
         if self._recent:
-            parts += [Text(), self._reward_curve(), Text(), _recent_table(self._recent, width - PANEL_EDGES)]
+            if any(map(math.isfinite, self._rewards)):
+                parts += [Text(), self._reward_curve()]
+            parts += [Text(), _recent_table(self._recent, width - PANEL_EDGES)]
         return Panel(
             Group(*parts), title=Text(self.title, style="bold"), title_align="left", width=width, padding=(0, 1)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from itertools import count
 from pathlib import Path
@@ -77,8 +78,11 @@ class RunDirectory:
     def set_aside_metrics(self) -> Path | None:
         """Move what an earlier run has recorded out of the way: to ``metrics.<n>.jsonl``, ``rollouts.<n>`` and ``tensorboard.<n>``.
 
-        Returns where the metrics went; None where there were none.
+        Returns where the metrics went; None where there were none. A start that ended before its first record leaves nothing.
         """
+        if self.metrics_path.exists() and not self.metrics_path.stat().st_size:
+            self.metrics_path.unlink()
+            shutil.rmtree(self.tensorboard_path, ignore_errors=True)
         names = ([f"metrics.{n}.jsonl", f"{ROLLOUTS}.{n}", f"tensorboard.{n}"] for n in count(1))
         kept = ([self.path / name for name in group] for group in names)
         metrics, *folders = next(paths for paths in kept if not any(path.exists() for path in paths))

@@ -124,7 +124,9 @@ def test_print_config_shows_a_wrong_tree_too(workspace: Any, capsys: pytest.Capt
     assert shown.err == "error: trainer.num_steps=0 is out of range; it must be at least 1\n"
 
 
-def test_a_good_config_is_launched_with_its_own_arguments(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_config_is_launched_with_its_own_arguments(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[tuple[list[str], int, int, int]] = []
 
     def launch(arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int, logs: Path) -> int:
@@ -134,8 +136,12 @@ def test_a_good_config_is_launched_with_its_own_arguments(workspace: Any, monkey
 
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", launch)
     overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3", "trainer.max_restarts=2"]
+    assert train.main(["run.yaml", *overrides]) == 2
+    assert "data.train has 1 rows, fewer than trainer.prompts_per_step=32" in capsys.readouterr().err
+    overrides.append("trainer.prompts_per_step=1")
     assert train.main(["run.yaml", *overrides]) == 9
     assert calls == [(["run.yaml", *overrides], 4, 3, 2)]
+    assert capsys.readouterr().out.startswith("starting 4 processes; logs are in outputs/rlhf_mcore/default/logs/")
 
 
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"]])
@@ -146,7 +152,20 @@ def test_help_documents_exit_codes(args: list[str], capsys: pytest.CaptureFixtur
     assert "exit codes:\n  0 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("args", [[], ["trian"], ["train"], ["train", "run.yaml", "--print"]])
+def test_no_command_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_module.main([]) == 2
+    shown = capsys.readouterr()
+    assert "\n  verify-checkpoint " in shown.err and shown.out == ""
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "plan"])
+def test_overrides_are_not_required(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_module.main([command])
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: CONFIG\n")
+
+
+@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "run.yaml", "--print"]])
 def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main_module.main(args)
@@ -185,7 +204,7 @@ def test_a_reward_function_is_loaded_before_any_rank_starts(
     launched: list[Any] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, **options: launched.append(arguments) or 0)
     (workspace.root / "grade.py").write_text(source)
-    arguments = [command, "run.yaml", "reward.function=grade.py:grade"]
+    arguments = [command, "run.yaml", "reward.function=grade.py:grade", "trainer.prompts_per_step=1"]
     arguments += ["data.eval=[train.jsonl]", "evaluate.checkpoint=model"] if command == "evaluate" else []
     assert main_module.main(arguments) == 2
     assert capsys.readouterr().err == message.format(root=workspace.root)

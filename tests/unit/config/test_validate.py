@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.data_files import check_fills_a_step
 from rlhf_mcore.config.derive import SUPERVISED
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.validate import CHOICES, RANGES, validate
 from tests.unit.config.checking import check, only
 
@@ -398,7 +400,7 @@ def test_rules_need_an_answer_column_and_functions_do_not(workspace: Any) -> Non
         ("grade.py:not a name", "path/to/file.py:name"),
         ("absent.py:score", "does not exist"),
         ("broken.py:score", "broken.py, line 2"),
-        ("grade.py:scores", "does not define scores; it defines: json, score"),
+        ("grade.py:scores", "does not define scores; it defines: score"),
     ],
 )
 def test_a_reward_function_that_cannot_be_had(workspace: Any, spec: str, word: str) -> None:
@@ -429,7 +431,25 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
     lists = [both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]", "data.eval=[q.jsonl]"]
     found = check(*lists)
-    assert "data.eval_prompt_key=['prompt', 'question'] names 2 columns for the 1 files of data.eval" in found[0]
+    assert found[0] == (
+        "data.eval_prompt_key (not set: data.prompt_key=['prompt', 'question']) names 2 columns for the one file of data.eval; "
+        "give one for each, or a single one"
+    )
+    own = check(*evaluated, "data.eval_prompt_key=[a, b]", "data.eval_answer_key=gold")
+    assert "data.eval_prompt_key=['a', 'b'] names 2 columns for the one file of data.eval" in only(own)
+
+
+def test_a_directory_of_data_is_named_as_one(workspace: Any) -> None:
+    (workspace.root / "parts").mkdir()
+    assert only(check("data.train=[parts]")) == "data.train: parts is a directory; name the .parquet or .jsonl files in it"
+
+
+def test_a_step_needs_as_many_rows_as_it_has_prompts(workspace: Any) -> None:
+    workspace.write("three.jsonl", '{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    data = DataConfig(train=["three.jsonl", "three.jsonl"])
+    check_fills_a_step(data, 6)
+    with pytest.raises(ConfigError, match="data.train has 6 rows, fewer than trainer.prompts_per_step=7: a step would hold a"):
+        check_fills_a_step(data, 7)
 
 
 def test_a_transform_is_looked_up_and_not_run(workspace: Any) -> None:

@@ -100,6 +100,15 @@ def test_the_live_display_shows_progress_phase_and_figures() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_the_evaluation_before_training_is_no_step_of_the_pace() -> None:
+    console = Console("rich", 11, "quickstart", output=terminal(), clock=Clock())
+    console.step(0, {"evaluate/accuracy": 0.5, "timing/step_s": 0.5})
+    text = "\n".join(drawn(console))
+    assert "s/step" not in text and "left" not in text and "reward  " not in text
+    console.step(1, {**METRICS, "timing/step_s": 20.0})
+    assert "left 0:03:20 · 20.0 s/step" in drawn(console)[1]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_figure_is_cut_on_a_narrow_terminal(width: int) -> None:
     console = Console("rich", 40, "quickstart", output=terminal(width))

@@ -92,6 +92,15 @@ def test_metrics_of_earlier_runs_are_kept_apart(tmp_path: Path) -> None:
     directory.close()
 
 
+def test_a_start_that_recorded_nothing_is_not_an_earlier_run(tmp_path: Path) -> None:
+    directory = RunDirectory.create(str(tmp_path), "p", "e")
+    directory.metrics_path.touch()
+    directory.tensorboard_path.mkdir()
+    assert directory.set_aside_metrics() is None
+    assert [path.name for path in directory.path.iterdir()] == ["run.lock"]
+    directory.close()
+
+
 def test_records_after_the_checkpoint_are_cut_off(tmp_path: Path) -> None:
     directory = RunDirectory.create(str(tmp_path), "p", "e")
     directory.cut_metrics(3)

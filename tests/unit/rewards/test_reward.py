@@ -144,7 +144,7 @@ def test_a_huge_result_is_abridged(write):
     ("source", "complaint"),
     [
         ("def other(*a): return 1", r"defines no 'grade'"),
-        ("grade = 3", r"'grade' is a int: name a function"),
+        ("grade = 3", r"'grade' is no function \(int\): name one"),
         ("def grade(:", r"fails to import \(SyntaxError"),
         ("import no_such_module_anywhere", r"fails to import \(ModuleNotFoundError"),
     ],
