@@ -102,7 +102,9 @@ def main() -> None:
         ratio = statistics.median(row["ours"]["seconds"] / row["theirs"]["seconds"] for row in rows)
         memory = statistics.median(row["ours"]["grown_bytes"] / row["theirs"]["grown_bytes"] for row in rows)
         found |= {"memory_ratio": memory, "memory_goal": MEMORY_GOAL}
-    print(f"held {found['held_over_a_quarter']:.3f} of a quarter of the rows' bytes; peak memory {memory:.3f} of the other's")
+    print(
+        f"held {found['held_over_a_quarter']:.3f} of a quarter of the rows' bytes; peak memory {memory:.3f} of the other's"
+    )
     report("exchange", found, ratio=ratio, goal=GOAL, quick=args.quick)
 
 

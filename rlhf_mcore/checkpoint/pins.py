@@ -6,6 +6,7 @@ A pin may be made and taken away while the run continues.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
@@ -43,7 +44,7 @@ def pin(run: Path, step: int, name: str, disk: Disk) -> Path:
         raise ConfigError(f"{run / PINS} is a link; make it a directory")
     steps = [checkpoint.step for checkpoint in scan(run)]
     if step not in steps:
-        raise ConfigError(f"STEP={step}: {run} has no checkpoint-{step}; choose one of: {steps or 'there are none'}")
+        raise ConfigError(f"STEP={step}: {run} has no checkpoint-{step}; it has {_listed(steps)}")
     link = run / PINS / name
     if (held := read_pins(run).get(name)) == step:
         return link
@@ -67,6 +68,10 @@ def unpin(run: Path, name: str, disk: Disk) -> None:
     """
     pins = read_pins(run)
     if name not in pins:
-        raise ConfigError(f"NAME={name}: {run} has no such pin; choose one of: {', '.join(pins) or 'there are none'}")
+        raise ConfigError(f"NAME={name}: {run} has no such pin; it has {_listed(list(pins))}")
     disk.unlink(run / PINS / name)
     disk.sync_directory(run / PINS)
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names)) or "none"

@@ -71,5 +71,7 @@ class SignalRequests:
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if not self._training or self.stop_requested:
             os._exit(_INTERRUPTED)
-        self._acknowledge("Ctrl-C: this step is finished and saved, then the run ends. Press it again to end at once, without that")
+        self._acknowledge(
+            "Ctrl-C: this step is finished and saved, then the run ends. Press it again to end at once, without that"
+        )
         self.stop_requested = True

@@ -56,7 +56,9 @@ def launch(
 def local_logs(logs: Path | None, world_size: int) -> list[str]:
     """Options of torchrun for a run whose first rank's stdout is the terminal."""
     if logs is None:
-        return [f"--log-dir={os.devnull}"]  # without it torchrun makes a directory in the temporary folder, and leaves it
+        return [
+            f"--log-dir={os.devnull}"
+        ]  # without it torchrun makes a directory in the temporary folder, and leaves it
     return [f"--log-dir={logs}", f"--redirects={','.join(['0:2', *(f'{rank}:3' for rank in range(1, world_size))])}"]
 
 

@@ -68,7 +68,9 @@ def _status(pid: int) -> list[str] | None:
     """[state, parent, ...] of a process."""
     try:
         # pid (name) state parent ...; the name may hold anything
-        return (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (
+            (Path("/proc") / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return None
 

@@ -18,7 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 VARIABLE = "RLHF_MCORE_REPORTS"  # token and address, in the environment of the ranks
-USER, FAILURE, CONSEQUENCE = "user", "failure", "consequence"  # whose mistake ended a rank; the last: another rank's end
+USER, FAILURE, CONSEQUENCE = (
+    "user",
+    "failure",
+    "consequence",
+)  # whose mistake ended a rank; the last: another rank's end
 
 _MAX_TEXT = 20_000
 _ALIVE_S = 1.0

@@ -93,7 +93,9 @@ class Agent:
         rank, failure = first_failure({n: found for n, found in failures.items() if n not in explained} or failures)
         if own:
             self._say(own[0].text, own[0].rank)
-            return USER_ERROR if own[0].kind == USER else FAILED  # torchrun may have ended it before it came to its own exit
+            return (
+                USER_ERROR if own[0].kind == USER else FAILED
+            )  # torchrun may have ended it before it came to its own exit
         if failure.exitcode == REQUEUE:
             return REQUEUE
         told = {entry.rank: entry.text for entry in self.reports.failures}

@@ -133,7 +133,11 @@ def key_problems(data: DataConfig, files: Sequence[str], field: str) -> Iterator
         elif isinstance(value, list) and len(value) != len(files):
             if field == "data.eval" and len(set(value)) == 1:
                 continue  # a list for the files of train, with one value for all: it fits those of eval too
-            unset = f" (not set: {key.replace('eval_', '')}={value})" if value is not getattr(data, key[5:]) else f"={value}"
+            unset = (
+                f" (not set: {key.replace('eval_', '')}={value})"
+                if value is not getattr(data, key[5:])
+                else f"={value}"
+            )
             number = "one file" if len(files) == 1 else f"{len(files)} files"
             yield f"{key}{unset} names {len(value)} columns for the {number} of {field}; give one for each, or a single one"
 

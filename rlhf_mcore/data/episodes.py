@@ -32,9 +32,7 @@ def single_turn(
     if not start:
         raise ValueError(f"{where}: the prompt has no tokens, so the first response token cannot be predicted")
     if len(logprobs) != len(response_ids):
-        raise ValueError(
-            f"{where}: the engine gave {len(logprobs)} logprobs for {len(response_ids)} response tokens"
-        )
+        raise ValueError(f"{where}: the engine gave {len(logprobs)} logprobs for {len(response_ids)} response tokens")
     values = np.zeros(stop, dtype=np.float32)
     values[start:] = logprobs
     return Trajectory(

@@ -98,9 +98,7 @@ class TrainedModel(RoleModel):
         """The loss mask gives way to the weights of the tokens."""
         sampled = batch.num_sampled[held.rows]
         aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
-        per_row = row_weights(
-            sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant
-        )
+        per_row = row_weights(sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant)
         fields = dict(held.fields)
         lengths = torch.tensor(held.lengths, dtype=torch.int64)
         weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)

@@ -151,7 +151,9 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
     layout, model, spec = built(path, "token", cut, platform, trainable=False)
     trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
     plan = MinibatchPlan(1)
-    role = Critic(TrainedModel(layout, model, spec, trainer, None, OptimizerConfig(), plan, "critic"), None, bootstrap=True)
+    role = Critic(
+        TrainedModel(layout, model, spec, trainer, None, OptimizerConfig(), plan, "critic"), None, bootstrap=True
+    )
     exporter = Exporter(
         local_parameters(model) if model else [],
         spec.geometry,

@@ -154,7 +154,7 @@ def to_text(migration: Migration) -> str:
     if migration.notes:
         lines += ["#", "# To do:", *(f"#   {note}" for note in migration.notes)]
     if migration.lost:
-        lines += ["#", f"# Not carried over, {len(migration.lost)} keys:"]
+        lines += ["#", f"# Not carried over ({len(migration.lost)}):"]
         lines += [f"#   {shown(key, value)}: {reason}" for key, (value, reason) in migration.lost.items()]
     body = yaml.safe_dump(_nested(migration.settings), sort_keys=False, allow_unicode=True, default_flow_style=False)
     return "\n".join([*lines, "", body])

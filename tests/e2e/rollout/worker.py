@@ -83,7 +83,9 @@ class Models:
             logits = logits / temperature
             if top_k is not None:
                 logits[logits < logits.sort(descending=True).values[:, top_k - 1 : top_k]] = -torch.inf
-            expected = logits.log_softmax(-1)[range(len(trajectory.sampled_ids.tolist())), trajectory.sampled_ids.tolist()]
+            expected = logits.log_softmax(-1)[
+                range(len(trajectory.sampled_ids.tolist())), trajectory.sampled_ids.tolist()
+            ]
             gap = max(gap, (expected - torch.tensor(trajectory.sampled_logprobs.tolist())).abs().max().item())
         return gap
 

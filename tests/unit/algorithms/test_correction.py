@@ -117,9 +117,7 @@ def test_a_band_masks_what_lies_outside_of_it():
 def test_nothing_to_correct(mode: str):
     cfg = RolloutCorrectionConfig(mode=mode, cap=0.5)
     for shape in ((0, 3), (2, 3)):
-        factors, statistics = correction(
-            torch.full(shape, NAN), torch.zeros(shape), torch.zeros(shape).bool(), cfg
-        )
+        factors, statistics = correction(torch.full(shape, NAN), torch.zeros(shape), torch.zeros(shape).bool(), cfg)
         assert factors.shape == shape and factors.eq(0).all()
         assert statistics["ratio_mean"] == statistics["effective_sample_size"] == 1.0
     same = torch.tensor([[-1.0, -2.0]])
@@ -129,9 +127,7 @@ def test_nothing_to_correct(mode: str):
 
 def test_extreme_ratios_stay_finite():
     old, rollout = torch.tensor([[-800.0, 0.0]]), torch.tensor([[0.0, -800.0]])
-    factors, statistics = correction(
-        old, rollout, torch.ones(1, 2).bool(), RolloutCorrectionConfig(mode="token")
-    )
+    factors, statistics = correction(old, rollout, torch.ones(1, 2).bool(), RolloutCorrectionConfig(mode="token"))
     assert factors.tolist() == [[pytest.approx(math.exp(-20)), 2.0]]
     assert all(math.isfinite(value) for value in statistics.values())
 

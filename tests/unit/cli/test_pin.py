@@ -47,7 +47,7 @@ def test_verify_checkpoint_tells_of_pins(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["absent"], "RUN=absent is not a directory"),
         (["run", 20], "STEP=20 needs a NAME"),
-        (["run", 30, "good"], "STEP=30: run has no checkpoint-30; choose one of: [20]"),
+        (["run", 30, "good"], "STEP=30: run has no checkpoint-30; it has 20"),
         (["run", 20, "good", "--remove", "good"], "--remove=good and STEP=20 exclude each other"),
         (["run", "--remove", "good"], "NAME=good: run has no such pin"),
     ],

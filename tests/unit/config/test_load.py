@@ -112,7 +112,10 @@ def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
         ("trainer.num_steps=", "trainer.num_steps=None is not valid; expected int"),
         ("trainer.minibatch_size=x", "trainer.minibatch_size='x' is not valid; expected int or null"),
         ("actor.optimizer.lr=[1]", "actor.optimizer.lr=[1] is not valid; expected float"),
-        ("data.train=a.jsonl", "data.train='a.jsonl' is not valid; expected list of str; write a single one as [a.jsonl]"),
+        (
+            "data.train=a.jsonl",
+            "data.train='a.jsonl' is not valid; expected list of str; write a single one as [a.jsonl]",
+        ),
         ("deterministic=maybe", "deterministic='maybe' is not valid; expected bool"),
         ("reward.rules=[x]", "reward.rules=['x'] is not valid; expected list of {name, weight, correct, incorrect}"),
     ],

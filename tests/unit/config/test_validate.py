@@ -441,14 +441,18 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
 
 def test_a_directory_of_data_is_named_as_one(workspace: Any) -> None:
     (workspace.root / "parts").mkdir()
-    assert only(check("data.train=[parts]")) == "data.train: parts is a directory; name the .parquet or .jsonl files in it"
+    assert (
+        only(check("data.train=[parts]")) == "data.train: parts is a directory; name the .parquet or .jsonl files in it"
+    )
 
 
 def test_a_step_needs_as_many_rows_as_it_has_prompts(workspace: Any) -> None:
     workspace.write("three.jsonl", '{"prompt": "1+1=", "answer": "2"}\n' * 3)
     data = DataConfig(train=["three.jsonl", "three.jsonl"])
     check_fills_a_step(data, 6)
-    with pytest.raises(ConfigError, match="data.train has 6 rows, fewer than trainer.prompts_per_step=7: a step would hold a"):
+    with pytest.raises(
+        ConfigError, match="data.train has 6 rows, fewer than trainer.prompts_per_step=7: a step would hold a"
+    ):
         check_fills_a_step(data, 7)
 
 

@@ -148,7 +148,9 @@ def test_a_rank_without_the_model_knows_nothing_of_the_update(model: Lookup) -> 
     layout = ParallelLayout(1, first_rank=1)
 
     def body(group: ThreadGroup) -> bool:
-        which = critic(Lookup(width=1, layout=layout, dp_group=ThreadGroup(Meeting(1), 0)) if group.rank() == 1 else None, 0.2)
+        which = critic(
+            Lookup(width=1, layout=layout, dp_group=ThreadGroup(Meeting(1), 0)) if group.rank() == 1 else None, 0.2
+        )
         which.model.layout, which.bootstrap = layout, True
         values, bootstrap = which.compute_values(made := batch())
         assert values.shape == made.token_ids.shape and values[made.loss_mask].all()  # of its own rows

@@ -52,9 +52,7 @@ def actor(
     layout = model.layout if model is not None else ParallelLayout(1)
     spec: Any = Lookup().spec
     which: Any = model
-    trained = TrainedModel(
-        layout, which, spec, TrainerConfig(**{**settings, **trainer}), optimizer, cfg, plan, "actor"
-    )
+    trained = TrainedModel(layout, which, spec, TrainerConfig(**{**settings, **trainer}), optimizer, cfg, plan, "actor")
     return Actor(trained, TEMPERATURE, algorithm)
 
 
@@ -75,9 +73,7 @@ def batch() -> TrainBatch:
     ids = whole.token_ids.long()
     logprobs = log_p[ids.roll(1, 1), ids]
     nowhere = torch.where(whole.loss_mask, 0.0, 50.0)  # garbage outside of the responses
-    made.old_logprobs, made.ref_logprobs = (
-        flat(made, logprobs + noise(logprobs, seed) + nowhere) for seed in (3, 4)
-    )
+    made.old_logprobs, made.ref_logprobs = (flat(made, logprobs + noise(logprobs, seed) + nowhere) for seed in (3, 4))
     made.advantages = flat(made, torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0])[:, None] * whole.loss_mask)
     return made
 
@@ -296,7 +292,9 @@ def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(bigram: Lookup, name:
 def test_a_rank_without_the_model_knows_nothing_of_the_update(bigram: Lookup) -> None:
     def body(group: ThreadGroup) -> dict[str, float]:
         layout = ParallelLayout(1, first_rank=1)
-        which = actor(Lookup(layout=layout, dp_group=ThreadGroup(Meeting(1), 0)) if group.rank() == 1 else None, AlgorithmConfig())
+        which = actor(
+            Lookup(layout=layout, dp_group=ThreadGroup(Meeting(1), 0)) if group.rank() == 1 else None, AlgorithmConfig()
+        )
         which.model.layout = layout
         return update(which, batch())  # rows that it owns are learned from all the same
 

@@ -41,7 +41,10 @@ def reward_model(model: Lookup, max_tokens: int = 64, packing: bool = True) -> R
 
 
 def pair_oracle(table: Tensor, made: TrainBatch) -> dict[str, Tensor]:
-    last = [ids[length - 1] for ids, length in zip(padded_batch(made).token_ids.tolist(), made.lengths.tolist(), strict=True)]
+    last = [
+        ids[length - 1]
+        for ids, length in zip(padded_batch(made).token_ids.tolist(), made.lengths.tolist(), strict=True)
+    ]
     scores = [table[token, 0] for token in last]
     pairs = list(zip(scores[::2], scores[1::2], strict=True))
     losses = [torch.log1p(torch.exp(r - c)) + CENTERING * (c + r) ** 2 for c, r in pairs]

@@ -92,7 +92,9 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
     positions, trajectories = made(3)
     values = [score(t) for t in trajectories]
 
-    def body(group: ThreadGroup) -> tuple[TrainBatch, list[tuple[int, list[int], list[float], float]], dict[str, float]]:
+    def body(
+        group: ThreadGroup,
+    ) -> tuple[TrainBatch, list[tuple[int, list[int], list[float], float]], dict[str, float]]:
         """Engines have drawn every so many-th prompt; ranks that are not their engine's lead have nothing."""
         mine: list[int] = []
         if group.rank() in leads:
