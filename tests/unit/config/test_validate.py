@@ -451,7 +451,7 @@ def test_a_step_needs_as_many_rows_as_it_has_prompts(workspace: Any) -> None:
     data = DataConfig(train=["three.jsonl", "three.jsonl"])
     check_fills_a_step(data, 6)
     with pytest.raises(
-        ConfigError, match="data.train has 6 rows, fewer than trainer.prompts_per_step=7: a step would hold a"
+        ConfigError, match=r"data.train has 6 rows, fewer than trainer.prompts_per_step=7: a step would hold a"
     ):
         check_fills_a_step(data, 7)
 
