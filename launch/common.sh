@@ -27,8 +27,8 @@ pip_setting() {
         || true
 }
 
-# hand_on_index_settings: uv reads none of pip's settings, so give it those that it was not given in its own variables.
-hand_on_index_settings() {
+# export_index_settings: uv reads none of pip's settings, so give it those that it was not given in its own variables.
+export_index_settings() {
     local index extra links certificates
     index="$(pip_setting index-url)"
     extra="$(pip_setting extra-index-url)"

@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 [[ -x "$venv/bin/uv" ]] || fail "run ./launch/setup.sh first: it installs uv"
-hand_on_index_settings
+export_index_settings
 backend=()
 if [[ -z "${UV_FIND_LINKS:-}" ]]; then backend=(--torch-backend cpu); fi
 cd "$root"

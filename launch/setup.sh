@@ -104,7 +104,7 @@ install() {
     heading "setup: torch"
     install_torch
     heading "setup: locked dependencies (about 3 GB; minutes if they have to be downloaded)"
-    hand_on_index_settings
+    export_index_settings
     # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
     uv_install --compile-bytecode --require-hashes -r "$root/${locks[0]}"
     if [[ "$stack" == cpu ]]; then

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
+    from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,6 @@ class RewardFunction(Protocol):
     """Scores finished trajectories."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]: ...
-
-
-class TrainableRole(Protocol):
-    """A model that the loop updates."""
-
-    def update(self, batch: TrainBatch) -> Mapping[str, float]: ...
 
 
 class Tracker(Protocol):

@@ -38,12 +38,6 @@ def children() -> Iterator[int]:
             yield int(folder.name)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, a debugger)."""
-    found = _status(pid)
-    return found is not None and found[0] in ("T", "t")
-
-
 def has_ended(pid: int) -> bool:
     """Whether a process is gone, or only waits for its parent to read its exit code."""
     found = _status(pid)

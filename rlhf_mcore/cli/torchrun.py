@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
-HANDED_ON = (*HELD, signal.SIGTERM)
+FORWARDED = (*HELD, signal.SIGTERM)  # to the ranks
 LINES, MAX_LINE = 20, 200  # of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
 INTERRUPTED_IN = {  # what Ctrl-C means that comes before a first step
@@ -78,8 +78,8 @@ class Agent:
         """Take the signals that torchrun is not to take, from now on."""
         signal.signal(signal.SIGINT, self._interrupt)
         # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
-        signal.signal(signal.SIGTERM, lambda _number, _frame: _hand_on(signal.SIGUSR1))
-        hand_on_held()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: _forward(signal.SIGUSR1))
+        forward_held()
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Print what ended the run, once. Returns the exit code.
@@ -148,7 +148,7 @@ class Agent:
         self.reports.read()
         if self.reports.training and not self._interrupted:
             self._interrupted = True
-            _hand_on(signal.SIGINT)
+            _forward(signal.SIGINT)
             return
         end_all(children())
         again = "interrupted again: ended at once; what was saved before is whole\n"
@@ -167,8 +167,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     return min((causes or failures).items(), key=lambda item: item[1].timestamp)
 
 
-def hand_on_held() -> None:
-    """Hand SIGUSR1 and SIGUSR2 on to the workers from now on.
+def forward_held() -> None:
+    """Forward SIGUSR1 and SIGUSR2 to the workers from now on.
 
     They are blocked here, and a worker inherits that: a signal that comes while it is still starting waits until the
     worker listens, instead of ending it. SIGTERM is not blocked, because torchrun ends workers with it.
@@ -177,7 +177,7 @@ def hand_on_held() -> None:
 
     def wait() -> None:
         while True:
-            _hand_on(signal.sigwait(HELD))
+            _forward(signal.sigwait(HELD))
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -197,7 +197,7 @@ def _how(exitcode: int) -> str:
     return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit code {exitcode}"
 
 
-def _hand_on(number: int) -> None:
+def _forward(number: int) -> None:
     for child in children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)

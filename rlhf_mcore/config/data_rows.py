@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.foreign import open_file
 
 ROWS_PER_READ = 1024
@@ -27,9 +28,9 @@ BAD_CHARACTERS = re.compile("[\x00\ud800-\udfff]")
 class RowLimits:
     """How much is read, by the keys of ``data`` with these names. Every rank holds all rows in memory."""
 
-    max_row_bytes: int = 16 * 2**20
-    max_rows: int = 2_000_000
-    max_bytes: int = 8 * 2**30
+    max_row_bytes: int = DataConfig.max_row_bytes
+    max_rows: int = DataConfig.max_rows
+    max_bytes: int = DataConfig.max_bytes
 
 
 def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -122,8 +122,8 @@ with SignalRequests().listening() as requests:
 """
 HOLDER = f"""
 import subprocess, sys, time
-from rlhf_mcore.cli.torchrun import hand_on_held
-hand_on_held()
+from rlhf_mcore.cli.torchrun import forward_held
+forward_held()
 subprocess.run([sys.executable, "-c", {WORKER_THAT_LISTENS_LATE!r}], check=True)
 """
 
@@ -165,9 +165,9 @@ def test_workers_are_found_whatever_their_name() -> None:
 
 
 def test_signals_that_ask_for_a_save_end_nothing() -> None:
-    assert {number.name for number in torchrun.HANDED_ON} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
-    assert not {number.name for number in torchrun.HANDED_ON} & set(torchrun.ENDING)
-    assert set(torchrun.HANDED_ON) <= set(launch.FORWARDED)
+    assert {number.name for number in torchrun.FORWARDED} == {"SIGUSR1", "SIGUSR2", "SIGTERM"}
+    assert not {number.name for number in torchrun.FORWARDED} & set(torchrun.ENDING)
+    assert set(torchrun.FORWARDED) <= set(launch.FORWARDED)
 
 
 def reports_of(*failed: Failed, ranks: int = 2, done: bool = False) -> RankReports:

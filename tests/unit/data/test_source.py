@@ -257,9 +257,9 @@ def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer:
     ("template", "message"),
     [
         ("{{ 10 ** (10 ** 8) }}", "processor time|ValueError"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 s of processor time"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0 s of processor time"),
         ("{{ 'x' * 10 ** 11 }}", "GiB of memory|OverflowError"),
-        ("{{ 'x' * 10 ** 8 }}", "the text has 100000000 characters"),
+        ("{{ 'x' * 20_000_000 }}", "the text has 20000000 characters"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{{ messages[7].role }}", "no element 7|UndefinedError"),
         ("{% for %}", "[Ee]xpected"),
@@ -270,7 +270,7 @@ def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer:
 def test_templates_that_misbehave_end_in_one_message(
     template: str, message: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(rendering, "CPU_S", 2)
+    monkeypatch.setattr(rendering, "CPU_S", 0)
     monkeypatch.setattr(tokenizer, "chat_template", template)
     file = write_jsonl(tmp_path / "a.jsonl", CHAT_ROW)
     with pytest.raises(ConfigError, match=f"(?s)a.jsonl, line 1, column 'prompt'.*({message})"):
@@ -280,7 +280,7 @@ def test_templates_that_misbehave_end_in_one_message(
 def test_the_prompt_at_which_a_template_hangs_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(rendering, "CPU_S", 1)
+    monkeypatch.setattr(rendering, "CPU_S", 0)
     hangs = "{{ 10 ** (10 ** (messages[0].content | int)) }}"
     monkeypatch.setattr(tokenizer, "chat_template", hangs)
     file = write_jsonl(tmp_path / "a.jsonl", *({"prompt": letter} for letter in "1281"))

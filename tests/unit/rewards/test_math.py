@@ -138,15 +138,14 @@ def test_the_trainer_never_imports_sympy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_a_rule_counts_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbolic, "CPU_S", 0.7)
-
+def test_a_rule_counts_what_it_is_told_to(grader: MathGrader, monkeypatch: pytest.MonkeyPatch) -> None:
     def trajectory(text: str) -> Trajectory:
         return single_turn(Prompt("p", 0, [1], "Q", ground_truth=r"\sqrt{8}"), 0, [1], [0.0], text, "stop", 0)
 
     rows = [trajectory(r"\boxed{2\sqrt{2}}"), trajectory(r"\boxed{3}"), trajectory("")]
     rows.append(trajectory(f"\\boxed{{{BOMBS[-1]}}}"))
     reward = RuleReward([RuleConfig("math", correct=1.0, incorrect=-1.0), RuleConfig("format", weight=0.5)], workers=1)
+    monkeypatch.setattr(reward, "_math", grader)  # whose worker has sympy already
     assert reward.score(rows) == [
         Score(1.5, {"math": 1.0, "format": 1.0}),
         Score(-0.5, {"math": 0.0, "format": 1.0}),

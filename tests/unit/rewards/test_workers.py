@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,14 @@ def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
     texts = ["good", "bad", "good"]
     rows = [trajectory(text, index) for index, text in enumerate(texts)]
     limits = {"timeout_s": 0.7, "memory_gib": 0.25}
+    rewards = [reward(guarded, on_error=policy, **limits) for policy in ("fail", "zero")]
+    with ThreadPoolExecutor() as threads:  # both wait for the same time
+        failing, zeroing = (threads.submit(each.score, rows) for each in rewards)
     with pytest.raises(ConfigError, match=r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause) as error:
-        reward(guarded, on_error="fail", **limits).score(rows)
+        failing.result()
     assert "set reward.on_error=zero" in str(error.value)
     kind = "timeout" if "gave no result" in cause else "error"
-    scores = reward(guarded, on_error="zero", **limits).score(rows)
+    scores = zeroing.result()
     assert scores == [Score(1.0), Score(0.0, failure=kind), Score(1.0)]
     assert re.search(r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause, scores[1].cause)
     assert "Traceback" not in capfd.readouterr().err
