@@ -201,6 +201,13 @@ def test_a_run_ends_with_its_best_model_in_its_processes(workspace: Path, tormen
     assert final["final/accuracy"] == next(r["evaluate/accuracy"] for r in metrics(directory) if r["step"] == best)
     assert (directory / "best").readlink() == Path(f"checkpoint-{best}")
     assert f"the run ends with the model of checkpoint-{best}" in done.stdout and "best/actor" in done.stdout
+    # As if it had been killed between its last save and that evaluation.
+    lines = (directory / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (directory / "metrics.jsonl").write_text("".join(lines[:-1]))
+    done = run(workspace, *arguments, *rule, "checkpoint.load_best_model_at_end=true")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("the run continues after its last step") == 1
+    assert metrics(directory)[:-1] == [json.loads(line) for line in lines[:-1]] and metrics(directory)[-1] == final
 
 
 def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
@@ -331,6 +338,31 @@ def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(wor
     assert "error: rank 1 is stopped, or holds Python's lock in a library: no progress for 20 s" in output
     (log,) = directory.glob("logs/*/*/attempt_0/0/stderr.log")
     assert "most recent call first" in log.read_text()
+
+
+HELD = """
+import ctypes
+import os
+from pathlib import Path
+
+from rlhf_mcore.algorithms.registry import find_advantage_estimator
+
+def estimate(inputs, cfg):
+    if os.environ["RANK"] == "1" and Path("outputs/quickstart/held/checkpoint-1").exists():
+        ctypes.PyDLL(None).sleep(600)  # a call into a library that keeps Python's lock
+    return find_advantage_estimator("gae")(inputs, cfg)
+"""
+
+
+def test_fault_14_a_rank_whose_users_code_holds_the_interpreter_is_named(workspace: Path) -> None:
+    (workspace / "held.py").write_text(HELD)
+    own = ["algorithm.advantage=held.py:estimate", "algorithm.use_critic=true"]
+    done = run(workspace, "trainer.num_steps=1000", "experiment=held", "trainer.watchdog_s=20", *own)
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "error: rank 1 is stopped, or holds Python's lock in a library: no progress for 20 s" in done.stderr
+    assert "Traceback" not in done.stderr
+    (log,) = (workspace / "outputs" / "quickstart" / "held").glob("logs/*/*/attempt_0/1/stderr.log")
+    assert "held.py" in log.read_text(), "the stack is printed without the lock, too"
 
 
 def test_fault_30_ctrl_c_saves_says_how_to_continue_and_a_finished_run_says_that_it_is_done(workspace: Path) -> None:
