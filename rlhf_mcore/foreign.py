@@ -221,6 +221,15 @@ class Fields:
         """A list of any values."""
         return self._take(key, "a list", lambda value: isinstance(value, list), default)
 
+    def objects(self, key: str) -> list[Fields]:
+        """A list of objects, each with typed access to its own fields."""
+        found = self._take(
+            key, "a list of objects", lambda value: _is_list(value, lambda item: isinstance(item, dict)), _REQUIRED
+        )
+        return [
+            Fields(item, self.where, self.remedy, f"{self._inside}{key}[{number}].") for number, item in enumerate(found)
+        ]
+
     def object(self, key: str, default: T = _REQUIRED) -> Fields | T:
         """An object, with typed access to its own fields."""
         found = self._take(key, "an object", lambda value: isinstance(value, dict), default)

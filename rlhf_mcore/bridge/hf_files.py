@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import COMPANIONS
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
-from rlhf_mcore.foreign import read_json, shorten
+from rlhf_mcore.foreign import read_bytes, read_json, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,6 +32,7 @@ class HFReader:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
         self._open: dict[str, safe_open] = {}
+        self._held: dict[str, frozenset[str]] = {}  # names of each file's tensors, which safetensors makes anew for every call
         self._shard_of = self._locate()
 
     @property
@@ -68,7 +68,7 @@ class HFReader:
         """
         held: dict[str, str] = {}
         for shard in sorted(set(self._shard_of.values())):
-            for name in self._opened(shard).keys():  # noqa: SIM118 (a handle, not a dict)
+            for name in self._names_in(shard):
                 if name in held:
                     raise ConfigError(
                         f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. Which is it?"
@@ -100,11 +100,16 @@ class HFReader:
             )
         shard = self._shard_of[name]
         handle = self._opened(shard)
-        if name not in handle.keys():  # noqa: SIM118 (a handle, not a dict)
+        if name not in self._names_in(shard):
             raise ConfigError(
                 f"{self.directory / shard}: the index places tensor {name} here, but the file does not hold it."
             )
         return handle
+
+    def _names_in(self, shard: str) -> frozenset[str]:
+        if shard not in self._held:
+            self._held[shard] = frozenset(self._opened(shard).keys())
+        return self._held[shard]
 
     def _opened(self, shard: str) -> safe_open:
         if shard not in self._open:
@@ -120,7 +125,7 @@ class HFReader:
         index = self.directory / INDEX
         if not os.path.lexists(index):
             self._check_shard(SINGLE)
-            return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+            return dict.fromkeys(self._names_in(SINGLE), SINGLE)
         weight_map = _read_weight_map(index)
         for shard in sorted(set(weight_map.values())):
             self._check_shard(shard)
@@ -162,7 +167,8 @@ def copy_companions(
     The copied config gets ``dtype`` and ``updates``.
     """
     for found in companion_files(sources):
-        shutil.copyfile(found, directory / found.name)
+        data = read_bytes(found, limit=INDEX_LIMITS.num_bytes, remedy="Download or export the model again.")
+        (directory / found.name).write_bytes(data)
     path = directory / "config.json"
     config = read_json(path).content
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

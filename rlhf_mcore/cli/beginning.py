@@ -23,14 +23,15 @@ from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.foreign import SMALL, read_text
+from rlhf_mcore.foreign import SMALL, read_bytes, read_text
 from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
-from rlhf_mcore.observability.run_directory import METRICS, RunDirectory
+from rlhf_mcore.observability.run_directory import MAX_METRICS_BYTES, METRICS, RunDirectory
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
+RANK_BYTES = 200 * 2**20  # of a rank that has only imported what it needs; measured: 300 MiB, a third of it shared
 SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
 
 
@@ -76,7 +77,8 @@ def is_over(cfg: Config, run: Path, step: int) -> bool:
     if best is None or best.step == step:
         return True
     metrics = run / METRICS
-    lines = keep_steps(metrics.read_bytes(), step).splitlines() if metrics.is_file() else []
+    data = read_bytes(metrics, limit=MAX_METRICS_BYTES, remedy="move it away") if metrics.is_file() else b""
+    lines = keep_steps(data, step).splitlines()
     return any(json.loads(line).get("final/step") == best.step for line in lines)
 
 
@@ -84,6 +86,25 @@ def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
     """What a run that has begun before says when it is started again."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
     return f"the run continues after {where}, from {os.path.relpath(checkpoint)}"
+
+
+def check_world(world_size: int) -> None:
+    """Whether this machine can start so many processes.
+
+    Raises:
+        ConfigError: its free memory is not enough for what each takes before it has a model.
+    """
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    most = max(free // RANK_BYTES, 1)
+    if world_size > most:
+        raise ConfigError(
+            f"trainer.world_size={world_size}: this machine has {free / 2**30:.0f} GiB of free memory, enough for {most} processes "
+            f"of {RANK_BYTES >> 20} MiB, which each takes without a model; lower it (or the layouts that it follows from), or start "
+            "the run on several machines (docs/cluster.md)"
+        )
 
 
 def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:

@@ -39,7 +39,6 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES
 from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.files import read_records
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
@@ -119,7 +118,7 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: in
         notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
     if start.continues:
         directory.cut_metrics(start.step)
-        record.recall(read_records(directory.metrics_path))
+        record.recall(directory.records())
     elif (earlier := directory.set_aside_metrics()) is not None:
         notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]

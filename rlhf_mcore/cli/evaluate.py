@@ -58,6 +58,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.function import check_function
 
+        beginning.check_world(default_world_size(cfg))
         check_function(cfg.reward)
         logs = beginning.logs_directory(cfg)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)

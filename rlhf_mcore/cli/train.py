@@ -76,6 +76,7 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
         continues_after = beginning.announce(cfg)
         if continues_after is None:
             return exit_codes.DONE
+        beginning.check_world(default_world_size(cfg))
         if not is_supervised(cfg):
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             check_function(cfg.reward)

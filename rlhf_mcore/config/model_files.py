@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.weight_files import SINGLE_FILE, tensor_problems
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, read_json, shorten
 
 _MODELS = {  # as the names of Hugging Face architectures begin -> model family
@@ -102,9 +103,14 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     try:
         hf_config = read_config(path, prefix)
         problems += _config_problems(hf_config, prefix, heads)
-        return _shape(hf_config), problems
+        shape = _shape(hf_config)
     except ConfigError as error:
         return None, [*error.problems, *problems]
+    try:
+        different = [] if problems else list(_tensor_problems(Path(path), prefix, hf_config))
+    except ConfigError as error:
+        different = error.problems
+    return shape, [*problems, *map(FileProblem, different)]
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
@@ -165,6 +171,42 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
         pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in folder.glob(kind))
         found = f" (only {', '.join(pickled[:3])}, which is pickle and is not read)" if pickled else ""
         yield f"{prefix} has no *.safetensors{found}; save the model with safe_serialization=True"
+
+
+def _tensor_problems(folder: Path, prefix: str, hf_config: Fields) -> Iterator[str]:
+    """Whether the weights are those of config.json: their first and last layer, and the tables around them."""
+    weight_map = _read(folder / INDEX_FILE, prefix, INDEX).object("weight_map") if isfile(folder / INDEX_FILE) else None
+    if weight_map is None and not isfile(folder / SINGLE_FILE):
+        return
+    shard_of = None if weight_map is None else {name: weight_map.text(name) for name in weight_map}
+    num_layers = size(hf_config, "num_hidden_layers")
+    yield from tensor_problems(folder, prefix, shard_of, num_layers, _some_shapes(hf_config))
+
+
+def _some_shapes(hf_config: Fields) -> dict[str, tuple[int, ...]]:
+    """Tensors that tell one model from another, as Hugging Face names them."""
+    family, _ = ARCHITECTURES[architecture(hf_config)]
+    hidden, num_layers = size(hf_config, "hidden_size"), size(hf_config, "num_hidden_layers")
+    queries = size(hf_config, "num_attention_heads") * head_dim(hf_config, family)
+    keys = num_kv_heads(hf_config) * head_dim(hf_config, family)
+    first = "model.layers.0."
+    found = {
+        "model.embed_tokens.weight": (size(hf_config, "vocab_size"), hidden),
+        f"{first}self_attn.q_proj.weight": (queries, hidden),
+        f"{first}self_attn.k_proj.weight": (keys, hidden),
+        f"{first}self_attn.o_proj.weight": (hidden, queries),
+    }
+    if family == "mixtral":
+        experts, expert, rows = f"{first}block_sparse_moe.", "w1", size(hf_config, "intermediate_size")
+    elif family == "qwen3_moe" and 0 not in dense_layers(hf_config):
+        experts, expert, rows = f"{first}mlp.", "gate_proj", size(hf_config, "moe_intermediate_size")
+    else:
+        found[f"{first}mlp.gate_proj.weight"] = (size(hf_config, "intermediate_size"), hidden)
+        experts = ""
+    if experts:
+        found[f"{experts}gate.weight"] = (num_experts(hf_config), hidden)
+        found[f"{experts}experts.0.{expert}.weight"] = (rows, hidden)
+    return {**found, f"model.layers.{num_layers - 1}.input_layernorm.weight": (hidden,), "model.norm.weight": (hidden,)}
 
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:

@@ -14,6 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import MissingFile, read_bytes
+
+MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
 
 
 def is_file_spec(text: str) -> bool:
@@ -29,17 +32,31 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
         yield f"{prefix} is not of the form path/to/file.py:name"
         return
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        tree = parse_file(path)
+    except MissingFile:
         yield f"{prefix}: {path} does not exist (looked from {Path.cwd()}); correct the path"
-    except SyntaxError as error:
-        yield f"{prefix}: {path}, line {error.lineno}: not valid Python ({error.msg})"
-    except (OSError, ValueError) as error:
-        yield f"{prefix}: {path} cannot be read ({error})"
+    except ConfigError as error:
+        yield f"{prefix}: {error}"
     else:
         defined, imported = set(_defined_names(tree)), set(_imported_names(tree))
         if name not in defined | imported:
             yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(sorted(defined)) or 'nothing'}"
+
+
+def parse_file(path: str | Path) -> ast.Module:
+    """The syntax tree of a Python file, which is not run.
+
+    Raises:
+        MissingFile: there is no such file.
+        ConfigError: it is not a regular file, larger than ``MAX_CODE_BYTES``, or not valid Python.
+    """
+    data = read_bytes(path, limit=MAX_CODE_BYTES, remedy="correct the file")
+    try:
+        return ast.parse(data)
+    except SyntaxError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not valid Python ({error.msg}); correct the file") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # a NUL; brackets beyond what the parser's stack holds
+        raise ConfigError(f"{path}: not valid Python ({error or 'nested too deep'}); correct the file") from error
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.recipes import RECIPES, Example, PlacedRow, RowError, recognise
+from rlhf_mcore.foreign import read_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 TASKS = ("rl", "sft", "preference")
 NEEDED = {"rl": (), "sft": ("response",), "preference": ("chosen", "rejected")}
 KINDS = (".parquet", ".jsonl", ".json")
+MAX_JSON_BYTES = 512 * 2**20  # of a file that is one JSON value: it takes ten times that in memory
 SHOWN = 5  # bad rows in a message
 
 
@@ -267,8 +269,10 @@ def _read_file(file: Path) -> Iterator[PlacedRow]:
         yield from read_rows(file)
         return
     try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_bytes(file, limit=MAX_JSON_BYTES, remedy="write it as a .jsonl file").decode("utf-8-sig"))
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid JSON ({error}); JSON lines belong in a .jsonl file") from error
     for number, row in enumerate(content if isinstance(content, list) else [content]):
         if not isinstance(row, dict):

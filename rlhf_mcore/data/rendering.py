@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 
 from rlhf_mcore.config.data_rows import checked_prompt
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import is_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,7 +129,8 @@ def _answer(apply: Any, inputs: Sequence[Any], writing: int) -> None:
         with open("/proc/self/statm", encoding="ascii") as statm:
             size = int(statm.read().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, most))
+        allowed = size + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with os.fdopen(writing, "wb") as lines:
             for item in inputs:
@@ -152,6 +154,8 @@ def _one(apply: Any, item: Any) -> dict[str, str]:
         return {"error": f"{name}{error}"[:500]}
     if len(text) > MAX_CHARACTERS:
         return {"error": f"the text has {len(text)} characters, more than {MAX_CHARACTERS}; correct the template"}
+    if not is_plain(text):
+        return {"error": "the text holds a NUL or a lone surrogate; correct the template"}
     return {"text": text}
 
 

@@ -11,15 +11,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, pretty_json, write_atomically
+from rlhf_mcore.foreign import read_json, shorten
+from rlhf_mcore.observability.files import (
+    end_of_last_line,
+    full_disk_named,
+    json_line,
+    pretty_json,
+    read_lines,
+    write_atomically,
+)
 from rlhf_mcore.observability.lock import DirectoryLock
 
 FIELD = "evaluate.output_dir"
+MAX_NAMED = 10
+_REMEDY = f"remove the file to evaluate its prompts again, or choose another {FIELD}"
 Sample = dict[str, Any]
 
 
@@ -47,12 +57,13 @@ class EvaluationDirectory:
         if not file.exists():
             write_atomically(file, pretty_json(settings))
             return
-        theirs = json.loads(file.read_text(encoding="utf-8"))
+        theirs = read_json(file, remedy=_REMEDY).content
         ours = json.loads(pretty_json(settings))
         different = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
+        shown = [shorten(key) for key in different[:MAX_NAMED]]
         if different:
             raise ConfigError(
-                f"{FIELD}: {self.path} holds an evaluation with another {' and another '.join(different)}; "
+                f"{FIELD}: {self.path} holds an evaluation with another {' and another '.join(shown)}; "
                 f"choose another {FIELD}, or remove the directory"
             )
 
@@ -62,11 +73,11 @@ class EvaluationDirectory:
     def samples(self) -> list[Sample]:
         """Everything that was scored so far, by prompt and sample."""
         whole = self.path / "samples.jsonl"
-        found = {(s["index"], s["sample"]): s for s in (_read_lines(whole) if whole.is_file() else ())}
+        found = [*read_lines(whole, _REMEDY)] if os.path.lexists(whole) else []
         for part in self._parts():
-            for line in _read_lines(part):
-                found.update({(s["index"], s["sample"]): s for s in line["samples"]})
-        return [found[key] for key in sorted(found)]
+            found += (sample for line in read_lines(part, _REMEDY) for sample in line.objects("samples"))
+        by_place = {(sample.integer("index"), sample.integer("sample")): dict(sample.content) for sample in found}
+        return [by_place[key] for key in sorted(by_place)]
 
     def finish(self, samples: Sequence[Sample], results: Mapping[str, Any]) -> None:
         """Write the samples and the statistics, each whole or not at all."""
@@ -103,13 +114,3 @@ class PartFile:
         """Close the file."""
         os.close(self._file)
 
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{path}, line {number}: not valid JSON ({error}); remove the file to evaluate its prompts again"
-                ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -12,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import Fields, open_file, parse_json
 from rlhf_mcore.own_files import open_own
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
+MAX_LINE_BYTES = 16 * 2**20  # of a record that is read back
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -106,15 +110,26 @@ def keep_steps(lines: bytes, last_step: int) -> bytes:
     return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; [] if there is no file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def read_lines(path: Path, remedy: str) -> Iterator[Fields]:
+    """The objects of a file of JSON lines, one line in memory at a time. ``remedy`` closes the messages.
+
+    Raises:
+        ConfigError: it is not a regular file, or a line, which is named, is too long or no object of plain values.
+    """
+    with io.BufferedReader(open_file(path, remedy=remedy)) as file:  # type: ignore[type-var]
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            place = f"{path}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(f"{place}: more than {MAX_LINE_BYTES:,} bytes; {remedy}")
+            yield parse_json(line, where=place, remedy=remedy)
 
 
 def _is_until(line: bytes, last_step: int) -> bool:
     try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= last_step
-    except (ValueError, KeyError, TypeError):
+        return line.endswith(b"\n") and parse_json(line, where="", remedy="").integer("step") <= last_step
+    except ConfigError:
         return False
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.observability.files import keep_steps, write_atomically
+from rlhf_mcore.foreign import read_bytes
+from rlhf_mcore.observability.files import keep_steps, read_lines, write_atomically
 from rlhf_mcore.observability.lock import DirectoryLock
 from rlhf_mcore.own_files import own_directory, refuse_link
 
@@ -16,6 +20,8 @@ METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
 TENSORBOARD = "tensorboard"
 LOGS = "logs"
+MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
+_REMEDY = "move the file away: the run's record then begins anew"
 OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, LOGS, "archive", "quarantine", "pins")
 
 
@@ -92,9 +98,24 @@ class RunDirectory:
         return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None
 
     def cut_metrics(self, last_step: int) -> None:
-        """Drop the records of steps after ``last_step``, which a resumed run will make again, and a line that was cut short."""
-        if self.metrics_path.exists():
-            write_atomically(self.metrics_path, keep_steps(self.metrics_path.read_bytes(), last_step))
+        """Drop the records of steps after ``last_step``, which a resumed run will make again, and what is no record.
+
+        Raises:
+            ConfigError: it is not a regular file of a run's metrics.
+        """
+        if os.path.lexists(self.metrics_path):
+            lines = read_bytes(self.metrics_path, limit=MAX_METRICS_BYTES, remedy=_REMEDY)
+            write_atomically(self.metrics_path, keep_steps(lines, last_step))
+
+    def records(self) -> Iterator[Mapping[str, Any]]:
+        """What ``metrics.jsonl`` holds, line by line, each with its step; nothing where there is none.
+
+        Raises:
+            ConfigError: a line is no record.
+        """
+        if os.path.lexists(self.metrics_path):
+            for line in read_lines(self.metrics_path, _REMEDY):
+                yield {**line.content, "step": line.integer("step")}
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""

@@ -16,9 +16,10 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.user_functions import is_file_spec
+from rlhf_mcore.config.user_functions import is_file_spec, parse_file
 from rlhf_mcore.foreign import MissingFile, open_file, read_json
 from rlhf_mcore.observability.digests import sketch_of_file
 
@@ -155,8 +156,8 @@ def _code_digest(spec: str) -> str:
 def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
     """Files below ``roots`` that a file imports by name."""
     try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
+        tree = parse_file(file)
+    except ConfigError:
         return  # it is refused elsewhere, or never imported
     for node in ast.walk(tree):
         names: list[str] = []

@@ -81,9 +81,9 @@ class RunRecord:
             self.note(f"step {step}: {without} of {total} responses got no score and count as 0; the first: {first[0]}")
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Continue what a run that is resumed has recorded before."""
+        """Continue what a run that is resumed has recorded before, the numbers in it: null stands for one that was not finite."""
         for record in records:
-            self._remember(record["step"], record)
+            self._remember(record["step"], {name: value for name, value in record.items() if _finite(value) is not None})
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.interpolations import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.migration.shell_words import named_unknowns
 from rlhf_mcore.config.yaml_text import load_yaml
 
@@ -68,8 +70,10 @@ def _number(value: Any) -> Any:
 def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """Keys and values of a YAML file, references among them resolved where that is possible."""
     ours = {key: value for key, value in tree.items() if key in ROOTS}
+    leaves = dict(_leaves(ours, ""))
     cfg = OmegaConf.create(ours)
-    found = {key: _number(_resolved(cfg, key, value)) for key, value in _leaves(ours, "")}
+    resolvable = _resolvable(leaves)
+    found = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
     return {key: value for key, value in found.items() if value not in (None, [], {})}
 
 
@@ -81,11 +85,35 @@ def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
+def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
+    """Keys whose references may be resolved: not those that multiply what they refer to, nor those that come to a resolver.
+
+    The environment is the user's: ``${oc.env:NAME}`` stays as it is written.
+    """
+    references: dict[str, list[str]] = {}
+    calling: set[str] = set()
+    for key, value in leaves.items():
+        with suppress(ValueError, OmegaConfBaseException):
+            if any(interpolated_texts(value)):
+                found = examine(value)
+                references[key] = found.references
+                calling |= {key} if found.resolvers else set()
+    known: dict[str, int] = {}
+    few = {key for key in references if count_references(key, references, known) <= MAX_REFERENCES}
+    while more := {
+        key
+        for key in few - calling
+        if any(name.startswith(reference.lstrip(".")) or name.endswith(reference) for reference in references[key] for name in calling)
+    }:
+        calling |= more
+    return few - calling
+
+
 def _resolved(cfg: Any, key: str, value: Any) -> Any:
     if "${" not in str(value):
         return value
     try:
         found = OmegaConf.select(cfg, key)
-    except OmegaConfBaseException:
+    except (OmegaConfBaseException, RecursionError):
         return value
     return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found

@@ -167,3 +167,10 @@ def test_the_configuration_in_a_checkpoint(tmp_path: Path) -> None:
     message = refusal(lambda: compare_configs(alias_bomb("list"), "seed: 1"))
     assert "config.yaml of the checkpoint" in message
     assert "choose another checkpoint" in message
+
+
+@pytest.mark.parametrize("override", ["data.train=[[a.jsonl]]", "data.train=[{a: b}]", "actor.layout.layers_per_stage=[[1]]"])
+def test_lists_of_lists_where_single_values_are_meant(override: str) -> None:
+    reader = SettingReader()
+    reader.read_override(override)
+    assert "is a list of single values" in "".join(reader.problems)

@@ -104,5 +104,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(half_done: Path) -> None:
     part = half_done / "parts" / "engine-00001-of-00002.jsonl"
     part.write_text('{"samples": [}\n')
-    with pytest.raises(ConfigError, match=r"engine-00001-of-00002.jsonl, line 1: not valid JSON"):
+    with pytest.raises(ConfigError, match=r"engine-00001-of-00002.jsonl, line 1: cannot be read, not valid JSON"):
         reopened(half_done)

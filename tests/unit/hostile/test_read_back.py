@@ -1,0 +1,221 @@
+"""What a run reads back of its own, damaged or replaced: metrics, evaluations. And the last causes that random inputs have found."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlhf_mcore.bridge.hf_files import HFReader, copy_companions
+from rlhf_mcore.cli import beginning
+from rlhf_mcore.config.migration.verl_source import read_tree
+from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.data.prepare import read_source
+from rlhf_mcore.data.rendering import _one
+from rlhf_mcore.observability.evaluations import EvaluationDirectory
+from rlhf_mcore.observability.run_directory import RunDirectory
+from tests.unit.hostile.refusals import refusal
+from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE
+
+DEEP = "[" * 100_000
+NO_RECORDS = {
+    "an infinity": '{"step": 1e999}',
+    "deep": DEEP,
+    "no object": "[1]",
+    "a text": '{"step": "x"}',
+    "nothing": '{"step": null}',
+    "a NUL": '{"step": 1}\0',
+    "not finite": '{"step": 1, "loss/total": NaN}',
+    "half": '{"step": 1',
+    "many digits": '{"step": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(str(tmp_path), "project", "run")
+
+
+# ------------------------------------------------------------------------------------------------------------- metrics
+@pytest.mark.parametrize("kind", NO_RECORDS)
+def test_what_is_no_record_of_a_step_is_dropped_on_a_resume(run: RunDirectory, kind: str) -> None:
+    run.metrics_path.write_text('{"step": 1, "a": 2}\n' + NO_RECORDS[kind] + '\n{"step": 2}\n{"step": 9}\n')
+    run.cut_metrics(2)
+    assert list(run.records()) == [{"step": 1, "a": 2}, {"step": 2}]
+
+
+@pytest.mark.parametrize(("make", "message"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory")])
+def test_metrics_that_are_no_file(run: RunDirectory, make: Callable[[Path], None], message: str) -> None:
+    make(run.metrics_path)
+    assert message in refusal(lambda: run.cut_metrics(1))
+    assert message in refusal(lambda: list(run.records()))
+
+
+# --------------------------------------------------------------------------------------------------------- evaluations
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (DEEP, "nested deeper than 32"),
+        ("[1]", "is not a JSON object"),
+        ('{"samples": 1}', "samples=1, not a list of objects"),
+        ('{"samples": [1]}', "samples=[1], not a list of objects"),
+        ('{"samples": [{"index": [], "sample": 0}]}', "samples[0].index=[], not an integer"),
+        ('{"samples": [{"index": 0}]}', "has no samples[0].sample"),
+        ('{"samples": [{"index": 0, "sample": NaN}]}', "is nan, not a finite number"),
+    ],
+)
+def test_samples_that_cannot_be(tmp_path: Path, line: str, message: str) -> None:
+    directory = EvaluationDirectory(tmp_path / "e", {"seed": 1})
+    part = tmp_path / "e" / "parts" / "engine-00000-of-00001.jsonl"
+    part.write_text('{"samples": [{"index": 0, "sample": 0}]}\n' + line + "\n")
+    text = refusal(directory.samples)
+    assert f"{part}, line 2" in text and message in text and "remove the file" in text
+
+
+@pytest.mark.parametrize("content", ["[]", "{", DEEP, '{"a": NaN}', "\0"])
+def test_settings_of_an_evaluation_that_cannot_be_read(tmp_path: Path, content: str) -> None:
+    (tmp_path / "settings.json").write_text(content)
+    assert "settings.json" in refusal(lambda: EvaluationDirectory(tmp_path, {"seed": 1}))
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], name: str = "model.safetensors") -> str:
+    """A directory whose file of weights has a header, and a body that nobody reads."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    header = {key: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for key, shape in shapes.items()}
+    data = json.dumps(header).encode()
+    (folder / name).write_bytes(struct.pack("<Q", len(data)) + data)
+    return str(folder)
+
+
+LAYER = {
+    "model.embed_tokens.weight": [100, 64],
+    "model.norm.weight": [64],
+    "model.layers.1.input_layernorm.weight": [64],
+    "model.layers.0.self_attn.q_proj.weight": [64, 64],
+    "model.layers.0.self_attn.k_proj.weight": [32, 64],
+    "model.layers.0.self_attn.o_proj.weight": [64, 64],
+}
+DENSE = {**LAYER, "model.layers.0.mlp.gate_proj.weight": [128, 64]}
+SPARSE = {
+    **LAYER,
+    "model.layers.0.mlp.gate.weight": [4, 64],
+    "model.layers.0.mlp.experts.0.gate_proj.weight": [32, 64],
+}
+
+
+def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
+    assert inspect_model(model(tmp_path / "dense", LLAMA, DENSE), "model.path")[1] == []
+    assert inspect_model(model(tmp_path / "sparse", QWEN_MOE, SPARSE), "model.path")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], config.json asks for [200, 64]"),
+        ({"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight is [128, 64], config.json asks for [64, 64]"),
+        ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], config.json asks for [64, 64]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
+        ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], config.json asks for [100, 131072]"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_a_process_starts(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    found = inspect_model(model(tmp_path / "m", {**LLAMA, **change}, DENSE), "model.path")[1]
+    assert message in "\n".join(found)
+
+
+@pytest.mark.parametrize("data", [b"1", b"\xff" * 64, struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 8) + b"[" * 8])
+def test_headers_that_cannot_be(tmp_path: Path, data: bytes) -> None:
+    folder = Path(model(tmp_path / "m", LLAMA, DENSE))
+    (folder / "model.safetensors").write_bytes(data)
+    (problem,) = inspect_model(str(folder), "model.path")[1]
+    assert f"{folder}/model.safetensors" in problem and "download or export the model again" in problem
+
+
+def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking safetensors for all names at every tensor took minutes for 30,000 of them."""
+    calls = []
+
+    class Handle:
+        def keys(self) -> list[str]:
+            calls.append(1)
+            return list(DENSE)
+
+        def get_slice(self, name: str) -> Any:
+            return type("Slice", (), {"get_shape": lambda self: DENSE[name]})()
+
+    model(tmp_path / "m", LLAMA, DENSE)
+    monkeypatch.setattr("rlhf_mcore.bridge.hf_files.safe_open", lambda *_, **__: Handle())
+    reader = HFReader(tmp_path / "m")
+    assert {name: list(reader.shape(name)) for name in reader.names} == DENSE
+    assert len(calls) == 1
+
+
+def test_what_travels_with_the_weights_is_bounded(tmp_path: Path) -> None:
+    folder = Path(model(tmp_path / "m", LLAMA, DENSE))
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "out").mkdir()
+    text = refusal(lambda: copy_companions([folder], tmp_path / "out", torch.float32))
+    assert "1,099,511,627,776 bytes" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------- code
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("x = " + "(" * 5000 + ")" * 5000, "not valid Python"),
+        ("x = 1\0", "not valid Python"),
+        ("x = 1\n" * 200_000, "1,200,000 bytes"),
+    ],
+)
+def test_a_file_of_code_that_no_parser_should_get(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "f.py").write_text(code)
+    assert message in "\n".join(function_problems(f"{tmp_path}/f.py:score", "reward.function"))
+
+
+def test_a_fifo_is_no_code(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f.py")
+    assert "a FIFO" in "\n".join(function_problems(f"{tmp_path}/f.py:score", "reward.function"))
+
+
+def test_a_fifo_among_the_files_of_a_data_set(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    assert "a FIFO" in refusal(lambda: list(read_source(str(tmp_path))))
+
+
+# ---------------------------------------------------------------------------------------------------------------- rest
+def test_references_of_a_foreign_file_that_multiply_stay_as_they_are() -> None:
+    data = {"a0": "x" * 10, **{f"a{n}": f"${{data.a{n - 1}}}" * 8 for n in range(1, 20)}, "b": "${data.a0}/y"}
+    found = read_tree({"data": data})
+    assert found["data.b"] == "x" * 10 + "/y"
+    assert found["data.a19"] == "${data.a18}" * 8
+
+
+def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    found = read_tree({"data": {"root": "${oc.env:SECRET}", "path": "${data.root}/x", "beside": "${.root}"}})
+    assert found == {"data.root": "${oc.env:SECRET}", "data.path": "${data.root}/x", "data.beside": "${.root}"}
+
+
+def test_more_processes_than_a_machine_can_start() -> None:
+    beginning.check_world(1)
+    text = refusal(lambda: beginning.check_world(100_000))
+    assert "trainer.world_size=100000" in text and "lower it" in text
+
+
+@pytest.mark.parametrize("text", ["a\0", "\ud800"])
+def test_a_template_that_makes_what_is_no_text(text: str) -> None:
+    assert "NUL or a lone surrogate" in _one(lambda _: text, [])["error"]
+
