@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_mcore.config.differences import compare_configs
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.sources import SettingReader
 from tests.unit.hostile.refusals import refusal
 
 
@@ -169,7 +170,7 @@ def test_the_configuration_in_a_checkpoint(tmp_path: Path) -> None:
     assert "choose another checkpoint" in message
 
 
-@pytest.mark.parametrize("override", ["data.train=[[a.jsonl]]", "data.train=[{a: b}]", "actor.layout.layers_per_stage=[[1]]"])
+@pytest.mark.parametrize("override", ["data.train=[[a.jsonl]]", "data.train=[{a: b}]"])
 def test_lists_of_lists_where_single_values_are_meant(override: str) -> None:
     reader = SettingReader()
     reader.read_override(override)
