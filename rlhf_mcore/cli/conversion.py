@@ -98,8 +98,9 @@ def _convert(request: Request, companions: Path, geometry: ModelGeometry, consol
             _verify(console, reading, written)
     if request.target_format == "megatron":
         _note_rope(console, companions)
+    size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
     console.print(
-        f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {total / 1e9:.2f} GB"
+        f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {size}"
         f"{', verified' if request.verify else ''}",
         soft_wrap=True,
         highlight=False,

@@ -23,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _stop)
     try:
+        if args.destination and not (args.overwrite or args.dry_run) and Path(args.destination).exists():
+            # Said again where it is made; here before torch is imported and the source's checksums are compared.
+            raise ConfigError(f"{args.destination} is there already; give another DST or --overwrite")
         from rlhf_mcore.cli.conversion import Request, run
 
         run(

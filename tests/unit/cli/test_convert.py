@@ -206,6 +206,11 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: Capture, arguments: list[
     assert not (tmp_path / "out").exists()
 
 
+def test_a_destination_that_is_there_is_refused_before_the_source_is_read(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["--from", "hf", "--to", "hf", str(tmp_path / "missing"), str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} is there already; give another DST or --overwrite\n"
+
+
 def test_sizes_of_files_are_kept(model: Path, tmp_path: Path) -> None:
     assert main(["--from", "hf", "--to", "hf", "--shard-size", "0.1MB", str(model), str(tmp_path / "out")]) == 0
     files = list((tmp_path / "out").glob("*.safetensors"))
