@@ -272,3 +272,26 @@ def test_a_parent_that_has_ended_before_is_noticed() -> None:
     environment = os.environ | {STARTED_BY: "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", DIES_WITH_PARENT], env=environment, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
+
+
+INTERRUPTED = """
+from rlhf_mcore.cli.rank_reports import RankReports
+from rlhf_mcore.cli.torchrun import Agent
+agent = Agent(RankReports(lambda pid: True))
+agent.module = "rlhf_mcore.cli.train"
+agent._interrupt(2, None)
+"""
+
+
+def test_on_a_terminal_the_message_of_ctrl_c_has_a_line_of_its_own() -> None:
+    ours, its = os.openpty()  # where ^C, or the edge of the live display, is on the line already
+    try:
+        done = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=its)
+        shown = os.read(ours, 4096)
+    finally:
+        os.close(ours)
+        os.close(its)
+    assert done.returncode == 130
+    assert shown == b"\r\ninterrupted: ended before the first step, nothing was to be saved\r\n"
+    logged = subprocess.run([sys.executable, "-c", INTERRUPTED], stderr=subprocess.PIPE)
+    assert logged.stderr == b"interrupted: ended before the first step, nothing was to be saved\n"
