@@ -189,9 +189,13 @@ def _parse_line(line: bytes, place: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+        row = json.loads(line.decode("utf-8-sig").rstrip("\r\n"), object_pairs_hook=unique)
     except ConfigError:
         raise
+    except json.JSONDecodeError as error:  # its own text counts lines within the line
+        raise ConfigError(
+            f"{place}: not valid JSON ({error.msg}, column {error.colno}); every line must be one JSON object"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON ({error}); every line must be one JSON object") from error
     if not isinstance(row, dict):

@@ -32,6 +32,7 @@ def rows(path: Path, limits: RowLimits = SMALL) -> list[dict[str, Any]]:
         (b"\n\n \n", "it has no rows"),
         (b"{", "line 1: not valid JSON"),
         (ROW + b"nope\n", "line 2: not valid JSON"),
+        (ROW + b'{"prompt": "cut\n', "line 2: not valid JSON (Unterminated string starting at, column 12)"),
         (ROW + b'{"prompt": "\xff"}\n', "line 2: not valid JSON"),
         (b"[1]\n", "line 1: expected a JSON object, found list"),
         (b'{"a": 1, "a": 2}\n', "line 1: a appears more than once"),
