@@ -117,13 +117,12 @@ def library_versions() -> Mapping[str, str]:
 
 def hash_file(path: Path) -> FileEntry:
     """Size and hash of a file, read in pieces."""
-    state = xxhash.xxh3_128()
-    buffer = bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    size = 0
+    state, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
+        # Most files are small: clearing a whole chunk takes longer than reading them.
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(path.stat().st_size, 4096))))
         while count := file.readinto(buffer):
-            state.update(view[:count])
+            state.update(buffer[:count])
             size += count
     return FileEntry(size, state.hexdigest())
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import load_yaml
 
-# Going on with another value would make a run that is neither the old one nor a new one.
+# Continuing with another value would make a run that is neither the old one nor a new one.
 FIXED = (
     "seed",
     "model.dtype",
@@ -49,7 +50,7 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     Raises:
         ConfigError: the saved one is no configuration.
     """
-    before, now = {**dict(_leaves(asdict(Config()))), **_BEFORE_THE_KEY}, dict(_leaves(_read(current)))
+    before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(_leaves(_read(current)))
     before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
     free = _FREE if _has_critic(before) or _has_critic(now) else (*_FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
@@ -70,10 +71,15 @@ def further_models(saved: str) -> list[str]:
     Raises:
         ConfigError: it is no configuration.
     """
-    tree = {**dict(_leaves(asdict(Config()))), **dict(_leaves(_read(saved)))}
+    tree = {**_default_values(), **dict(_leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
     held = {"critic": _has_critic(tree), "reference": refreshed}
     return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == "rl" else []
+
+
+@cache
+def _default_values() -> Mapping[str, Any]:
+    return dict(_leaves(asdict(Config())))
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:
