@@ -71,6 +71,11 @@ def scan(run: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
+def without_manifest(run: Path) -> list[str]:
+    """Names of directories that are called a checkpoint and have no manifest, which a commit does not leave."""
+    return sorted(path.name for path in _folders(run) if step_of(path.name) is not None and not (path / MANIFEST).is_file())
+
+
 def scan_transitional(run: Path) -> list[Transitional]:
     """What a killed run has left half way in or out, by rising step."""
     found = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import CONFIG, Checkpoint, linked_checkpoints, scan
+from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, Checkpoint, linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
@@ -68,6 +68,13 @@ def find_start(
         chosen = Path(cfg.resume).resolve()
         extra = _check(chosen, cfg)
     else:
+        unread = without_manifest(run)
+        if unread and not own:
+            raise ConfigError(
+                f"{run / unread[0]} has no {MANIFEST} that can be read, so nobody can tell whether it is whole; bring it back, or "
+                "move the directory away"
+            )
+        notes += [f"{name} is not used: it has no {MANIFEST} that can be read" for name in unread]
         found, skipped, extra = _newest_intact(own, cfg)
         notes += skipped
         if found is None:

@@ -218,3 +218,14 @@ def test_fault_11_a_damaged_base_takes_its_deltas_along(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint-3 is damaged"):
         save_model(tmp_path, 3, Base("checkpoint-1", "another digest"))
         start(tmp_path, on_damaged="error")
+
+
+def test_a_checkpoint_without_a_manifest_is_named(tmp_path: Path) -> None:
+    """A run that began anew beside it would write over what somebody may want to save."""
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "manifest.json").unlink()
+    found = start(tmp_path)
+    assert found.step == 1 and "checkpoint-2 is not used: it has no manifest.json that can be read" in found.notes
+    (tmp_path / "checkpoint-1" / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint-1 has no manifest.json that can be read"):
+        start(tmp_path)
