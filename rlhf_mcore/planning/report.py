@@ -66,7 +66,7 @@ def _roles(plan: RunPlan) -> list[str]:
         rows.append(
             (
                 role.name,
-                f"{role.parameters / 1e9:.2f} B",
+                f"{role.parameters / 1e9:.2f} B" if role.parameters >= 1e8 else f"{role.parameters / 1e6:.2f} M",
                 _layout(role),
                 role.recompute if role.trained else "-",
                 f"{cut.num_microbatches} of {plan.work.microbatch_tokens}",

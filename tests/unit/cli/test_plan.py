@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,12 @@ def test_text_has_every_part(run_yaml: str, capsys: pytest.CaptureFixture[str]) 
     assert out.startswith("8 x H100 (79.1 GiB each, 8 a node), bf16: fits\n")
     for part in ("tp2 pp1 dp4", "generate", "actor update", "sync ", "checkpoint ", "cache ", "step "):
         assert part in out
+
+
+def test_small_models_are_counted_in_millions(workspace: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    workspace.write_hf_config(num_key_value_heads=1, intermediate_size=96)
+    assert plan.main(["run.yaml"]) == 0
+    assert re.search(r"^actor +[1-9][0-9]*\.[0-9]{2} M ", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward_model"])
