@@ -65,7 +65,8 @@ MAX_SIZES = {
     "vocab_size": 2**20,
     "max_position_embeddings": 2**31,
 }
-MAX_EXPERTS = 2**15  # of all layers together; also the heads of keys and values of all layers
+MAX_EXPERTS = 2**15  # of all layers together
+MAX_KV_HEADS = 2**14  # of all layers together, nearly twice the most that are published; a plan places each of them on its own
 _EXPORT = "export the model again"
 
 
@@ -382,9 +383,9 @@ def num_kv_heads(hf_config: Fields) -> int:
     if num_heads % found:
         raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     num_layers = size(hf_config, "num_hidden_layers")
-    if found * num_layers > MAX_EXPERTS:
+    if found * num_layers > MAX_KV_HEADS:
         raise hf_config.wrong(
-            "num_key_value_heads", f"at most {MAX_EXPERTS // num_layers} in each of {num_layers} layers"
+            "num_key_value_heads", f"at most {MAX_KV_HEADS // num_layers} in each of {num_layers} layers"
         )
     return found
 

@@ -78,7 +78,7 @@ def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
         ({"num_attention_heads": 6}, "num_key_value_heads=4, not a divisor of num_attention_heads=6"),
         (
             {"num_hidden_layers": 1024, "num_experts": 8, "num_attention_heads": 64, "num_key_value_heads": 64},
-            "num_key_value_heads=64, not at most 32 in each of 1024 layers",
+            "num_key_value_heads=64, not at most 16 in each of 1024 layers",
         ),
         ({"head_dim": 7}, "head_dim=7, not an even number"),
         ({"num_attention_heads": 1024, "head_dim": None}, "hidden_size=64, not at least num_attention_heads=1024"),
