@@ -25,7 +25,7 @@ def check_coverage(
 ) -> None:
     """Check descriptions against the true shapes of the Hugging Face tensors.
 
-    Every element of every tensor must lie in some source; no piece may reach outside its tensor; the pieces of a destination must
+    Every element of every tensor must be in some source; no piece may reach outside its tensor; the pieces of a destination must
     be disjoint in its local tensor and, where ``numel`` is given, fill all of it except exactly the declared padding.
 
     Raises:

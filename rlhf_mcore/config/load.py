@@ -66,17 +66,16 @@ def _mark_environment(cfg: Config, settings: Sequence[Setting]) -> None:
     """Let texts that came from the environment, also by way of another key, know how they were written."""
     written = {setting.key: text for setting in settings for text in [setting.value] if any(interpolated_texts(text))}
     marked: set[str] = set()
-    while found := [key for key, value in written.items() if key not in marked and _uses(value, marked)]:
+    texts = {key: list(interpolated_texts(value)) for key, value in written.items()}
+    while found := [
+        key
+        for key in texts.keys() - marked
+        if any(name in text for text in texts[key] for name in ("oc.env", *marked))
+    ]:
         marked.update(found)
     for key in marked:
         group, name = _owner(cfg, key)
         setattr(group, name, _from_environment(getattr(group, name), written[key]))
-
-
-def _uses(value: Any, keys: set[str]) -> bool:
-    """Whether an interpolated value calls ``oc.env``, or refers to one of the keys."""
-    names = ("oc.env", *keys)
-    return any(name in text for text in interpolated_texts(value) for name in names)
 
 
 def _owner(cfg: Config, key: str) -> tuple[Any, str]:

@@ -138,7 +138,12 @@ class Console:
     def render(self) -> RenderableType:
         """The live display as it stands now."""
         width = min(self._output.width, MAX_WIDTH)
-        parts = [self._progress(), self._now()]
+        doing: RenderableType = Text(self._phase_name, style="cyan")
+        if self._live is not None:
+            seconds = self._clock() - self._phase_started
+            self._phase.update(text=Text(f"{self._phase_name}  {seconds:.0f} s", style="cyan"))
+            doing = self._phase
+        parts = [self._progress(), doing]
         if self._request:
             parts.append(Text(self._request, style="bold yellow"))
         if self._recent:
@@ -165,11 +170,6 @@ class Console:
         bar = ProgressBar(total=max(self.total_steps, 1), completed=done)
         line.add_row(Text(figures[0], style="bold"), bar, Text(" · ".join(figures[1:])))
         return line
-
-    def _now(self) -> RenderableType:
-        seconds = self._clock() - self._phase_started
-        self._phase.update(text=Text(f"{self._phase_name}  {seconds:.0f} s", style="cyan"))
-        return self._phase if self._live is not None else Text(self._phase_name, style="cyan")
 
     def _reward_curve(self) -> Text:
         known = [reward for reward in self._rewards if math.isfinite(reward)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
@@ -63,7 +62,12 @@ class RuleReward:
                     "compares with: name its column in data.answer_key, or use reward.function"
                 )
         pairs = [(trajectory.response_text, trajectory.prompt.ground_truth) for trajectory in trajectories]
-        grades = {rule.name: self._grade(rule.name, pairs) for rule in self._rules}
+        grades: dict[str, Sequence[tuple[float, str | None]]] = {}
+        for rule in self._rules:
+            if rule.name == "math":  # some of which is not judged in time
+                grades[rule.name] = self._math.grade(pairs)
+            else:
+                grades[rule.name] = [(GRADERS[rule.name](response, truth), None) for response, truth in pairs]
         scores = []
         for row in range(len(pairs)):
             parts = {name: column[row][0] for name, column in grades.items()}
@@ -73,13 +77,6 @@ class RuleReward:
             )
             scores.append(Score(math.fsum(points), parts, failure))
         return scores
-
-    def _grade(self, name: str, pairs: Sequence[tuple[str, Any]]) -> Sequence[tuple[float, str | None]]:
-        """A grade per response, and for what was not judged in time, why."""
-        if name == "math":
-            return self._math.grade(pairs)
-        return [(GRADERS[name](response, ground_truth), None) for response, ground_truth in pairs]
-
 
 def _rule_problem(index: int, rule: RuleConfig, rules: Sequence[RuleConfig]) -> str | None:
     name = rule.name

@@ -34,22 +34,22 @@ near_and_far = pytest.mark.parametrize(
 NUM_TOKENS = sum(LENGTHS)
 
 
-def same(ours: Tensor, theirs: Tensor, mask: Tensor | None = None, rtol: float = 1e-6) -> None:
+def assert_same(ours: Tensor, theirs: Tensor, mask: Tensor | None = None, rtol: float = 1e-6) -> None:
     """Equal in the mask, and both of some size there."""
     chosen = (ours, theirs) if mask is None else (ours[mask], theirs[mask])
     assert float(chosen[1].abs().max()) > 1e-3, "there must be something to compare"
     torch.testing.assert_close(chosen[0].double(), chosen[1].double(), rtol=rtol, atol=rtol)
 
 
-def same_with_gradient(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], at: Tensor) -> None:
+def assert_same_with_gradient(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], at: Tensor) -> None:
     """Of scalars."""
     here, there = leaf(at), leaf(at)
     value, reference = ours(here), theirs(there)
-    same(value.detach(), reference.detach())
+    assert_same(value.detach(), reference.detach())
     value.backward()
     reference.backward()
     assert here.grad is not None and there.grad is not None
-    same(here.grad, there.grad)
+    assert_same(here.grad, there.grad)
 
 
 def actor_config(cfg: AlgorithmConfig) -> Any:
@@ -75,7 +75,7 @@ def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, 
     if factors is not None:
         factors[1, 2] = factors[3] = 0.0  # a token, and a whole sequence, that are left out
     loss = verl.core_algos.get_policy_loss_fn(theirs)
-    same_with_gradient(
+    assert_same_with_gradient(
         lambda new: find_policy_loss(ours)(batch.loss_inputs(new, aggregation, factors), cfg)[0],
         lambda new: loss(
             batch.old,
@@ -93,7 +93,7 @@ def test_policy_losses(batch: Ragged, ours: str, theirs: str, aggregation: str, 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_aggregations(aggregation: str) -> None:
     batch = Ragged(5)
-    same_with_gradient(
+    assert_same_with_gradient(
         lambda values: weighted_sum(values, batch.weights(aggregation)),
         lambda values: verl.core_algos.agg_loss(
             values, batch.floats, AGGREGATIONS[aggregation], loss_scale_factor=CONSTANT_LENGTH
@@ -106,7 +106,7 @@ def test_aggregations(aggregation: str) -> None:
 @near_and_far
 def test_kl(batch: Ragged, estimator: str, clip: float | None) -> None:
     weights = batch.weights("token")
-    same_with_gradient(
+    assert_same_with_gradient(
         lambda new: weighted_sum(kl_penalty(new, batch.ref, estimator, mask=batch.mask, clip=clip), weights),
         lambda new: (verl.core_algos.kl_penalty(new, batch.ref, estimator) * weights).sum(),
         batch.new,
@@ -116,7 +116,7 @@ def test_kl(batch: Ragged, estimator: str, clip: float | None) -> None:
 @pytest.mark.parametrize("clip", [0.2, 100.0])
 def test_value_loss(clip: float) -> None:
     batch = Ragged(6, spread=1.0)
-    same_with_gradient(
+    assert_same_with_gradient(
         lambda values: value_loss(values, batch.old, batch.returns, batch.weights("token"), clip)[0],
         lambda values: verl.core_algos.compute_value_loss(values, batch.returns, batch.old, batch.floats, clip)[0],
         batch.new,
@@ -145,7 +145,7 @@ def test_outcome_estimators(seed: int, ours: str, theirs: str, cfg: AlgorithmCon
     expected, _ = estimator(batch.rewards.clone(), batch.floats, **arguments)
     if ours.startswith("reinforce"):
         expected = expected * math.sqrt(NUM_TOKENS / (NUM_TOKENS - 1))
-    same(found, expected, batch.mask, rtol=2e-5)
+    assert_same(found, expected, batch.mask, rtol=2e-5)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0)])
@@ -161,9 +161,9 @@ def test_gae(gamma: float, lam: float, gap: bool) -> None:
         batch.rewards, batch.values, batch.floats, gamma, lam
     )
     assert found.returns is not None
-    same(found.returns.view_as(batch.mask), returns, batch.mask, rtol=1e-5)
+    assert_same(found.returns.view_as(batch.mask), returns, batch.mask, rtol=1e-5)
     count = int(batch.mask.sum())
-    same(found.advantages.view_as(batch.mask), expected * math.sqrt(count / (count - 1)), batch.mask, rtol=2e-5)
+    assert_same(found.advantages.view_as(batch.mask), expected * math.sqrt(count / (count - 1)), batch.mask, rtol=2e-5)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
@@ -186,7 +186,7 @@ def test_rollout_correction(mode: str, masked: bool, spread: float) -> None:
     expected, _ = verl.rollout_corr_helper.compute_rollout_correction_weights(
         batch.old - batch.rollout, batch.floats, rollout_is=mode, rollout_is_threshold="0.5_2.0" if masked else 2.0
     )
-    same(factors.view_as(batch.mask), expected, batch.mask)
+    assert_same(factors.view_as(batch.mask), expected, batch.mask)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -209,8 +209,8 @@ def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
 
     here, there = leaf(logits), leaf(logits)
     value, reference = ours(here), theirs(there)
-    same(value.detach(), reference.detach(), rtol=1e-5)
+    assert_same(value.detach(), reference.detach(), rtol=1e-5)
     value.backward()
     reference.backward()
     assert here.grad is not None and there.grad is not None
-    same(here.grad, there.grad, rtol=2e-5)
+    assert_same(here.grad, there.grad, rtol=2e-5)

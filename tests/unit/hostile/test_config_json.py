@@ -130,7 +130,7 @@ def test_values_of_other_types(tmp_path: Path, key: str) -> None:
         for name, config in {"dense": LLAMA, "moe": QWEN_MOE}.items():
             for architecture in (config["architectures"], ["Qwen2ForCausalLM"], ["MistralForCausalLM"]):
                 folder = write(tmp_path / f"{number}-{name}", {**config, "architectures": architecture, key: value})
-                _read_everything(folder)
+                _check_every_reader(folder)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_text_where_none_is_meant_is_named(tmp_path: Path, key: str) -> None:
     assert key in found
 
 
-def _read_everything(folder: Path) -> None:
+def _check_every_reader(folder: Path) -> None:
     """All readers of config.json; nothing but ConfigError may leave them."""
     for head in ("lm", "token", "sequence"):
         shape, found = inspect_model(str(folder), "model.path", (head,))
@@ -289,7 +289,7 @@ def test_changed_configs(
     tmp_path: Path, base: Mapping[str, Any], change: dict[str, Any], rope: dict[str, Any] | None
 ) -> None:
     config = {**deepcopy(dict(base)), **change, **({"rope_scaling": rope} if rope else {})}
-    _read_everything(write(tmp_path, json.dumps(config)))
+    _check_every_reader(write(tmp_path, json.dumps(config)))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -300,4 +300,4 @@ def test_damaged_bytes(tmp_path: Path, data: st.DataObject) -> None:
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     folder = write(tmp_path, QWEN_MOE)
     (folder / "config.json").write_bytes(bytes(text))
-    _read_everything(folder)
+    _check_every_reader(folder)
