@@ -14,6 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.interpolations import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.migration.shell_words import named_unknowns
 from rlhf_mcore.config.yaml_text import load_yaml
+from rlhf_mcore.foreign import shorten
 
 ROOTS = (
     "actor_rollout_ref",
@@ -68,10 +69,18 @@ def _number(value: Any) -> Any:
 
 
 def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """Keys and values of a YAML file, references among them resolved where that is possible."""
+    """Keys and values of a YAML file, references among them resolved where that is possible.
+
+    Raises:
+        ConfigError: a key or a value is none that OmegaConf has.
+    """
     ours = {key: value for key, value in tree.items() if key in ROOTS}
     leaves = dict(_leaves(ours, ""))
-    cfg = OmegaConf.create(ours)
+    try:
+        cfg = OmegaConf.create(ours)
+    except (OmegaConfBaseException, RecursionError) as error:
+        reason = (str(error) or "nested too deep").splitlines()[0]
+        raise ConfigError(f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it") from error
     resolvable = _resolvable(leaves)
     found = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
     return {key: value for key, value in found.items() if value not in (None, [], {})}

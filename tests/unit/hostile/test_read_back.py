@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,13 @@ def test_references_of_a_foreign_file_that_multiply_stay_as_they_are() -> None:
     found = read_tree({"data": data})
     assert found["data.b"] == "x" * 10 + "/y"
     assert found["data.a19"] == "${data.a18}" * 8
+
+
+@pytest.mark.parametrize(
+    "data", [{None: 1}, {"train_files": date(2001, 1, 1)}, {"train_files": "${" * 800 + "}" * 800}, {"x": {"a"}}]
+)
+def test_values_that_verl_does_not_have(data: dict[Any, Any]) -> None:
+    assert "what verl itself cannot read" in refusal(lambda: read_tree({"data": data}))
 
 
 def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest.MonkeyPatch) -> None:
