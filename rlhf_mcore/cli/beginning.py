@@ -31,7 +31,7 @@ KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
-RANK_BYTES = 200 * 2**20  # of a rank that has only imported what it needs; measured: 300 MiB, a third of it shared
+RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
 SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
 
 
