@@ -227,7 +227,8 @@ class Fields:
             key, "a list of objects", lambda value: _is_list(value, lambda item: isinstance(item, dict)), _REQUIRED
         )
         return [
-            Fields(item, self.where, self.remedy, f"{self._inside}{key}[{number}].") for number, item in enumerate(found)
+            Fields(item, self.where, self.remedy, f"{self._inside}{key}[{number}].")
+            for number, item in enumerate(found)
         ]
 
     def object(self, key: str, default: T = _REQUIRED) -> Fields | T:

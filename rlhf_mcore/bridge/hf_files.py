@@ -32,7 +32,9 @@ class HFReader:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
         self._open: dict[str, safe_open] = {}
-        self._held: dict[str, frozenset[str]] = {}  # names of each file's tensors, which safetensors makes anew for every call
+        self._held: dict[
+            str, frozenset[str]
+        ] = {}  # names of each file's tensors, which safetensors makes anew for every call
         self._shard_of = self._locate()
 
     @property

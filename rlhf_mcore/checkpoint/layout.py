@@ -73,7 +73,9 @@ def scan(run: Path) -> list[Checkpoint]:
 
 def without_manifest(run: Path) -> list[str]:
     """Names of directories that are called a checkpoint and have no manifest, which a commit does not leave."""
-    return sorted(path.name for path in _folders(run) if step_of(path.name) is not None and not (path / MANIFEST).is_file())
+    return sorted(
+        path.name for path in _folders(run) if step_of(path.name) is not None and not (path / MANIFEST).is_file()
+    )
 
 
 def scan_transitional(run: Path) -> list[Transitional]:

@@ -143,9 +143,7 @@ def _tell(start: Start) -> Start:
     return Start(Path(checkpoint) if checkpoint else None, step, found, continues, over, inputs=start.inputs)
 
 
-def _build(
-    cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests
-) -> Trainer:
+def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, requests: SignalRequests) -> Trainer:
     dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
     if is_supervised(cfg):
         return supervised.build_trainer(cfg, platform, dtype, record, start, requests)

@@ -68,9 +68,7 @@ def _mark_environment(cfg: Config, settings: Sequence[Setting]) -> None:
     marked: set[str] = set()
     texts = {key: list(interpolated_texts(value)) for key, value in written.items()}
     while found := [
-        key
-        for key in texts.keys() - marked
-        if any(name in text for text in texts[key] for name in ("oc.env", *marked))
+        key for key in texts.keys() - marked if any(name in text for text in texts[key] for name in ("oc.env", *marked))
     ]:
         marked.update(found)
     for key in marked:

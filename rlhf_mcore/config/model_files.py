@@ -66,7 +66,9 @@ MAX_SIZES = {
     "max_position_embeddings": 2**31,
 }
 MAX_EXPERTS = 2**15  # of all layers together
-MAX_KV_HEADS = 2**14  # of all layers together, nearly twice the most that are published; a plan places each of them on its own
+MAX_KV_HEADS = (
+    2**14
+)  # of all layers together, nearly twice the most that are published; a plan places each of them on its own
 _EXPORT = "export the model again"
 
 

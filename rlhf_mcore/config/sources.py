@@ -114,7 +114,9 @@ class SettingReader:
         if item_type(KEYS[key]) in (str, int, float) and any(
             not isinstance(item, yaml.ScalarNode) for item in _list_items(node)
         ):
-            self.problems.append(f"{document.place(node)}: {key} is a list of single values; write each of them plainly")
+            self.problems.append(
+                f"{document.place(node)}: {key} is a list of single values; write each of them plainly"
+            )
             return
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
 

@@ -15,7 +15,11 @@ _SHOWN = 3
 
 
 def tensor_problems(
-    folder: Path, prefix: str, shard_of: Mapping[str, str] | None, num_layers: int, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    prefix: str,
+    shard_of: Mapping[str, str] | None,
+    num_layers: int,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[str]:
     """What differs between the files of weights in ``folder`` and ``shapes``, some of the tensors that config.json asks for.
 

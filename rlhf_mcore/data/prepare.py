@@ -269,7 +269,9 @@ def _read_file(file: Path) -> Iterator[PlacedRow]:
         yield from read_rows(file)
         return
     try:
-        content = json.loads(read_bytes(file, limit=MAX_JSON_BYTES, remedy="write it as a .jsonl file").decode("utf-8-sig"))
+        content = json.loads(
+            read_bytes(file, limit=MAX_JSON_BYTES, remedy="write it as a .jsonl file").decode("utf-8-sig")
+        )
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:

@@ -130,7 +130,9 @@ def _answer(apply: Any, inputs: Sequence[Any], writing: int) -> None:
             size = int(statm.read().split()[0]) * resource.getpagesize()
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         allowed = size + MEMORY_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (allowed if most == resource.RLIM_INFINITY else min(allowed, most), most)
+        )
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with os.fdopen(writing, "wb") as lines:
             for item in inputs:

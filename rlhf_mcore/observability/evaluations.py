@@ -113,4 +113,3 @@ class PartFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
-

@@ -73,10 +73,12 @@ class RuleReward:
             parts = {name: column[row][0] for name, column in grades.items()}
             failure = next((column[row][1] for column in grades.values() if column[row][1] is not None), None)
             points = (
-                rule.weight * (rule.incorrect + parts[rule.name] * (rule.correct - rule.incorrect)) for rule in self._rules
+                rule.weight * (rule.incorrect + parts[rule.name] * (rule.correct - rule.incorrect))
+                for rule in self._rules
             )
             scores.append(Score(math.fsum(points), parts, failure))
         return scores
+
 
 def _rule_problem(index: int, rule: RuleConfig, rules: Sequence[RuleConfig]) -> str | None:
     name = rule.name

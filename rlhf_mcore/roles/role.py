@@ -115,7 +115,7 @@ class RoleModel:
         return torch.where(batch.loss_mask, moved["values"], 0.0), merge_rows(last)
 
     def _run(self, batch: TrainBatch, head: Head) -> tuple[Tensor, Tensor, Rows]:
-        """Outputs of all rows, as the rank that speaks for a replica of the model has them: [B], and flat with the rows' holders."""
+        """Outputs of all rows where they were computed: [B]; flat tokens, and the rank that holds each row."""
         everything = range(batch.num_rows)
         held = self.deliver(batch, [everything], {})
         last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)

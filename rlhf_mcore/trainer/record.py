@@ -83,7 +83,9 @@ class RunRecord:
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Continue what a run that is resumed has recorded before, the numbers in it: null stands for one that was not finite."""
         for record in records:
-            self._remember(record["step"], {name: value for name, value in record.items() if _finite(value) is not None})
+            self._remember(
+                record["step"], {name: value for name, value in record.items() if _finite(value) is not None}
+            )
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)

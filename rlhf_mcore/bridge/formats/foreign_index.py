@@ -67,7 +67,9 @@ def read_index(path: Path, is_wanted: Callable[[str], object]) -> dict[str, Inde
             result[name] = _tensor(name, entry, stored, budget)
             budget -= len(result[name].parts)
     except ValueError as error:
-        raise ConfigError(f"{path}: refused ({error}). The file is damaged, or of another format than its name tells.") from error
+        raise ConfigError(
+            f"{path}: refused ({error}). The file is damaged, or of another format than its name tells."
+        ) from error
     return result
 
 

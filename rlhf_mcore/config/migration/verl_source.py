@@ -80,7 +80,9 @@ def read_tree(tree: dict[str, Any]) -> dict[str, Any]:
         cfg = OmegaConf.create(ours)
     except (OmegaConfBaseException, RecursionError) as error:
         reason = (str(error) or "nested too deep").splitlines()[0]
-        raise ConfigError(f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it") from error
+        raise ConfigError(
+            f"the file holds what verl itself cannot read ({shorten(reason, 200)}); correct it"
+        ) from error
     resolvable = _resolvable(leaves)
     found = {key: _number(_resolved(cfg, key, value) if key in resolvable else value) for key, value in leaves.items()}
     return {key: value for key, value in found.items() if value not in (None, [], {})}
@@ -112,7 +114,11 @@ def _resolvable(leaves: Mapping[str, Any]) -> set[str]:
     while more := {
         key
         for key in few - calling
-        if any(name.startswith(reference.lstrip(".")) or name.endswith(reference) for reference in references[key] for name in calling)
+        if any(
+            name.startswith(reference.lstrip(".")) or name.endswith(reference)
+            for reference in references[key]
+            for name in calling
+        )
     }:
         calling |= more
     return few - calling

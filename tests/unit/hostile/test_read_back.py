@@ -226,4 +226,3 @@ def test_more_processes_than_a_machine_can_start() -> None:
 @pytest.mark.parametrize("text", ["a\0", "\ud800"])
 def test_a_template_that_makes_what_is_no_text(text: str) -> None:
     assert "NUL or a lone surrogate" in _one(lambda _: text, [])["error"]
-
