@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.processes import descendants
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,8 +36,9 @@ def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, tim
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
-        # Ranks that outlive their launcher would take the cores from the next tests.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # Ranks that outlive their launcher would take the cores from the next tests. They have sessions of their own.
+        for pid in [process.pid, *descendants(process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     assert process.returncode == 0, output[-6000:]
     return json.loads((directory / "findings.json").read_text())

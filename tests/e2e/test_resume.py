@@ -365,6 +365,29 @@ def test_fault_14_a_rank_whose_users_code_holds_the_interpreter_is_named(workspa
     assert "held.py" in log.read_text(), "the stack is printed without the lock, too"
 
 
+HUNGRY = """
+import os
+from pathlib import Path
+
+from rlhf_mcore.algorithms.registry import find_advantage_estimator
+
+def estimate(inputs, cfg):
+    if os.environ["RANK"] == "1" and Path("outputs/quickstart/hungry/checkpoint-1").exists():
+        bytearray(1 << 50)
+    return find_advantage_estimator("gae")(inputs, cfg)
+"""
+
+
+def test_fault_26_a_rank_that_is_out_of_memory_is_named_and_leaves_a_valid_state(workspace: Path) -> None:
+    (workspace / "hungry.py").write_text(HUNGRY)
+    own = ["algorithm.advantage=hungry.py:estimate", "algorithm.use_critic=true"]
+    done = run(workspace, f"trainer.num_steps={STEPS}", "experiment=hungry", *own)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: MemoryError (hungry.py:9, in estimate)\n(rank 1 in phase " in done.stderr, done.stderr[-3000:]
+    (saved,) = scan(workspace / "outputs" / "quickstart" / "hungry")
+    assert saved.step == 1 and verify(saved.path) == []
+
+
 def test_fault_30_ctrl_c_saves_says_how_to_continue_and_a_finished_run_says_that_it_is_done(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "interrupted"
     arguments = ["experiment=interrupted", "checkpoint.save_steps=0"]
