@@ -60,7 +60,8 @@ def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     Raises:
         ValueError: a group of one, which leaves nobody to compare with.
     """
-    sizes = _group_sizes(inputs.group_ids)
+    _, index, counts = torch.unique(inputs.group_ids, return_inverse=True, return_counts=True)
+    sizes = counts[index]  # [B]: responses in the group of each
     if bool((sizes < 2).any()):
         raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
     relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False) * (sizes / (sizes - 1))
@@ -187,9 +188,3 @@ def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, ga
     full = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
     full[held] = result
     return full
-
-
-def _group_sizes(group_ids: Tensor) -> Tensor:
-    """[B] number of responses in the group of each."""
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    return counts[index]

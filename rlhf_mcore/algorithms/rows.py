@@ -13,10 +13,6 @@ import torch
 from torch import Tensor
 
 
-def _alone(values: Tensor) -> Tensor:
-    return values
-
-
 @dataclass(frozen=True, slots=True)
 class OwnedRows:
     """R of the B rows of a step, with their tokens back to back, N in all.
@@ -30,7 +26,7 @@ class OwnedRows:
 
     rows: Tensor
     lengths: Tensor
-    merge: Callable[[Tensor], Tensor] = _alone
+    merge: Callable[[Tensor], Tensor] = lambda values: values
     token_rows: Tensor = field(init=False, repr=False)  # [N] int64: the row of each token
 
     def __post_init__(self) -> None:
