@@ -37,13 +37,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import Timing, report, timed
-from rlhf_mcore.bridge.describe import describe_sources
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.regions import Piece, view
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace.reload import keep_loading_layout
-from rlhf_mcore.bridge.transfer import Gatherer, load
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import Gatherer, load
+from rlhf_mcore.bridge.map.describe import describe_sources
+from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.run.reload import keep_loading_layout
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import build_groups

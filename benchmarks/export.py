@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.common import report, timed
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, world_of_one
-from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.checkpoint.disk import fsync
 from rlhf_mcore.parallel.layout import ParallelLayout
 

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.common import report, timed
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, shards, world_of_one
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.state_files import RankState, state_file
-from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.state_files import RankState, state_file
+from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision

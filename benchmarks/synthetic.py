@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.sources import stage_names
-from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, make_index, state_file
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, make_index, state_file
+from rlhf_mcore.bridge.map.layouts import stage_names
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard, StateShard
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace.reload import keep_loading_layout
-from rlhf_mcore.bridge.transfer import Gatherer
+from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.reload import keep_loading_layout
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Stateful

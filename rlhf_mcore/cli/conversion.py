@@ -14,13 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from rlhf_mcore.bridge.formats import fsdp, torch_dist
-from rlhf_mcore.bridge.formats.checks import agree, checked_types, num_parameters
-from rlhf_mcore.bridge.formats.convert import Reading, whole_directory, write_hf, write_megatron
-from rlhf_mcore.bridge.formats.megatron_rows import runs
-from rlhf_mcore.bridge.formats.source import AverageSource, HFSource, Source
-from rlhf_mcore.bridge.formats.torch_dist_writer import targets
-from rlhf_mcore.bridge.tensor_files import TensorTypes
+from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
+from rlhf_mcore.bridge.files.formats.convert import Reading, whole_directory, write_hf, write_megatron
+from rlhf_mcore.bridge.files.formats.megatron_rows import runs
+from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, Source
+from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
+from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.conversion_logits import compare_logits

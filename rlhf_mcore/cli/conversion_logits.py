@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.formats.convert import Reading, main_dtype
+from rlhf_mcore.bridge.files.formats.convert import Reading, main_dtype
 from rlhf_mcore.config.errors import ConfigError
 
 _PROMPT_TOKENS = 8

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhf_mcore.bridge.formats import fsdp, torch_dist
-from rlhf_mcore.bridge.formats.checks import checked_types
-from rlhf_mcore.bridge.formats.source import Source
-from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
+from rlhf_mcore.bridge.files.formats.checks import checked_types
+from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.geometry import read_geometry
 from rlhf_mcore.observability.digests import sketch_of_file

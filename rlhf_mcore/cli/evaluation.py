@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.progress import Progress, TextColumn
 
-from rlhf_mcore.bridge.hf_files import COMPANIONS
+from rlhf_mcore.bridge.files.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches

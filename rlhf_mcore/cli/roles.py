@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.derive import needs_critic
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, RecomputeConfig
 from rlhf_mcore.mcore.families import ModelSpec, load_spec

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.delta import readable, verify_chain

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from rlhf_mcore.bridge.places import Place
-from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sources import engine_places
+from rlhf_mcore.bridge.map.layouts import engine_places
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.types import ModelGeometry
 
 _VOCAB_MULTIPLE = 64

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_mcore.bridge.plan import Plan, build_plan
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sources import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.engine import destinations, engine_numel, whole_model_places
 from rlhf_mcore.planning.hardware import Assumptions, Gpu
 from rlhf_mcore.planning.roles import Role
 from rlhf_mcore.planning.weights import BYTES
 
-DEPTH = 2  # buckets in flight, as bridge/execute.py has them
+DEPTH = 2  # buckets in flight, as bridge/run/execute.py has them
 
 
 @dataclass(frozen=True, slots=True)

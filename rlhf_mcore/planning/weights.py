@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
-from rlhf_mcore.bridge.rules import HEADS, hf_shapes, pieces
-from rlhf_mcore.bridge.sources import layer_names
+from rlhf_mcore.bridge.map.layouts import layer_names
+from rlhf_mcore.bridge.map.rules import HEADS, hf_shapes, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.roles import Role
 from rlhf_mcore.types import ModelGeometry, Shard

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
-from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
+from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.model import MegatronModel

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.export import Exporter
+from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.balance import balance
 from rlhf_mcore.mcore.groups import ModelGroups

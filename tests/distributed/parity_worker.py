@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.nearby import share
-from rlhf_mcore.bridge.sources import stage_names
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.map.layouts import stage_names
+from rlhf_mcore.bridge.run.nearby import share
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel, local_parameters
 from rlhf_mcore.mcore.step import policy_head

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import safe_open
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.sync import PlannedBridge
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.geometry import read_sizes
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.mcore.groups import ModelGroups

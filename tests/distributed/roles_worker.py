@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import build_groups

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 warnings.filterwarnings("ignore")
 
-from rlhf_mcore.bridge.hf_files import HFReader  # noqa: E402
-from rlhf_mcore.bridge.transfer import Gatherer, load  # noqa: E402
+from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
+from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
 from rlhf_mcore.mcore.families import load_spec  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402

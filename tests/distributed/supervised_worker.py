@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, softplus
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.examples import Example, example_batch
 from rlhf_mcore.mcore.families import load_spec

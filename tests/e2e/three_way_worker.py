@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sync import GatherBridge, PlannedBridge
-from rlhf_mcore.bridge.trace.reload import keep_loading_layout
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.reload import keep_loading_layout
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups

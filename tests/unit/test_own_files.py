@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.bridge.formats.convert import whole_directory
+from rlhf_mcore.bridge.files.formats.convert import whole_directory
 from rlhf_mcore.checkpoint.archive import pack
 from rlhf_mcore.checkpoint.commit import prepare
 from rlhf_mcore.checkpoint.delta import readable

@@ -27,7 +27,7 @@ SCRIPTS = [
 ]
 SCRIPTS += ["launch/slurm/submit.sh", "launch/slurm/chain.sh", "launch/slurm/train.sbatch"]
 SOURCED = ["launch/common.sh", "launch/env.sh"]
-FOREIGN = "rlhf_mcore/bridge/formats/foreign_pickle.py"
+FOREIGN = "rlhf_mcore/bridge/files/formats/foreign_pickle.py"
 PICKLING = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 
 

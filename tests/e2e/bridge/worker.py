@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.regions import view
-from rlhf_mcore.bridge.trace import EngineMap, EngineParameter, trace
-from rlhf_mcore.bridge.trace.reload import keep_loading_layout, reloading
+from rlhf_mcore.bridge.map.regions import view
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
+from rlhf_mcore.bridge.run.reload import keep_loading_layout, reloading
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.types import Prompt, Sampling

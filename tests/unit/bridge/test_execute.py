@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge import execute
-from rlhf_mcore.bridge.execute import Destinations, Executor, Turn
-from rlhf_mcore.bridge.nearby import Nearby
-from rlhf_mcore.bridge.places import Place
-from rlhf_mcore.bridge.plan import Plan, build_plan
-from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sources import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.run import execute
+from rlhf_mcore.bridge.run.execute import Destinations, Executor, Turn
+from rlhf_mcore.bridge.run.nearby import Nearby
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 

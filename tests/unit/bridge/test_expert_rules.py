@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.regions import Piece, view
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry, Shard

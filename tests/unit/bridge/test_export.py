@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge import hf_writer
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import INDEX, SINGLE
-from rlhf_mcore.bridge.hf_writer import cut_into_shards
+from rlhf_mcore.bridge.files import hf_writer
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
+from rlhf_mcore.bridge.files.hf_writer import cut_into_shards
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.test_transfer import GEOMETRY

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf_mcore.bridge.hf_files import INDEX, SINGLE, HFReader, copy_companions
+from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE, HFReader, copy_companions
 from rlhf_mcore.config.errors import ConfigError
 from tests.distributed.models import make
 

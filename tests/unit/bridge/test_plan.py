@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_mcore.bridge.coverage import CoverageError, check_coverage, padding_of
-from rlhf_mcore.bridge.places import Place
-from rlhf_mcore.bridge.plan import Plan, build_plan
-from rlhf_mcore.bridge.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
-from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.sources import engine_places, replicas, spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage, padding_of
+from rlhf_mcore.bridge.map.layouts import engine_places, replicas, spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.bridge.coverage import check_coverage
-from rlhf_mcore.bridge.places import Place
-from rlhf_mcore.bridge.plan import Plan, build_plan
-from rlhf_mcore.bridge.rank_plan import Copy, RankPlan
-from rlhf_mcore.bridge.regions import Piece
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_mcore.bridge.coverage import check_coverage
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.sources import stage_names, trainer_places
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.state_files import STATE_INDEX, RankState, StateReader, make_index, state_file
-from rlhf_mcore.bridge.state_regions import boxes, regions, writes
-from rlhf_mcore.bridge.tensor_files import FileImage
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, make_index, state_file
+from rlhf_mcore.bridge.files.tensor_files import FileImage
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.state_regions import boxes, regions, writes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors

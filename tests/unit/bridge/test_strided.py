@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.bridge.regions import Piece, view
-from rlhf_mcore.bridge.strided import View, contiguous_strides, copied_pieces, covered, gaps, intervals
+from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.strided import View, contiguous_strides, copied_pieces, covered, gaps, intervals
 
 
 def as_view(tensor: torch.Tensor) -> View:

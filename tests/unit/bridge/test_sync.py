@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_mcore.bridge.sync import PlannedBridge
-from rlhf_mcore.bridge.transfer import Gatherer
+from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout.weights import VersionedWeights
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.regions import Piece
-from rlhf_mcore.bridge.trace import _Recorder
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.trace import _Recorder
 
 Loader = Callable[[Tensor, Tensor], object]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.sync import GatherBridge
-from rlhf_mcore.bridge.transfer import Gatherer, load
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import Gatherer, load
+from rlhf_mcore.bridge.run.sync import GatherBridge
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors

@@ -13,7 +13,7 @@ import xxhash
 import yaml
 from safetensors.numpy import load_file
 
-from rlhf_mcore.bridge.hf_files import HFReader
+from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import hash_file, read_manifest, write_manifest

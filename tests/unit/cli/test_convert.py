@@ -17,7 +17,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from rlhf_mcore.bridge.formats import convert as core
+from rlhf_mcore.bridge.files.formats import convert as core
 from rlhf_mcore.checkpoint import delta, manifest
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.cli import conversion

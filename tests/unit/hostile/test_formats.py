@@ -17,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.bridge.formats import fsdp
-from rlhf_mcore.bridge.formats.convert import Reading
-from rlhf_mcore.bridge.formats.foreign_index import read_index
-from rlhf_mcore.bridge.formats.foreign_pickle import read_pickle
-from rlhf_mcore.bridge.formats.located import locate, locate_one, read
-from rlhf_mcore.bridge.formats.torch_dist import find_checkpoint
+from rlhf_mcore.bridge.files.formats import fsdp
+from rlhf_mcore.bridge.files.formats.convert import Reading
+from rlhf_mcore.bridge.files.formats.foreign_index import read_index
+from rlhf_mcore.bridge.files.formats.foreign_pickle import read_pickle
+from rlhf_mcore.bridge.files.formats.located import locate, locate_one, read
+from rlhf_mcore.bridge.files.formats.torch_dist import find_checkpoint
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
 from tests.unit.hostile.refusals import refusal

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_mcore.bridge.hf_files import HFReader, copy_companions
+from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
 from rlhf_mcore.cli import beginning
 from rlhf_mcore.config.migration.verl_source import read_tree
 from rlhf_mcore.config.model_files import inspect_model
@@ -157,7 +157,7 @@ def test_names_of_a_file_with_many_tensors_are_taken_once(tmp_path: Path, monkey
             return type("Slice", (), {"get_shape": lambda self: DENSE[name]})()
 
     model(tmp_path / "m", LLAMA, DENSE)
-    monkeypatch.setattr("rlhf_mcore.bridge.hf_files.safe_open", lambda *_, **__: Handle())
+    monkeypatch.setattr("rlhf_mcore.bridge.files.hf_files.safe_open", lambda *_, **__: Handle())
     reader = HFReader(tmp_path / "m")
     assert {name: list(reader.shape(name)) for name in reader.names} == DENSE
     assert len(calls) == 1

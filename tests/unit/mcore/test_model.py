@@ -11,10 +11,10 @@ import torch
 import transformers
 from megatron.core import parallel_state
 
-from rlhf_mcore.bridge.export import Exporter
-from rlhf_mcore.bridge.hf_files import HFReader
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.transfer import load
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.model_files import architecture_name
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from rlhf_mcore.bridge.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.bridge.coverage import check_coverage
-from rlhf_mcore.bridge.rules import hf_shapes
-from rlhf_mcore.bridge.sources import stage_names, trainer_places
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.geometry import read_sizes
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.layout import ParallelLayout

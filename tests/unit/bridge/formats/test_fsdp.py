@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlhf_mcore.bridge.formats.fsdp import open_fsdp
-from rlhf_mcore.bridge.formats.located import locate, read
+from rlhf_mcore.bridge.files.formats.fsdp import open_fsdp
+from rlhf_mcore.bridge.files.formats.located import locate, read
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
 from tests.unit.bridge.formats.conftest import HFModel

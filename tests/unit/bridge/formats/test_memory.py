@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rlhf_mcore.bridge.formats import convert as core
-from rlhf_mcore.bridge.formats import torch_dist
-from rlhf_mcore.bridge.rules import hf_shapes
+from rlhf_mcore.bridge.files.formats import convert as core
+from rlhf_mcore.bridge.files.formats import torch_dist
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.cli.convert import main
 from rlhf_mcore.config.geometry import read_geometry
 from tests.unit.bridge.formats.foreign import save_rank

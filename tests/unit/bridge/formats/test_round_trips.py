@@ -89,7 +89,7 @@ def test_one_rank_and_tensors_that_are_whole_everywhere(hf_model: Get, tmp_path:
 
 def test_small_blocks_give_the_same(hf_model: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few rows, parts of a few rows in the checkpoint, and files closed again and again."""
-    from rlhf_mcore.bridge.formats import convert as module
+    from rlhf_mcore.bridge.files.formats import convert as module
 
     monkeypatch.setattr(module, "BLOCK_BYTES", 5000)
     monkeypatch.setattr(module, "RELEASE_BYTES", 100_000)

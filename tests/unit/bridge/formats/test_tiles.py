@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mcore.bridge.formats.tiles import Tile, Tiled, check_tiles
+from rlhf_mcore.bridge.files.formats.tiles import Tile, Tiled, check_tiles
 from rlhf_mcore.config.errors import ConfigError
 
 FULL = torch.arange(24.0).view(4, 6)

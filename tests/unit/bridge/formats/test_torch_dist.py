@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from rlhf_mcore.bridge.formats.source import HFSource
-from rlhf_mcore.bridge.formats.torch_dist import open_torch_dist
-from rlhf_mcore.bridge.formats.torch_dist_writer import TorchDistWriter, targets
-from rlhf_mcore.bridge.rules import parameter_names
+from rlhf_mcore.bridge.files.formats.source import HFSource
+from rlhf_mcore.bridge.files.formats.torch_dist import open_torch_dist
+from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, targets
+from rlhf_mcore.bridge.map.rules import parameter_names
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.geometry import read_geometry
 from rlhf_mcore.types import ModelGeometry

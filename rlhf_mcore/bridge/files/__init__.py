@@ -1,0 +1,1 @@
+"""Hugging Face directories, optimizer state and the formats of other trainers."""

@@ -1,0 +1,212 @@
+"""From the ranks of a model to a Hugging Face directory, through the planner: every rank writes some of the files.
+
+A file is a place like any other. The same plan and the same executor that carry weights to an engine carry them to the ranks that
+write; a tensor is written when its last rectangle has come, and forgotten. No rank ever holds a full model, nor a full file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
+from rlhf_mcore.bridge.files.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
+from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, TensorTypes
+from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.strided import contiguous_strides
+from rlhf_mcore.bridge.plan.build import build_plan
+from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.run.execute import Destinations, Executor
+from rlhf_mcore.types import LocalParameter, ModelGeometry
+
+
+class Exporter:
+    """Writes a model's weights as a Hugging Face directory, again and again. Built and called collectively.
+
+    Args:
+        parameters: the trained tensors of this rank.
+        geometry: of the model.
+        companions: directories whose config and tokenizer files are copied, the first that has a file wins.
+        bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
+        shard_bytes: largest size of a file, unless a single tensor is larger.
+        config_updates: keys of the written config.json that differ from the copied one.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        companions: Sequence[str],
+        *,
+        bucket_bytes: int,
+        shard_bytes: int = SHARD_BYTES,
+        config_updates: Mapping[str, Any] | None = None,
+    ):
+        def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
+            return pieces(parameter.name, geometry, parameter.shard)
+
+        self._companions, self._config_updates = companions, config_updates
+        dtypes = wire_dtypes(parameters, pieces_of)
+        self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
+        sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
+        self.shards = cut_into_shards(sizes, dist.get_world_size(), shard_bytes)
+        self._mine = [shard for shard in self.shards if shard.rank == dist.get_rank()]
+        self._images: list[FileImage] | None = None
+        self._pinned = any(parameter.tensor.is_cuda for parameter in parameters)
+        plan = build_plan(
+            describe_sources(parameters, pieces_of),
+            [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
+            element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
+            bucket_bytes=bucket_bytes,
+            order=list(self._types),
+        )
+        self._rank_plan = plan.rank_view(dist.get_rank())
+        flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
+        self._executor = Executor(self._rank_plan, flats, dtypes, nearby=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files that this rank writes, the config and the tokenizer among them."""
+        layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in self._mine]
+        copied = companion_files(self._companions) if dist.get_rank() == 0 else []
+        return sum(layout.num_bytes for layout in layouts) + sum(path.stat().st_size for path in copied)
+
+    def save(self, directory: Path) -> None:
+        """Write the directory, whole or not at all. Collective over the world."""
+        temporary = directory.with_name(f".{directory.name}.partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        self.write(temporary)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            if directory.exists():
+                shutil.rmtree(directory)
+            temporary.rename(directory)
+        dist.barrier()
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write this rank's files into a directory and return their paths. Collective over the world.
+
+        Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
+        """
+        landing = _FileLanding(directory, self._mine, self._types, self._rank_plan)
+        try:
+            self._executor.run(landing)
+        finally:
+            landing.close_files()
+        if landing.error is not None:
+            raise landing.error
+        return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
+
+    def snapshot(self) -> list[FileImage]:
+        """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the world.
+
+        What is returned is valid until the next snapshot; :meth:`write_companions` writes the rest of the directory.
+        """
+        if self._images is None:
+            layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
+            self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
+        self._executor.run(_MemoryLanding(self._images))
+        return self._images
+
+    def write_companions(self, directory: Path) -> list[Path]:
+        """Write the index, the config and the tokenizer. The first rank does; the others return no paths."""
+        if dist.get_rank() != 0:
+            return []
+        write_index(directory, self.shards, self._types)
+        copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)
+        return [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
+
+
+def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
+    whole = Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
+    return Place(name, (whole,), (rank,), prod(shape))
+
+
+class _FileLanding(Destinations):
+    """Assembles the tensors of this rank's files and writes each to its place when it is complete.
+
+    The first error is kept for later and nothing is written any more, because the other ranks go on sending.
+    """
+
+    def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes, plan: RankPlan):
+        self.error: OSError | None = None
+        self._types = types
+        self._flats: dict[str, Tensor] = {}
+        # Layers are alike: memory of tensors that are written serves the next ones of their size, and need not be cleared again.
+        self._room: dict[int, list[Tensor]] = defaultdict(list)
+        self._first, self._last = _spans(plan)
+        self._files: ShardFiles | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._files = ShardFiles(directory, shards, types)
+        except OSError as error:
+            self.error = error
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        for name in self._first.get(bucket, ()):
+            dtype, shape = self._types[name]
+            size = prod(shape) * dtype.itemsize
+            room = self._room[size].pop() if self._room[size] else torch.empty(size, dtype=torch.uint8)
+            self._flats[name] = room.view(dtype)
+        return self._flats
+
+    def close(self, bucket: int) -> None:
+        for name in self._last.get(bucket, ()):
+            flat = self._flats.pop(name)
+            if self._files is not None and self.error is None:
+                try:
+                    self._files.write(name, flat)
+                except OSError as error:
+                    self.error = error
+            room = flat.view(torch.uint8)
+            self._room[room.numel()].append(room)
+
+    def close_files(self) -> None:
+        """Make the files durable."""
+        try:
+            if self._files is not None:
+                self._files.close()
+        except OSError as error:
+            self.error = self.error or error
+
+
+class _MemoryLanding(Destinations):
+    """All tensors of this rank's files, at their places in memory."""
+
+    def __init__(self, images: Sequence[FileImage]):
+        self._flats = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        return self._flats
+
+    def close(self, bucket: int) -> None: ...
+
+
+def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """For each bucket the buffers that it begins, and those that it completes."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for bucket in plan.buckets:
+        for name in bucket.destination_buffers:
+            first.setdefault(name, bucket.index)
+            last[name] = bucket.index
+    begins: dict[int, list[str]] = {}
+    ends: dict[int, list[str]] = {}
+    for name in first:
+        begins.setdefault(first[name], []).append(name)
+        ends.setdefault(last[name], []).append(name)
+    return begins, ends

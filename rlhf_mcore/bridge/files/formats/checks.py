@@ -1,0 +1,110 @@
+"""What must hold of a model's tensors: the names and shapes that config.json asks for, in dtypes that weights have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+
+from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.types import ModelGeometry
+
+BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints hold them all the same
+_SHOWN = 5
+_COMPARED_ELEMENTS = 2**22
+
+
+def checked_types(source: Source, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors to convert, in the order of the network: those of the model, which must all be there, and no others.
+
+    Raises:
+        ConfigError: naming every kind of difference from the config, and its first tensors.
+    """
+    expected, where = hf_shapes(geometry), source.directory
+    types = {name: found for name, found in source.types.items() if not name.endswith(BUFFERS)}
+    if geometry.tied_embeddings and "lm_head.weight" in types:
+        _check_tied(source)
+        del types["lm_head.weight"]
+    problems = [
+        *_named("missing tensors", [name for name in expected if name not in types]),
+        *_named("tensors that config.json does not ask for", [name for name in types if name not in expected]),
+        *_named(
+            "tensors of another shape than config.json asks for",
+            [
+                f"{name} {shape} instead of {expected[name]}"
+                for name, (_, shape) in types.items()
+                if name in expected and tuple(shape) != expected[name]
+            ],
+        ),
+        *_named(
+            "tensors of a dtype that weights do not have here",
+            [f"{name} ({dtype})" for name, (dtype, _) in types.items() if dtype not in CODES],
+        ),
+    ]
+    if problems:
+        raise ConfigError.many([f"{where}: {problem}" for problem in problems])
+    return {name: types[name] for name in expected}
+
+
+def _check_tied(source: Source) -> None:
+    """Some save the matrix under both names: it must be one matrix."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    shape = source.types[head][1]
+    same = embedding in source.types and source.types[embedding] == source.types[head]
+    rows = max(_COMPARED_ELEMENTS // max(prod(shape[1:]), 1), 1)
+    for first in range(0, shape[0] if same else 0, rows):
+        count = min(rows, shape[0] - first)
+        same = same and torch.equal(source.read(head, first, count), source.read(embedding, first, count))
+    if not same:
+        raise ConfigError(
+            f"{source.directory}: {head} is not the embedding, but config.json ties them; set tie_word_embeddings to false there"
+        )
+
+
+def num_parameters(types: TensorTypes) -> int:
+    """Number of elements of all tensors."""
+    return sum(prod(shape) for _, shape in types.values())
+
+
+def _named(what: str, which: list[str]) -> list[str]:
+    if not which:
+        return []
+    more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
+    return [f"{what}: {', '.join(which[:_SHOWN])}{more}"]
+
+
+def inside(directory: Path, name: str, minimum: int = 0) -> Path:
+    """The file ``name`` of a directory, as something read from a file names it.
+
+    Raises:
+        ConfigError: it is not a plain name, leads out of the directory, is absent or shorter than ``minimum`` bytes.
+    """
+    path = directory / name
+    if not name or os.path.basename(name) != name or name in (".", ".."):
+        raise ConfigError(f"{directory}: {name!r} is not a plain file name")
+    if not path.is_file():
+        raise ConfigError(f"{directory}: {name} is missing")
+    if path.resolve().parent != directory.resolve():
+        raise ConfigError(f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead.")
+    if path.stat().st_size < minimum:
+        raise ConfigError(f"{path}: {path.stat().st_size} bytes, but {minimum} are named. The file is truncated.")
+    return path
+
+
+def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> None:
+    """Two readings of a model are the same.
+
+    Raises:
+        ConfigError: naming tensors that differ.
+    """
+    wrong = [name for name in digests if again.get(name) != digests[name]] + [n for n in again if n not in digests]
+    if wrong:
+        raise ConfigError(
+            f"{where}: {len(wrong)} tensors are not what was written, among them {wrong[0]}. Is the disk sound?"
+        )

@@ -1,0 +1,183 @@
+"""From a source to a directory: a few rows in memory, all of it hashed, and whole or not there."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.formats import torch_dist
+from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, write_common
+from rlhf_mcore.bridge.files.hf_files import copy_companions
+from rlhf_mcore.bridge.files.hf_writer import ShardFiles, cut_into_shards, write_index
+from rlhf_mcore.bridge.files.tensor_files import TensorTypes, bytes_of
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.own_files import own_directory
+from rlhf_mcore.types import ModelGeometry
+
+BLOCK_BYTES = 16 * 2**20
+RELEASE_BYTES = 96 * 2**20
+
+
+@dataclass(slots=True)
+class Reading:
+    """Reads a source in the dtypes of ``types``, block by block, and hashes what it hands out.
+
+    ``digests`` are of the values of whole tensors, so they do not depend on the format; a tensor's rows are asked for in order.
+    ``is_checked``: values that are not finite are refused.
+    """
+
+    source: Source
+    types: TensorTypes
+    progress: Callable[[int], None] = lambda num_bytes: None
+    is_checked: bool = False
+    _hashes: dict[str, xxhash.xxh3_128] = field(default_factory=dict)
+    _since_release: int = 0
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor.
+
+        Raises:
+            ConfigError: a value is too large for the dtype, or not finite.
+        """
+        stored = self.source.read(name, first, count)
+        if self.is_checked and not (finite := stored.isfinite()).all():
+            row = int((~finite).reshape(count, -1).any(1).nonzero()[0])
+            raise ConfigError(
+                f"{self.source.directory}: {name} has values that are not finite (NaN or infinite) from row {first + row} on; "
+                "convert an earlier checkpoint, or pass --allow-nonfinite to convert them as they are"
+            )
+        part = stored.to(self.types[name][0])
+        narrowed = part.dtype == torch.float16 != stored.dtype
+        if narrowed and bool((part.isinf() & ~stored.isinf()).any()):
+            raise ConfigError(
+                f"{self.source.directory}: {name} has values that fp16 does not hold; use --dtype bf16 or fp32"
+            )
+        self._hashes.setdefault(name, xxhash.xxh3_128()).update(bytes_of(part))
+        self.progress(part.nbytes)
+        self._since_release += stored.nbytes
+        if self._since_release >= RELEASE_BYTES:
+            self.source.release()
+            _trim()
+            self._since_release = 0
+        return part
+
+    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """All rows of a tensor, a block at a time, each with the number of its first element."""
+        dtype, shape = self.types[name]
+        width = prod(shape[1:])
+        step = max(BLOCK_BYTES // max(width * dtype.itemsize, 1), 1)
+        for first in range(0, shape[0], step):
+            yield first * width, self.rows(name, first, min(step, shape[0] - first))
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Of the tensors read so far."""
+        return {name: found.hexdigest() for name, found in self._hashes.items()}
+
+
+def _trim() -> None:
+    """Give freed memory back to the system. glibc keeps the holes between what lives on, and they add up."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:
+    """A Hugging Face directory, with what travels along."""
+    sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in reading.types.items()}
+    shards = cut_into_shards(sizes, 1, shard_bytes)
+    for shard in shards:
+        files = ShardFiles(directory, [shard], reading.types)
+        try:
+            for name in shard.tensors:
+                for element, part in reading.blocks(name):
+                    files.write(name, part, element)
+        finally:
+            files.close()
+    write_index(directory, shards, reading.types)
+    copy_companions([reading.source.companions], directory, main_dtype(reading.types))
+
+
+def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, file_bytes: int) -> None:
+    """A directory for Megatron-LM's ``--load``: the release checkpoint, its tracker file, and the Hugging Face files beside."""
+    weights, companions = directory / "release", directory / torch_dist.COMPANIONS
+    weights.mkdir()
+    companions.mkdir()
+    dtype = main_dtype(reading.types)
+    copy_companions([reading.source.companions], companions, dtype)
+    hf_config = read_config(companions, str(companions))
+    writer = TorchDistWriter(weights, geometry, reading.types, block_bytes=BLOCK_BYTES, file_bytes=file_bytes)
+    writer.write(reading.rows)
+    write_common(weights, geometry, hf_config, dtype)
+    (directory / torch_dist.TRACKER).write_text("release")
+
+
+def main_dtype(types: TensorTypes) -> torch.dtype:
+    """The dtype of most elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for dtype, shape in types.values():
+        counts[dtype] += prod(shape)
+    return counts.most_common(1)[0][0]
+
+
+@contextmanager
+def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A directory to write into, which becomes ``destination`` when the block ends well, and nothing otherwise.
+
+    Raises:
+        ConfigError: the destination is there already and may not be replaced, or another process is writing it.
+    """
+    if destination.exists() and not overwrite:
+        raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
+    temporary = destination.with_name(f".{destination.name}.partial")
+    replaced = destination.with_name(f".{destination.name}.replaced")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(own_directory(temporary), os.O_RDONLY | os.O_NOFOLLOW)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{destination} is being written by another conversion; wait for it or choose another DST"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
+    try:
+        _empty(temporary)  # of what a killed conversion has left
+        yield temporary
+        _make_durable(temporary)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if destination.exists():
+            destination.rename(replaced)
+        temporary.rename(destination)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _make_durable(directory: Path) -> None:
+    for path in (*directory.rglob("*"), directory):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

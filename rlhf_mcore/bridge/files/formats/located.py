@@ -1,0 +1,381 @@
+"""Tensors of a ``torch.save`` file by their place in it: what is there is read once, then only the bytes that are needed.
+
+The file is a zip of one pickle, which describes the tensors, and one uncompressed record for each storage. Nothing is made by torch:
+a description that is wrong ends in a message, not in a crash of its C++ code.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from rlhf_mcore.bridge.files.formats.foreign_pickle import Name, Shell, read_pickle
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import open_file, shorten
+
+MAX_PICKLE_BYTES = 64 * 2**20  # the description of a tensor takes about 200
+MAX_DIRECTORY_BYTES = 64 * 2**20
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
+MAX_MESH = 2**20
+_BLOCK_BYTES = 2**20
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (*_STORAGES.values(), torch.float8_e4m3fn, torch.float8_e5m2)
+}
+_DAMAGE = (ValueError, OSError, zipfile.BadZipFile, NotImplementedError, OverflowError, RecursionError)
+_ODD = {"_rebuild_qtensor": "quantised", "_rebuild_sparse_tensor": "sparse", "_rebuild_nested_tensor": "nested"}
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A tensor as it is stored in a file: its first element at byte ``offset``, strides in elements.
+
+    Of a DTensor it is the local part; ``placements``, ``mesh`` (ranks by mesh coordinates) and ``whole``, the full shape, describe it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    whole: tuple[int, ...] | None = None
+    placements: tuple[Placement, ...] = ()
+    mesh: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+def locate(path: Path, *, check: bool = True) -> dict[str, Located]:
+    """The tensors of a file, by name. With ``check``, the checksum of every record is compared.
+
+    Raises:
+        ConfigError: it cannot be read, is damaged, or holds anything else.
+    """
+    with open_file(path, remedy="save it again with torch.save") as file:
+        try:
+            archive = _Archive(file, 0, os.fstat(file.fileno()).st_size, check=check)
+            found = archive.content()
+            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+                raise ValueError("not a dictionary of tensors")
+            return {name: _named(archive, name, value) for name, value in found.items()}
+        except _DAMAGE as error:
+            raise ConfigError(
+                f"{path}: refused ({shorten(str(error), 300)}). The file is damaged or holds other things than tensors."
+            ) from error
+
+
+def locate_one(path: Path, offset: int, length: int, *, check: bool = True) -> Located:
+    """The tensor that was saved alone, as a file of its own within a file.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    with open_file(path, remedy="save it again") as file:
+        try:
+            archive = _Archive(file, offset, length, check=check)
+            return archive.tensor(archive.content())
+        except _DAMAGE as error:
+            reason = shorten(str(error), 300)
+            raise ConfigError(f"{path}: no tensor at byte {offset} ({reason}). The file is damaged.") from error
+
+
+def read(path: Path, tensor: Located, inside: tuple[slice, ...]) -> Tensor:
+    """A rectangle of a tensor (bounds are given): only the rows that it meets are read.
+
+    Raises:
+        ConfigError: the file has become shorter.
+    """
+    if not inside:  # a scalar
+        return read(path, replace(tensor, shape=(1,), strides=(1,)), (slice(0, 1),)).view(())
+    rows = inside[0]
+    shape = (rows.stop - rows.start, *tensor.shape[1:])
+    if not prod(shape):
+        return torch.empty(tuple(s.stop - s.start for s in inside), dtype=tensor.dtype)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.strides, strict=True))
+    buffer = bytearray(elements * tensor.dtype.itemsize)
+    view, offset = memoryview(buffer), tensor.offset + rows.start * tensor.strides[0] * tensor.dtype.itemsize
+    with path.open("rb", buffering=0) as file:
+        while view:
+            count = os.preadv(file.fileno(), [view], offset)
+            if count == 0:
+                raise ConfigError(f"{path}: ends before byte {offset}. The file is truncated.")
+            view, offset = view[count:], offset + count
+    return torch.frombuffer(buffer, dtype=tensor.dtype).as_strided(shape, tensor.strides)[(slice(None), *inside[1:])]
+
+
+class _Part:
+    """A part of a file as a file of its own, read only."""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int):
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._size - self._at, 0)
+        data = os.pread(self._file.fileno(), left if size < 0 else min(size, left), self._begin + self._at)
+        self._at += len(data)
+        return data
+
+
+class _Archive:
+    """The zip of a ``torch.save``: its pickle, and where its storages are."""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int, *, check: bool):
+        self._file, self._begin, self._size = file, begin, size
+        part = _Part(file, begin, size)
+        self._check_directory(part)
+        archive = zipfile.ZipFile(part)
+        self._records: dict[str, tuple[int, int]] = {}
+        for info in archive.infolist():
+            name = info.filename.partition("/")[2]
+            start = self._start(info)
+            if name in self._records or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                raise ValueError(f"record {shorten(name)} is there twice, compressed or encrypted")
+            if start + info.file_size > size:
+                raise ValueError(f"record {shorten(name)} reaches beyond the file")
+            self._records[name] = (start, info.file_size)
+            if check and self._checksum(start, info.file_size) != info.CRC:
+                raise ValueError(f"record {shorten(name)} has another checksum than the file states")
+        if self._bytes("byteorder", 16, b"little") != b"little":
+            raise ValueError("its numbers are big-endian")
+
+    def content(self) -> Any:
+        """What the pickle holds, inert."""
+        return read_pickle(self._bytes("data.pkl", MAX_PICKLE_BYTES))
+
+    def tensor(self, value: Any) -> Located:
+        """What a shell tells about a tensor."""
+        if not isinstance(value, Shell):
+            raise ValueError("not a tensor")
+        made, args = value.name.name, value.args
+        if made in _ODD:
+            raise ValueError(f"a {_ODD[made]} tensor; convert the model in its plain form")
+        if made in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
+            return self.tensor(args[0])
+        if made == "_rebuild_from_type_v2" and len(args) == 4:
+            return self._of_type(*args)
+        if made == "_rebuild_tensor_v2" and len(args) >= 4:
+            return self._plain(*args[:4], dtype=None)
+        if made == "_rebuild_tensor_v3" and len(args) >= 7:
+            return self._plain(*args[:4], dtype=dtype_of(args[6]))
+        raise ValueError(f"{shorten(value.name.module)}.{shorten(made)} is no tensor")
+
+    def _of_type(self, func: Any, kind: Any, args: Any, state: Any) -> Located:
+        if not isinstance(kind, Name) or not isinstance(func, Name) or not isinstance(args, tuple):
+            raise ValueError("a tensor of an odd type")
+        if kind.name != "DTensor":
+            return self.tensor(Shell(func, args))
+        fields = _fields(state[1] if isinstance(state, tuple) and len(state) == 2 else state)
+        spec = _fields(_state(fields.get("_spec")))
+        meta = spec.get("tensor_meta")
+        if not isinstance(meta, Shell) or not meta.args:
+            raise ValueError("a DTensor without its shape")
+        placements = spec.get("placements")
+        if not isinstance(placements, tuple):
+            raise ValueError("a DTensor without placements")
+        mesh = self._mesh(_fields(_state(spec.get("mesh"))))
+        if mesh.dim() != len(placements):
+            raise ValueError(f"{len(placements)} placements on a mesh of {mesh.dim()} dimensions")
+        return replace(
+            self.tensor(fields.get("_local_tensor")),
+            whole=sizes_of(meta.args[0]),
+            placements=tuple(map(_placement, placements)),
+            mesh=mesh,
+        )
+
+    def _plain(self, storage: Any, first: Any, size: Any, stride: Any, *, dtype: torch.dtype | None) -> Located:
+        if not isinstance(storage, Shell) or len(storage.args) != 5 or storage.args[0] != "storage":
+            raise ValueError("a tensor without storage")
+        _, kind, key, _, numel = storage.args
+        found = _STORAGES.get(kind.name) if isinstance(kind, Name) else None
+        if not isinstance(kind, Name) or not isinstance(key, str) or (found is None and dtype is None):
+            raise ValueError(f"a storage of an odd type ({shorten(kind.name if isinstance(kind, Name) else kind)})")
+        if dtype is None:
+            assert found is not None
+            dtype = found
+        shape, strides = sizes_of(size), sizes_of(stride)
+        begin, num_bytes = self._records.get(f"data/{key}", (0, -1))
+        stated = numel * (1 if found is None else found.itemsize) if type(numel) is int else None
+        if num_bytes != stated:
+            raise ValueError(f"storage {shorten(key)} has {num_bytes} bytes, but {stated} in the description")
+        if type(first) is not int or first < 0 or len(shape) != len(strides):
+            raise ValueError("a tensor with an odd offset or stride")
+        end = first + 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) if prod(shape) else 0
+        if end * dtype.itemsize > num_bytes:
+            raise ValueError(f"a tensor of shape {shape} reaches beyond its storage of {num_bytes} bytes")
+        return Located(dtype, shape, strides, self._begin + begin + first * dtype.itemsize)
+
+    def _mesh(self, fields: Mapping[str, Any]) -> Tensor:
+        """Ranks by mesh coordinates: a tensor, or (torch since 2.9) a flat one and the layout of each dimension in it."""
+        flat = self._ranks(fields["mesh"] if "mesh" in fields else fields.get("_rank_map"))
+        if "mesh" in fields:
+            return flat
+        layout = _fields(_state(fields.get("_layout")))
+        axes = layout.get("axes")
+        if isinstance(axes, tuple):
+            parts = [_fields(_state(axis)) for axis in axes]
+            dims = [list(_offsets(part.get("shape"), part.get("stride"))) for part in parts]
+        else:
+            shape, stride = layout.get("shape"), layout.get("stride")
+            pairs = (
+                zip(shape, stride, strict=True)
+                if isinstance(shape, tuple) and isinstance(stride, tuple)
+                else [(shape, stride)]
+            )
+            dims = [list(_offsets(*pair)) for pair in pairs]
+        if prod(map(len, dims)) > MAX_MESH:
+            raise ValueError(f"a mesh of more than {MAX_MESH} ranks")
+        places = [sum(place) for place in product(*dims)]
+        if any(place >= flat.numel() for place in places):
+            raise ValueError("a mesh beyond its ranks")
+        return flat.flatten()[places].view([len(dim) for dim in dims])
+
+    def _ranks(self, value: Any) -> Tensor:
+        where = self.tensor(value)
+        if where.numel > MAX_MESH or where.dtype not in (torch.int32, torch.int64):
+            raise ValueError("a mesh that holds no ranks")
+        elements = 1 + sum((n - 1) * step for n, step in zip(where.shape, where.strides, strict=True))
+        data = os.pread(self._file.fileno(), elements * where.dtype.itemsize, where.offset)
+        return torch.frombuffer(bytearray(data), dtype=where.dtype).as_strided(where.shape, where.strides).clone()
+
+    def _check_directory(self, part: _Part) -> None:
+        """The table of contents is read at once: its size is compared before."""
+        part.seek(max(self._size - 2**16, 0))
+        tail = part.read(2**16)
+        at = tail.rfind(b"PK\x05\x06")
+        if at >= 0 and len(tail) >= at + 16:
+            size = int.from_bytes(tail[at + 12 : at + 16], "little")
+            wide = tail.rfind(b"PK\x06\x06", 0, at)
+            if size == 2**32 - 1 and wide >= 0:
+                size = int.from_bytes(tail[wide + 40 : wide + 48], "little")
+            if size > MAX_DIRECTORY_BYTES:
+                raise ValueError(f"its table of contents has {size:,} bytes, at most {MAX_DIRECTORY_BYTES:,} are read")
+
+    def _start(self, info: zipfile.ZipInfo) -> int:
+        """Where the bytes of a record begin, behind its own header."""
+        header = os.pread(self._file.fileno(), 30, self._begin + info.header_offset)
+        if len(header) < 30 or header[:4] != b"PK\x03\x04":
+            raise ValueError(f"record {shorten(info.filename)} has no header")
+        lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return info.header_offset + 30 + lengths
+
+    def _checksum(self, start: int, size: int) -> int:
+        checksum = 0
+        for at in range(start, start + size, _BLOCK_BYTES):
+            count = min(_BLOCK_BYTES, start + size - at)
+            checksum = zlib.crc32(os.pread(self._file.fileno(), count, self._begin + at), checksum)
+        return checksum
+
+    def _bytes(self, name: str, limit: int, default: bytes | None = None) -> bytes:
+        start, size = self._records.get(name, (0, -1))
+        if size < 0 and default is not None:
+            return default
+        if not 0 <= size <= limit:
+            raise ValueError(
+                f"{name} is missing" if size < 0 else f"{name} has {size:,} bytes, at most {limit:,} are read"
+            )
+        return os.pread(self._file.fileno(), size, self._begin + start)
+
+
+def _named(archive: _Archive, name: str, value: Any) -> Located:
+    try:
+        return archive.tensor(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{shorten(name)}: {str(error) or 'nested too deep'}") from error
+
+
+def _state(value: Any) -> Any:
+    return value.state if isinstance(value, Shell) else None
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a DTensor whose description is incomplete")
+    return value
+
+
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """A shape, a place or strides: a tuple, or a ``torch.Size`` of one.
+
+    Raises:
+        ValueError: it is none of these, or beyond any tensor.
+    """
+    if isinstance(value, Shell) and value.name == Name("torch", "Size") and value.args:
+        value = value.args[0]
+    if not isinstance(value, tuple | list) or len(value) > MAX_DIMENSIONS:
+        raise ValueError("a shape that is none")
+    if not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value) or prod(value) > MAX_ELEMENTS:
+        raise ValueError(f"a shape that no tensor has ({shorten(value)})")
+    return tuple(value)
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype that a pickle names.
+
+    Raises:
+        ValueError: it is none of weights.
+    """
+    found = _DTYPES.get(value.name) if isinstance(value, Name) and value.module == "torch" else None
+    if found is None:
+        raise ValueError(f"dtype {shorten(value.name if isinstance(value, Name) else value)} is not one of weights")
+    return found
+
+
+def _placement(value: Any) -> Placement:
+    if not isinstance(value, Shell):
+        raise ValueError("a placement that is none")
+    given = value.state if isinstance(value.state, dict) else {}
+    numbers = [given.get("dim"), given.get("split_factor")] if given else [*value.args, None, None][:2]
+    dim, split = (n if type(n) is int and abs(n) < 2**31 else None for n in numbers)
+    if value.name.name == "Replicate":
+        return Replicate()
+    if value.name.name == "Shard" and dim is not None:
+        return Shard(dim)
+    if value.name.name == "_StridedShard" and dim is not None and split is not None and split > 0:
+        return _StridedShard(dim, split_factor=split)
+    raise ValueError(f"placement {shorten(value.name.name)} is not supported; reduce it before saving")
+
+
+def _offsets(shape: Any, stride: Any) -> Iterator[int]:
+    """Places along one dimension of a mesh in the flat list of ranks; the dimension may be made of several."""
+    sizes, steps = (value if isinstance(value, tuple) else (value,) for value in (shape, stride))
+    whole = all(type(n) is int and 0 <= n <= MAX_MESH for n in (*sizes, *steps))
+    if not whole or len(sizes) > MAX_DIMENSIONS or prod(sizes) > MAX_MESH:
+        raise ValueError("a mesh whose layout is odd")
+    for place in product(*(range(size) for size in sizes)):
+        yield sum(k * step for k, step in zip(place, steps, strict=True))

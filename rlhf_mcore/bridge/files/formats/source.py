@@ -1,0 +1,126 @@
+"""What is converted: full Hugging Face tensors, read a few rows at a time, from wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
+from rlhf_mcore.config.errors import ConfigError
+
+
+class Source(Protocol):
+    """A model in some format. Reading is lazy, and what is read stays out of memory once it is released."""
+
+    @property
+    def directory(self) -> Path:
+        """Where the weights are."""
+
+    @property
+    def companions(self) -> Path:
+        """Where config.json and the tokenizer are."""
+
+    @property
+    def types(self) -> TensorTypes:
+        """Dtype and shape of every Hugging Face tensor."""
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows ``first`` to ``first + count`` of a tensor [rows, ...]: contiguous, in the format's own dtype."""
+
+    def origin(self, name: str) -> str:
+        """Where a tensor is stored, for messages."""
+
+    def release(self) -> None:
+        """Give back what reading has kept in memory: open files, mapped pages."""
+
+
+class HFSource:
+    """A Hugging Face directory of safetensors.
+
+    Raises:
+        ConfigError: a tensor is in two shards, or in a shard but not in the index.
+    """
+
+    def __init__(self, directory: Path, companions: Path):
+        self.directory, self.companions = directory, companions
+        _refuse_pickles(directory)
+        self._reader = HFReader(directory)
+        self._reader.check_index()
+        self.types = {name: (self._dtype(name), self._reader.shape(name)) for name in self._reader.names}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        code = self._reader.dtype(name)
+        dtype = next((dtype for dtype, known in CODES.items() if known == code), None)
+        if dtype is None:
+            raise ConfigError(
+                f"{self.directory / self._reader.shard(name)}: tensor {name} is {code}; weights are {', '.join(CODES.values())}. "
+                "Use the model before it was quantised."
+            )
+        return dtype
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor."""
+        rest = (slice(None),) * (len(self.types[name][1]) - 1)
+        return self._reader.read(name, (slice(first, first + count), *rest)).contiguous()
+
+    def origin(self, name: str) -> str:
+        """The tensor's file."""
+        return self._reader.shard(name)
+
+    def release(self) -> None:
+        """Close the files: what was mapped is unmapped."""
+        self._reader.close()
+
+
+def _refuse_pickles(directory: Path) -> None:
+    if any(directory.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in directory.glob(kind))
+    if pickles:
+        raise ConfigError(
+            f"{directory} holds only {', '.join(pickles[:3])}, which is pickle and is not read; "
+            "save the model with safe_serialization=True"
+        )
+
+
+class AverageSource:
+    """The mean of several models of the same tensors, accumulated in fp32, in the dtype of the first.
+
+    Raises:
+        ConfigError: they do not hold the same tensors.
+    """
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = sources
+        self.directory, self.companions = sources[0].directory, sources[0].companions
+        self.types = sources[0].types
+        for other in sources[1:]:
+            shapes = {name: shape for name, (_, shape) in other.types.items()}
+            wrong = [name for name, (_, shape) in self.types.items() if shapes.get(name) != shape]
+            wrong += [name for name in shapes if name not in self.types]
+            if wrong:
+                raise ConfigError(
+                    f"--average {other.directory}: tensor {wrong[0]} is not as in {self.directory}; "
+                    "average checkpoints of one model"
+                )
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of the mean."""
+        total = self._sources[0].read(name, first, count).to(torch.float32, copy=True)
+        for other in self._sources[1:]:
+            total += other.read(name, first, count).float()
+        return (total / len(self._sources)).to(self.types[name][0])
+
+    def origin(self, name: str) -> str:
+        """Every model's."""
+        return " + ".join(source.origin(name) for source in self._sources)
+
+    def release(self) -> None:
+        """Of all models."""
+        for source in self._sources:
+            source.release()

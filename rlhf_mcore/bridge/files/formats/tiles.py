@@ -1,0 +1,178 @@
+"""Tensors of foreign formats: a full shape, and rectangles of it that are stored in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.tensor_files import TensorTypes
+from rlhf_mcore.bridge.map.coverage import CoverageError, padding_of
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.strided import contiguous_strides
+from rlhf_mcore.config.errors import ConfigError
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A rectangle of a tensor; ``load`` reads a rectangle of it, ``file`` is where from."""
+
+    start: Index
+    shape: Index
+    file: str
+    load: Callable[[tuple[slice, ...]], Tensor]
+
+
+@dataclass(slots=True)
+class Tiled:
+    """A tensor in tiles. They are disjoint and cover it (``check_tiles``)."""
+
+    dtype: torch.dtype
+    shape: Index
+    tiles: Sequence[Tile]
+    _at: dict[Index, list[Tile]] = field(default_factory=dict)
+
+    def read_into(self, out: Tensor, lead: Index, start: Index) -> None:
+        """Fill a contiguous tensor with the rectangle of ``tensor[lead]`` that begins at ``start``."""
+        start, full = (*lead, *start), (*(1 for _ in lead), *out.shape)
+        out = out.view(full)
+        for tile in self._near(lead):
+            begin = tuple(map(max, start, tile.start))
+            end = tuple(min(a + n, b + m) for a, n, b, m in zip(start, full, tile.start, tile.shape, strict=True))
+            if all(low < high for low, high in zip(begin, end, strict=True)):
+                inside = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, tile.start, strict=True))
+                here = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, start, strict=True))
+                out[here] = tile.load(inside)
+
+    def _near(self, lead: Index) -> Sequence[Tile]:
+        """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
+        if not lead:
+            return self.tiles
+        if not self._at:
+            for tile in self.tiles:
+                axes = (range(tile.start[k], tile.start[k] + tile.shape[k]) for k in range(len(lead)))
+                for index in product(*axes):
+                    self._at.setdefault(index, []).append(tile)
+        return self._at[lead]
+
+
+def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
+    """Every element is in exactly one tile.
+
+    Raises:
+        ConfigError: the tiles overlap, leave a gap or reach outside.
+    """
+    if _is_grid(tensor):
+        return
+    held, total = sum(prod(tile.shape) for tile in tensor.tiles), prod(tensor.shape)
+    if not all(_fits(tile, tensor.shape) for tile in tensor.tiles):
+        raise ConfigError(f"{where}: a part of {name} reaches outside of it. It is damaged.")
+    if held < total:
+        raise ConfigError(f"{where}: {total - held} of the {total} elements of {name} are in no file.")
+    strides = contiguous_strides(tensor.shape)
+    pieces = tuple(
+        Piece(name, tile.start, tile.shape, sum(map(int.__mul__, tile.start, strides)), strides)
+        for tile in tensor.tiles
+    )
+    try:
+        gaps = padding_of(Place(name, pieces, (0,), total)) if held == total else ()
+    except CoverageError:
+        held = total + 1
+    if held > total or gaps:
+        raise ConfigError(f"{where}: parts of {name} overlap. It is damaged.")
+
+
+def _fits(tile: Tile, shape: Index) -> bool:
+    return len(tile.start) == len(tile.shape) == len(shape) and all(
+        min(begin, size) >= 0 and begin + size <= full
+        for begin, size, full in zip(tile.start, tile.shape, shape, strict=True)
+    )
+
+
+def _is_grid(tensor: Tiled) -> bool:
+    """Whether the tiles are the cells of a grid over the tensor, each there once."""
+    if not tensor.shape:
+        return [tile.shape for tile in tensor.tiles] == [()]
+    if any(len(tile.start) != len(tensor.shape) for tile in tensor.tiles):
+        return False
+    spans = [
+        {(tile.start[axis], tile.start[axis] + tile.shape[axis]) for tile in tensor.tiles}
+        for axis in range(len(tensor.shape))
+    ]
+    for size, axis in zip(tensor.shape, spans, strict=True):
+        ordered = sorted(axis)
+        borders = [0, *(end for _, end in ordered)]
+        if borders[-1] != size or [begin for begin, _ in ordered] != borders[:-1]:
+            return False
+    starts = {tile.start for tile in tensor.tiles}
+    return len(starts) == len(tensor.tiles) == prod(map(len, spans))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor are rows of the tensor ``key[lead]``, from ``row`` on."""
+
+    hf_row: int
+    count: int
+    key: str
+    lead: Index
+    row: int
+
+
+class TiledSource:
+    """A model of tiled tensors, seen as Hugging Face tensors through a map of rows.
+
+    Args:
+        tensors: by the format's own names.
+        rows: for every Hugging Face tensor where its rows lie, in order.
+        shapes: of the Hugging Face tensors.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        companions: Path,
+        tensors: Mapping[str, Tiled],
+        rows: Mapping[str, Sequence[Rows]],
+        shapes: Mapping[str, Index],
+    ):
+        self.directory, self.companions = directory, companions
+        self._tensors, self._rows, self._shapes = tensors, rows, shapes
+
+    @cached_property
+    def types(self) -> TensorTypes:
+        """Dtype and shape of every Hugging Face tensor."""
+        return {name: (self._tensors[rows[0].key].dtype, self._shapes[name]) for name, rows in self._rows.items()}
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Rows of a tensor, contiguous."""
+        dtype, shape = self.types[name]
+        out = torch.empty((count, *shape[1:]), dtype=dtype)
+        for run in self._rows[name]:
+            low, high = max(first, run.hf_row), min(first + count, run.hf_row + run.count)
+            if low < high:
+                start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
+                self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
+        return out
+
+    def release(self) -> None:
+        """Nothing grows with reading."""
+
+    def origin(self, name: str) -> str:
+        """The format's names of the tensor's parts, and rows where they are not the whole."""
+        keys = dict.fromkeys((run.key, run.lead) for run in self._rows[name])
+        return ", ".join(key + "".join(f"[{k}]" for k in lead) for key, lead in keys)
+
+
+def grid_tiles(parts: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Index, Index]]:
+    """Start and shape of the rectangles that intervals (start, length) along each axis span."""
+    return [(tuple(b for b, _ in cell), tuple(n for _, n in cell)) for cell in product(*parts)]

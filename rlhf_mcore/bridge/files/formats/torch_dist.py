@@ -1,0 +1,204 @@
+"""Megatron-core's ``torch_dist`` checkpoints, read from their own index: no process group, no megatron, no code from the file.
+
+A key is a Megatron parameter; layers are either part of its name or stacked on its first axis, experts likewise on the next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from functools import partial
+from os.path import exists, isfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.formats.checks import inside
+from rlhf_mcore.bridge.files.formats.foreign_index import IndexedTensor, Part, read_index
+from rlhf_mcore.bridge.files.formats.located import locate_one, read
+from rlhf_mcore.bridge.files.formats.megatron_rows import is_padded, runs
+from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import read_json, read_text, shorten
+from rlhf_mcore.types import ModelGeometry
+
+INDEX = ".metadata"
+BACKEND = "metadata.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+COMPANIONS = "huggingface"  # where a converted checkpoint keeps config.json and the tokenizer
+CACHE_BYTES = 64 * 2**20
+# What is stored beside the weights: optimizer state and numerical state of single modules.
+_NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|rng_state|rerun_state|.*\._extra_state|opt_param_scheduler")
+_WRAPPERS = re.compile(r"(model\.|module\.)+(?=embedding\.|decoder\.|output_layer\.)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.weight(_[wv])?")
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """The directory of the weights: ``directory`` itself, or the one that its tracker file names.
+
+    Raises:
+        ConfigError: there is no ``torch_dist`` checkpoint.
+    """
+    tracker = directory / TRACKER
+    found = directory
+    if exists(tracker):
+        step = read_text(tracker, limit=1000).strip()
+        if not re.fullmatch(r"\d{1,12}|release", step):
+            raise ConfigError(f"{tracker}: {shorten(step, 40)!r} is neither a step nor 'release'")
+        found = directory / (step if step == "release" else f"iter_{int(step):07d}")
+    if not isfile(found / INDEX):
+        raise ConfigError(
+            f"{found}: no {INDEX}, so no torch_dist checkpoint is here. Give the directory of a step (iter_0001000) or the one "
+            f"with {TRACKER}; the older 'torch' format (mp_rank_*) is pickle and not read."
+        )
+    _check_backend(found)
+    return found
+
+
+def _check_backend(directory: Path) -> None:
+    path = directory / BACKEND
+    if not exists(path):
+        return
+    backend = read_json(path).text("sharded_backend")
+    if backend != "torch_dist":
+        raise ConfigError(
+            f"{path}: sharded_backend is {shorten(backend)!r}; only 'torch_dist' is read. Save with --ckpt-format torch_dist."
+        )
+
+
+def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, *, check: bool = True) -> TiledSource:
+    """A ``torch_dist`` checkpoint as Hugging Face tensors. With ``check``, checksums are compared as parts are read.
+
+    Raises:
+        ConfigError: files are absent, truncated or unsafe, or hold other tensors than the geometry asks for.
+    """
+    chunks = _Chunks(CACHE_BYTES, check=check)
+    tensors: dict[str, Tiled] = {}
+    rows: defaultdict[str, list[Rows]] = defaultdict(list)
+    for key, found in read_index(directory / INDEX, lambda name: not _NOT_WEIGHTS.match(name)).items():
+        tensors[key] = _tiled(directory, found, chunks)
+        for name, run in _rows(key, tensors[key].shape, geometry, directory):
+            rows[name].append(run)
+        check_tiles(key, tensors[key], directory)
+    shapes = hf_shapes(geometry)
+    whole = {name: _in_order(name, found, shapes[name], directory) for name, found in rows.items() if name in shapes}
+    ordered = {name: whole[name] for name in shapes if name in whole}
+    return TiledSource(directory, companions, tensors, ordered, shapes)
+
+
+class _Chunks:
+    """The chunks that were read last: parts of one chunk are asked for one after the other."""
+
+    def __init__(self, limit_bytes: int, *, check: bool):
+        self._limit, self._held, self._check = limit_bytes, 0, check
+        self._known: OrderedDict[tuple[Path, int], Tensor] = OrderedDict()
+
+    def load(self, path: Path, part: Part, dtype: torch.dtype, inside: tuple[slice, ...]) -> Tensor:
+        """A rectangle of a part."""
+        offset = part.offset
+        if (path, offset) not in self._known:
+            while self._known and self._held + part.length > self._limit:
+                self._held -= self._known.popitem(last=False)[1].nbytes
+            found = locate_one(path, offset, part.length, check=self._check)
+            if (found.shape, found.dtype) != (part.shape, dtype):
+                raise ConfigError(
+                    f"{path}: the tensor at byte {offset} is {found.dtype} {found.shape}, the index says {dtype} {part.shape}."
+                )
+            chunk = read(path, found, tuple(slice(0, size) for size in found.shape))
+            self._known[path, offset] = chunk
+            self._held += chunk.nbytes
+        self._known.move_to_end((path, offset))
+        return self._known[path, offset][inside]
+
+
+def _tiled(directory: Path, found: IndexedTensor, chunks: _Chunks) -> Tiled:
+    tiles = []
+    for part in found.parts:
+        path = inside(directory, part.file, part.offset + part.length)
+        tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, found.dtype)))
+    return Tiled(found.dtype, found.shape, tiles)
+
+
+class _Place(NamedTuple):
+    parameter: str
+    lead: Index
+    half: str  # "_w": the gate's rows only, "_v": the up projection's only
+
+
+def _places(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Place]:
+    """The Megatron parameters in a tensor of a checkpoint."""
+    name = _WRAPPERS.sub("", key, count=1) if _WRAPPERS.match(key) else key
+    found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(\D.*)", name)
+    if not found:
+        yield _Place(name, (), "")
+        return
+    layers = (
+        [(int(found.group(1)), ())]
+        if found.group(1)
+        else [(i, (i,)) for i in range(_stack(shape, 0, geometry.num_layers))]
+    )
+    expert = _EXPERT.fullmatch(found.group(2))
+    for layer, lead in layers:
+        prefix = f"decoder.layers.{layer}."
+        if expert is None:
+            tail, half = (
+                (found.group(2)[:-2], found.group(2)[-2:])
+                if found.group(2)[-2:] in ("_w", "_v")
+                else (found.group(2), "")
+            )
+            yield _Place(prefix + tail, lead, half)
+            continue
+        number, linear, half = expert.groups()
+        one = f"{prefix}mlp.experts.{linear}.weight"
+        if number is not None:
+            yield _Place(f"{one}{number}", lead, half or "")
+            continue
+        for k in range(_stack(shape, len(lead), geometry.num_experts)):
+            yield _Place(f"{one}{k}", (*lead, k), half or "")
+
+
+def _stack(shape: Index, axis: int, expected: int) -> int:
+    if len(shape) <= axis or shape[axis] != expected:
+        raise ConfigError(f"a stack of shape {shape} does not have {expected} entries on axis {axis}")
+    return expected
+
+
+def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Iterator[tuple[str, Rows]]:
+    try:
+        for place in _places(key, shape, geometry):
+            found, full = runs(place.parameter, geometry)
+            if place.half:
+                found = [found["_w_v".index(place.half) // 2]]
+                full = (found[0].count, *full[1:])
+            own = shape[len(place.lead) :]
+            padded = is_padded(place.parameter, geometry)
+            if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
+                raise ConfigError(
+                    f"shape {shape} is not that of config.json: {full} expected after {len(place.lead)} stacked axes"
+                )
+            for run in found:
+                row = run.row - (found[0].row if place.half else 0)
+                yield run.hf_name, Rows(run.hf_row, run.count, key, place.lead, row)
+    except (ConfigError, KeyError, IndexError) as error:
+        text = error.args[0] if error.args else error
+        raise ConfigError(f"{where}: tensor {key} does not belong to this model ({text}).") from error
+
+
+def _in_order(name: str, found: list[Rows], shape: Index, where: Path) -> list[Rows]:
+    ordered = sorted(found, key=lambda rows: rows.hf_row)
+    end = 0
+    for rows in ordered:
+        if rows.hf_row != end:
+            what = "twice" if rows.hf_row < end else "with a gap"
+            keys = ", ".join(dict.fromkeys(rows.key for rows in ordered))
+            raise ConfigError(
+                f"{where}: {name} is there {what} ({keys}). Is tie_word_embeddings of config.json that of the checkpoint?"
+            )
+        end += rows.count
+    if end != shape[0]:
+        raise ConfigError(f"{where}: {name} has {end} of {shape[0]} rows.")
+    return ordered

@@ -1,0 +1,125 @@
+"""Moving weights between Hugging Face coordinates and a rank's Megatron tensors, through the rules.
+
+`load` reads only this rank's rectangles. `gather` is the plain way to full tensors, one at a time: it stays as the baseline that the
+planned bridge is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.layout import is_expert
+from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
+
+WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
+
+
+def load(
+    parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader, *, fresh_head: bool = False
+) -> None:
+    """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
+
+    ``fresh_head``: the directory holds a language model; a scalar head begins at zero, so that its first word is 0 everywhere.
+
+    Raises:
+        ConfigError: a tensor is missing, has another shape than the config says, or is not in one of the dtypes of unquantised
+            weights, whose values a cast to the model's dtype keeps but for rounding.
+    """
+    expected = hf_shapes(geometry)
+    for parameter in parameters:
+        held = pieces(parameter.name, geometry, parameter.shard)
+        if sum(piece.numel for piece in held) < parameter.tensor.numel():
+            parameter.tensor.zero_()
+        for piece in held:
+            if fresh_head and piece.hf_name.startswith("score."):
+                parameter.tensor.zero_()
+                continue
+            _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
+            view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
+
+
+def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> None:
+    shape, dtype = reader.shape(name), reader.dtype(name)
+    if shape != expected:
+        raise ConfigError(f"{reader.directory}: tensor {name} has shape {shape}, but config.json asks for {expected}.")
+    if dtype not in WEIGHT_DTYPES:
+        raise ConfigError(
+            f"{reader.directory}: tensor {name} has dtype {dtype}, not one of {', '.join(WEIGHT_DTYPES)}: quantised or "
+            "converted weights cannot be trained. Use the unquantised model."
+        )
+
+
+class Gatherer:
+    """Yields full tensors under Hugging Face names on every rank of a model. Collective.
+
+    Tensor-parallel parts are all-gathered within each pipeline stage, experts over ``expert_group`` (expert tensor and expert
+    parallel), and the result is broadcast to the other stages.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        tp_group: dist.ProcessGroup,
+        pp_group: dist.ProcessGroup,
+        expert_group: dist.ProcessGroup | None = None,
+    ):
+        self._geometry = geometry
+        self._tp, self._pp = tp_group, pp_group
+        self._tp_shards = [Shard(rank, tp_group.size()) for rank in range(tp_group.size())]
+        self._experts = expert_group
+        mine = next((astuple(p.shard) for p in parameters if is_expert(p.name)), None)
+        assert mine is None or expert_group is not None, "experts are gathered over a group of their own"
+        self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
+        self._local = {parameter.name: parameter.tensor for parameter in parameters}
+        stages = all_gather_json([parameter.name for parameter in parameters], pp_group)
+        # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
+        self._owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in names:
+                self._owner.setdefault(name, stage)
+        self._shapes = hf_shapes(geometry)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        done: set[str] = set()
+        for name, stage in self._owner.items():
+            shards = self._expert_shards if is_expert(name) else self._tp_shards
+            by_rank = [pieces(name, self._geometry, shard) for shard in shards]
+            targets = dict.fromkeys(piece.hf_name for held in by_rank for piece in held)
+            if done.issuperset(targets):
+                continue
+            done.update(targets)
+            yield from self._gather(name, stage, by_rank, list(targets)).items()
+
+    def _gather(self, name: str, stage: int, by_rank: list[list[Piece]], targets: list[str]) -> dict[str, Tensor]:
+        like = next(iter(self._local.values()))
+        full = {target: like.new_empty(self._shapes[target]) for target in targets}
+        if self._pp.rank() == stage:
+            group = self._experts if is_expert(name) else self._tp
+            for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
+                for piece in held:
+                    full[piece.hf_name][piece.slices] = view(part, piece)
+        if self._pp.size() > 1:
+            source = dist.get_process_group_ranks(self._pp)[stage]
+            for target in targets:
+                dist.broadcast(full[target], source, group=self._pp)
+        return full
+
+    def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:
+        if len(by_rank) == 1:
+            return [local]
+        if len({(piece.hf_name, piece.start) for held in by_rank for piece in held}) == len(by_rank[0]):
+            return [local] * len(by_rank)  # replicated: every rank holds the same
+        parts = [torch.empty_like(local) for _ in by_rank]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        return parts

@@ -1,0 +1,132 @@
+"""Proofs about descriptions, before anything moves: sources hold every element, destinations fill every element of theirs once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_mcore.bridge.map.cells import Cell, Rectangle, cut
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+
+Intervals = tuple[tuple[int, int], ...]
+_View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
+
+
+class CoverageError(ValueError):
+    """A description leaves elements out, or fills some twice."""
+
+
+def check_coverage(
+    sources: Sequence[Place], destinations: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check descriptions against the true shapes of the Hugging Face tensors.
+
+    Every element of every tensor must be in some source; no piece may reach outside its tensor; the pieces of a destination must
+    be disjoint in its local tensor and, where ``numel`` is given, fill all of it except exactly the declared padding.
+
+    Raises:
+        CoverageError: naming the tensor or buffer and the first offending elements.
+    """
+    for place in (*sources, *destinations):
+        for piece in place.pieces:
+            _check_inside(place, piece, shapes)
+    _check_sources(sources, shapes)
+    known: dict[tuple[_View, ...], Intervals] = {}
+    for place in destinations:
+        key = tuple((piece.offset, piece.shape, piece.strides) for piece in place.pieces)
+        if key not in known:
+            known[key] = _filled(key, place.buffer)
+        _check_filled(place, known[key])
+
+
+def padding_of(place: Place) -> Intervals:
+    """The elements of a local tensor of known size that no piece fills, as half-open intervals."""
+    views = tuple((piece.offset, piece.shape, piece.strides) for piece in place.pieces)
+    return _complement(_filled(views, place.buffer), place.numel)
+
+
+def _check_inside(place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    shape = shapes.get(piece.hf_name)
+    if shape is None:
+        raise CoverageError(f"{place.buffer}: {piece.hf_name} is not a tensor of this model")
+    fits = len(shape) == len(piece.start) and all(
+        begin >= 0 and begin + size <= full for begin, size, full in zip(piece.start, piece.shape, shape, strict=True)
+    )
+    if not fits:
+        raise CoverageError(
+            f"{place.buffer}: start {piece.start}, shape {piece.shape} reach outside {piece.hf_name} of shape {shape}"
+        )
+
+
+def _check_sources(sources: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    held: dict[str, list[Rectangle]] = defaultdict(list)
+    for place in sources:
+        for piece in place.pieces:
+            held[piece.hf_name].append((piece.start, piece.shape))
+    known: dict[object, Cell | None] = {}
+    for name, shape in shapes.items():
+        key = (shape, tuple(dict.fromkeys(held[name])))
+        if key not in known:
+            cells = cut(key[1], [((0,) * len(shape), shape)])
+            known[key] = next((cell for cell in cells if not cell.holders), None)
+        if (gap := known[key]) is not None:
+            raise CoverageError(f"{name}: no source holds the elements from {gap.start} of shape {gap.shape}")
+
+
+def _check_filled(place: Place, filled: Intervals) -> None:
+    if place.numel == 0:
+        return
+    if filled and filled[-1][1] > place.numel:
+        raise CoverageError(f"{place.buffer}: a piece ends at element {filled[-1][1]} of {place.numel}")
+    empty = _complement(filled, place.numel)
+    if empty != place.padding:
+        raise CoverageError(
+            f"{place.buffer}: no piece fills elements {list(empty)[:4]}, but the declared padding is {list(place.padding)[:4]}"
+        )
+
+
+def _filled(views: Sequence[_View], buffer: str) -> Intervals:
+    """The elements that views fill, as maximal half-open intervals.
+
+    Raises:
+        CoverageError: two views share an element.
+    """
+    runs = [_runs(view) for view in views if 0 not in view[1]]
+    if not runs:
+        return ()
+    starts = np.concatenate([start for start, _ in runs])
+    lengths = np.concatenate([np.full(len(start), length) for start, length in runs])
+    by_start = np.argsort(starts, kind="stable")
+    starts, ends = starts[by_start], starts[by_start] + lengths[by_start]
+    if starts[0] < 0:
+        raise CoverageError(f"{buffer}: a piece begins at element {starts[0]}")
+    twice = np.flatnonzero(starts[1:] < ends[:-1])
+    if len(twice):
+        raise CoverageError(f"{buffer}: element {starts[1:][twice[0]]} is filled twice")
+    joints = np.flatnonzero(starts[1:] > ends[:-1])
+    lows = starts[np.concatenate(([0], joints + 1))].tolist()
+    highs = ends[np.concatenate((joints, [len(ends) - 1]))].tolist()
+    return tuple(zip(lows, highs, strict=True))
+
+
+def _runs(view: _View) -> tuple[NDArray[np.int64], int]:
+    """First elements of a view's contiguous runs, and the length of each."""
+    offset, shape, strides = view
+    length, axis = 1, len(shape)
+    while axis and (strides[axis - 1] == length or shape[axis - 1] == 1):
+        axis -= 1
+        length *= shape[axis]
+    starts = np.array([offset], dtype=np.int64)
+    for size, stride in zip(shape[:axis], strides[:axis], strict=True):
+        starts = (starts[:, None] + np.arange(size) * stride).ravel()
+    return starts, length
+
+
+def _complement(filled: Intervals, numel: int) -> Intervals:
+    borders = [0, *(border for interval in filled for border in interval), numel]
+    pairs = zip(borders[::2], borders[1::2], strict=True)
+    return tuple((low, high) for low, high in pairs if low < high)

@@ -1,0 +1,161 @@
+"""Places from layouts: who holds what among trainer ranks and among engines, by arithmetic and the families' rules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import groupby, zip_longest
+from math import prod
+from typing import Protocol
+
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.rules import FAMILIES, HEADS, pieces
+from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
+from rlhf_mcore.types import ModelGeometry, Shard
+
+_NORMS = (".input_layernorm.weight", ".pre_mlp_layernorm.weight", ".layer_norm_weight")
+
+
+def trainer_places(
+    names_by_stage: Sequence[Sequence[str]], geometry: ModelGeometry, layout: ParallelLayout
+) -> list[Place]:
+    """What every trainer rank holds.
+
+    ``names_by_stage`` are Megatron's parameter names by pipeline rank, with layers numbered over the whole model and experts
+    numbered on their rank.
+
+    Raises:
+        KeyError: the family has no rule for a parameter.
+    """
+    assert len(names_by_stage) == layout.pp, (len(names_by_stage), layout.pp)
+    places = []
+    for stage, names in enumerate(names_by_stage):
+        grids = ([name for name in names if not is_expert(name)], [name for name in names if is_expert(name)])
+        for kept, shards in zip(grids, _shards(layout, stage), strict=True):
+            places += [
+                Place(name, tuple(pieces(name, geometry, shard)), ranks) for shard, ranks in shards for name in kept
+            ]
+    return places
+
+
+def _shards(layout: ParallelLayout, pp: int) -> tuple[list[tuple[Shard, range]], list[tuple[Shard, range]]]:
+    """The shards of a stage's dense parameters, and those of its experts, each with the ranks that hold it."""
+    dense = [(Shard(tp, layout.tp), replicas(layout, tp, pp)) for tp in range(layout.tp)]
+    grid = [(etp, ep) for ep in range(layout.ep) for etp in range(layout.expert_tp)]
+    return dense, [
+        (Shard(etp, layout.expert_tp, ep, layout.ep), expert_replicas(layout, etp, ep, pp)) for etp, ep in grid
+    ]
+
+
+def replicas(layout: ParallelLayout, tp: int, pp: int) -> range:
+    """Ranks with the given coordinates: the data- and context-parallel replicas of one shard."""
+    first = layout.rank_of(tp=tp, pp=pp)
+    return range(first, first + layout.dp * layout.cp * layout.tp, layout.tp)
+
+
+def expert_replicas(layout: ParallelLayout, etp: int, ep: int, pp: int) -> range:
+    """Ranks that hold the same part of the same experts."""
+    stage, size = layout.rank_of(pp=pp), layout.expert_tp * layout.ep
+    first = stage + ep * layout.expert_tp + etp
+    return range(first, first + layout.expert_dp * size, size)
+
+
+class EngineTensor(Protocol):
+    """What the tracer has found about one tensor of an engine rank."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]: ...
+
+    @property
+    def padding(self) -> tuple[tuple[int, int], ...]: ...
+
+
+def engine_places(
+    tensors_by_tp_rank: Sequence[Sequence[EngineTensor]], num_engines: int, first_rank: int = 0
+) -> list[Place]:
+    """What every engine rank needs: engines of consecutive ranks, all alike, the first one beginning at ``first_rank``."""
+    tp = len(tensors_by_tp_rank)
+    return [
+        Place(
+            tensor.name,
+            tensor.pieces,
+            range(first_rank + rank, first_rank + num_engines * tp, tp),
+            prod(tensor.shape),
+            tensor.padding,
+        )
+        for rank, tensors in enumerate(tensors_by_tp_rank)
+        for tensor in tensors
+    ]
+
+
+def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool = False) -> list[list[str]]:
+    """Megatron's parameter names on a rank of each pipeline stage, for planning without a model.
+
+    ``fused`` names parameters as Transformer Engine's layers do: norms within linear layers, experts as one grouped product. A tied
+    output layer is held by the last stage too.
+    """
+    stages = [
+        [
+            name
+            for chunk in range(layout.vpp or 1)
+            for layer in layout.layers_of(geometry.num_layers, stage, chunk)
+            for name in layer_names(geometry, layer, geometry.num_experts // layout.ep, fused)
+        ]
+        for stage in range(layout.pp)
+    ]
+    stages[0].insert(0, "embedding.word_embeddings.weight")
+    stages[-1].append("decoder.final_layernorm.weight")
+    if not geometry.tied_embeddings or layout.pp > 1:
+        stages[-1] += [rule.mcore for rule in HEADS[geometry.head]]
+    return stages
+
+
+def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
+    """Parameters of one layer on a rank that has ``num_experts`` of its experts."""
+    kind = "moe" if geometry.is_moe_layer(layer) else "dense"
+    # The norm before a mixture stands alone: there is no single linear layer to be fused with.
+    norms = (
+        ".linear_qkv.layer_norm_weight" if fused else ".input_layernorm.weight",
+        ".linear_fc1.layer_norm_weight" if fused and kind == "dense" else ".pre_mlp_layernorm.weight",
+    )
+    experts = ".experts.linear_fc" if fused else ".experts.local_experts."
+    for rule in FAMILIES[geometry.family]:
+        name, is_repeated = rule.mcore, "{k}" in rule.mcore
+        if "{i}" not in name or rule.layers not in ("all", kind):
+            continue
+        if (name.endswith(_NORMS) and not name.endswith(norms)) or (is_repeated and experts not in name):
+            continue
+        yield from (name.format(i=layer, k=k) for k in range(num_experts if is_repeated else 1))
+
+
+def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:
+    """An order of travel in which tensors of different owners take turns, so that more ranks send at a time.
+
+    With ``keep_layers`` they take turns within a layer only (experts of one layer are on different ranks); without, over the whole
+    model (so all pipeline stages send at once), for engines that do not ask for layers in order.
+    """
+    owners: dict[str, dict[Sequence[int], None]] = defaultdict(dict)
+    for place in sources:
+        for piece in place.pieces:
+            owners[piece.hf_name][place.ranks] = None
+    spread = []
+    for _, names in groupby(order, key=_layer if keep_layers else lambda _: ""):
+        queues: dict[tuple[Sequence[int], ...], list[str]] = defaultdict(list)
+        for name in names:
+            queues[tuple(owners[name])].append(name)
+        for turn in zip_longest(*queues.values()):
+            spread += [name for name in turn if name is not None]
+    return spread
+
+
+def _layer(name: str) -> str:
+    found = re.match(r"(?:.*\.)?layers\.\d+\.", name)
+    return found.group() if found else name

@@ -1,0 +1,398 @@
+"""What a vLLM rank holds, in Hugging Face coordinates, learnt from vLLM's own weight loaders.
+
+There is no table of models here. vLLM keeps, for its layerwise reload, the layout in which every parameter was loaded. The
+parameters are put into that layout on the meta device, ``model.load_weights`` is given meta tensors under Hugging Face names, and
+every write into a parameter is looked at and not executed: strides and offsets of meta tensors are real, so the two sides of a
+``copy_`` say which rectangle of which tensor goes where.
+
+Whether a write to the live tensor reaches the kernels is tried out, not assumed: see :func:`trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.strided import Interval, Rectangle, View, copied_pieces, covered, unfilled
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParameter:
+    """One tensor of a vLLM rank in the layout it is loaded in, which is contiguous.
+
+    ``padding`` are the elements that no Hugging Face tensor fills; they must be zero. ``repacked`` says why a write to the
+    live tensor would not do, and is empty where it does. ``aliases`` are other names of the same tensor (a tied lm_head).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    padding: tuple[Interval, ...] = ()
+    repacked: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Name of the module that holds it."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMap:
+    """All tensors of a vLLM rank, in layer order. ``unused`` are Hugging Face tensors of which this rank needs nothing."""
+
+    parameters: tuple[EngineParameter, ...]
+    unused: tuple[str, ...] = ()
+
+    @property
+    def direct(self) -> tuple[EngineParameter, ...]:
+        """Those whose live tensor has the loading layout and is what the kernels read."""
+        return tuple(parameter for parameter in self.parameters if not parameter.repacked)
+
+    @property
+    def repacked(self) -> tuple[tuple[EngineParameter, ...], ...]:
+        """Those that must go through vLLM's layerwise reload: one group per layer, in layer order, for ``reload.reloading``."""
+        groups: dict[str, list[EngineParameter]] = {}
+        for parameter in self.parameters:
+            if parameter.repacked:
+                groups.setdefault(parameter.module, []).append(parameter)
+        return tuple(tuple(group) for group in groups.values())
+
+    def views(self, model: nn.Module) -> dict[str, Tensor]:
+        """Live flat tensors of the direct parameters; offsets and strides of the pieces apply to them.
+
+        Raises:
+            RuntimeError: a tensor no longer has the layout that was traced.
+        """
+        live = _tensors(model)
+        flat = {}
+        for parameter in self.direct:
+            tensor = live[parameter.name]
+            if not _is_laid_out(tensor, parameter.shape, parameter.dtype):
+                raise RuntimeError(f"engine parameter {parameter.name} has changed its layout: trace the model again")
+            flat[parameter.name] = tensor.data.view(-1)
+        return flat
+
+
+def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: bool = True) -> EngineMap:
+    """Learn what the live model of a vLLM rank holds. Deterministic; milliseconds to a second, no memory, no communication.
+
+    A parameter is direct when its live tensor is contiguous in the shape and dtype it is loaded in and its layer computes with
+    that very tensor. The latter is tried out by writing a pattern, running the layer's kernel on it and restoring what
+    was there, so the model must not be in use meanwhile, and its weights must be finite (dummies will do).
+
+    Args:
+        model: as vLLM's worker holds it.
+        hf_shapes: every tensor of the checkpoint format, tied ones once or under both names.
+        probe: False calls every parameter direct whose layout is right, without trying. For a model whose weights vLLM has
+            not processed yet, so that its layers cannot compute.
+
+    Raises:
+        ValueError: the loaders wrote an element twice, or left elements unwritten that are not padding.
+    """
+    recorder = _record(model, hf_shapes)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters: list[EngineParameter] = []
+    used: set[str] = set()
+    for names, tensor in _named(model):
+        pieces, layout = recorder.of(names)
+        if not pieces and not isinstance(tensor, torch.nn.Parameter):
+            continue  # a buffer that is not part of a checkpoint
+        used.update(piece.hf_name for piece in pieces)
+        is_checked = not (opaque := recorder.opaque(names)) and not _why_quantised(modules[names[0].rpartition(".")[0]])
+        padding = _padding(names, layout, pieces, modules, is_checked)
+        reason = opaque or _why_repacked(tensor, layout) or _why_copied(modules, names, probe)
+        shape = tuple(layout.shape)
+        parameters.append(EngineParameter(names[0], shape, layout.dtype, tuple(pieces), padding, reason, names[1:]))
+    unused = tuple(name for name in hf_shapes if name not in used)
+    return EngineMap(tuple(_with_siblings(parameters, modules)), unused)
+
+
+def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Module]) -> Iterator[EngineParameter]:
+    """A layer is reloaded whole: what vLLM would make anew beside a repacked parameter cannot be written directly."""
+    reloaded = {parameter.module for parameter in parameters if parameter.repacked}
+    for parameter in parameters:
+        attribute = parameter.name.rpartition(".")[2]
+        if (
+            not parameter.repacked
+            and parameter.module in reloaded
+            and attribute in recorded_layout(modules[parameter.module])
+        ):
+            yield replace(parameter, repacked="another parameter of its layer is repacked")
+        else:
+            yield parameter
+
+
+def _padding(
+    names: tuple[str, ...], layout: Tensor, pieces: list[Piece], modules: dict[str, nn.Module], is_checked: bool
+) -> tuple[Interval, ...]:
+    """What the pieces leave of a parameter; for a checked one it has to be what vLLM says is padding."""
+    shape = tuple(layout.shape)
+    try:
+        padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
+    except ValueError as error:
+        raise ValueError(f"engine parameter {names[0]}: {error}") from error
+    missing = sum(end - begin for begin, end in padding)
+    if is_checked and missing != _declared_padding(names, layout, modules):
+        raise ValueError(
+            f"vLLM's loaders left {missing} elements of {names[0]} {shape} unwritten. Does the checkpoint format name "
+            "all tensors of this architecture?"
+        )
+    return padding
+
+
+def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str, nn.Module]) -> int:
+    """How many elements vLLM says are padding: rows of the vocabulary, or what a weight's creator declares."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    module = modules[names[0].rpartition(".")[0]]
+    if isinstance(module, VocabParallelEmbedding):
+        rows = layout.shape[0] - module.shard_indices.num_org_elements
+        return rows * (layout.numel() // layout.shape[0])
+    return layout.numel() - getattr(layout, "weight_loader_numel", layout.numel())
+
+
+# ------------------------------------------------------------------------------------------------ recording the loaders
+
+
+class _Recorder(TorchDispatchMode):
+    """Looks at every operation of the loaders; writes into the engine's tensors are noted instead of executed."""
+
+    def __init__(self, sources: dict[str, Tensor], destinations: dict[str, Tensor]):
+        super().__init__()
+        self._sources = {_storage(tensor): name for name, tensor in sources.items()}
+        self._hf_shapes = {name: tuple(tensor.shape) for name, tensor in sources.items()}
+        self._destinations = {_storage(tensor): name for name, tensor in destinations.items()}
+        self._layouts = destinations
+        self._pieces: dict[str, dict[Rectangle, Piece]] = {name: {} for name in destinations}
+        self._opaque: dict[str, str] = {}
+        self._item: Tensor | None = None  # read by .item(), to be written by a fill_
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's guard against it would take a third of the time."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
+            self._item = args[0]
+            return 0.0
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._destinations:
+            self._write(func, args)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _write(self, func: Any, args: Any) -> None:
+        name = self._destinations[_storage(args[0])]
+        if func is _aten.copy_.default and _storage(args[1]) in self._sources:
+            self._copy(name, args[0], args[1])
+        elif func in (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default):
+            if self._item is not None:
+                self._copy(name, args[0], self._item)
+                self._item = None
+        else:
+            self._opaque[name] = f"its loader writes it by {func}, from computed values"
+
+    def _copy(self, name: str, destination: Tensor, source: Tensor) -> None:
+        hf_name = self._sources[_storage(source)]
+        source = source.expand(destination.shape)
+        base = self._layouts[name].storage_offset()
+        target = View(int(destination.storage_offset() - base), tuple(destination.shape), destination.stride())
+        origin = View(int(source.storage_offset()), tuple(source.shape), source.stride())
+        for piece in copied_pieces(hf_name, self._hf_shapes[hf_name], origin, target):
+            for box in covered(piece, tuple(self._layouts[name].shape)):
+                self._pieces[name][box] = piece  # what is written twice in the same place is what was written last
+
+    def of(self, names: tuple[str, ...]) -> tuple[list[Piece], Tensor]:
+        """Pieces by offset, and the layout, of the first of some names of one tensor that was written."""
+        written = next((name for name in names if self._pieces[name]), names[0])
+        unique = {(piece.offset, piece.start, piece.hf_name): piece for piece in self._pieces[written].values()}
+        return [unique[key] for key in sorted(unique)], self._layouts[written]
+
+    def opaque(self, names: tuple[str, ...]) -> str:
+        return next((self._opaque[name] for name in names if name in self._opaque), "")
+
+
+def _record(model: Any, hf_shapes: Mapping[str, tuple[int, ...]]) -> _Recorder:
+    dtype = torch.get_default_dtype()
+    sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in hf_shapes.items()}
+    with torch.no_grad(), _loading_layout(model) as layouts:
+        recorder = _Recorder(sources, layouts)
+        with recorder:
+            model.load_weights(iter(sources.items()))
+    return recorder
+
+
+@contextmanager
+def _loading_layout(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Put meta tensors in the place of the parameters, in the layout that vLLM has recorded for reloading them.
+
+    Yields all tensors by every one of their names. What vLLM has not recorded (biases) it reloads in place; for that,
+    the layout is the live one. After a first reload vLLM leaves its deferring loaders behind, so they are taken off.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_refs, to_meta_tensor
+
+    live = [(module, dict(module._parameters)) for module in model.modules()]
+    try:
+        for module, parameters in live:
+            recorded = recorded_layout(module)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    layout = restore_layer_refs(to_meta_tensor(recorded.get(name, parameter)), module)
+                    layout.weight_loader = _get_original_loader(layout)
+                    module._parameters[name] = layout
+        yield _tensors(model)
+    finally:
+        for module, parameters in live:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
+
+def recorded_layout(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters of a module as vLLM makes them anew for a reload, on the meta device."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters, _ = get_layerwise_info(module).restore_metadata
+    return parameters
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every one of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
+    """Every tensor with all of its names, in layer order."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in _tensors(model).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# ------------------------------------------------------------------------------------- does a write reach the kernels?
+
+
+def _is_laid_out(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_meta
+
+
+def _why_repacked(tensor: Tensor, layout: Tensor) -> str:
+    if not layout.is_contiguous():
+        return "it is loaded in a layout that is not contiguous"
+    if _is_laid_out(tensor, tuple(layout.shape), layout.dtype):
+        return ""
+    return f"loaded as {layout.dtype} {tuple(layout.shape)}, it now is {tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _why_copied(modules: dict[str, nn.Module], names: tuple[str, ...], probe: bool) -> str:
+    """Why the kernels do not read a tensor that still has its layout; every layer that shares it is asked."""
+    for name in names if probe else ():
+        owner, _, attribute = name.rpartition(".")
+        if reason := _processed_above(modules, owner) or _why_layer_copies(modules[owner], attribute):
+            return reason
+    return ""
+
+
+def _processed_above(modules: dict[str, nn.Module], owner: str) -> str:
+    """Modules that process after loading may keep what they made of the parameters below them (MLA does)."""
+    while True:
+        module = modules[owner]
+        if hasattr(module, "process_weights_after_loading"):
+            return f"{type(module).__name__} processes its weights after loading"
+        if not owner:
+            return ""
+        owner = owner.rpartition(".")[0]
+
+
+def _why_layer_copies(module: nn.Module, attribute: str) -> str:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    method = getattr(module, "quant_method", None)
+    if method is None:
+        return ""
+    if reason := _why_quantised(module):
+        return reason
+    layer = type(module).__name__
+    if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
+        return f"{layer} holds tensors beside its parameters"
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return "" if _experts_are_read(module) else f"{layer} has packed its experts"
+    if attribute != "weight" or _matrix_is_read(module):
+        return ""
+    return f"{layer} multiplies with a packed copy"
+
+
+def _why_quantised(module: nn.Module) -> str:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    known = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+    method = getattr(module, "quant_method", None)
+    return "" if method is None or isinstance(method, known) else f"{type(method).__name__} processes it after loading"
+
+
+@torch.no_grad()
+def _matrix_is_read(module: Any) -> bool:
+    """Write the first and the last column and multiply with the unit vectors that pick them: small integers, so exact."""
+    weight = module.weight.data
+    rows, columns = weight.shape
+    ends = [0, columns - 1]
+    units = weight.new_zeros(2, columns)
+    units[range(2), ends] = 1
+    pattern = (torch.arange(2 * rows, device=weight.device) % 61 + 1).view(2, rows).to(weight.dtype)
+    if columns == 1:
+        pattern[0] = pattern[1]
+    before = weight[:, ends].clone()
+    weight[:, ends] = pattern.t()
+    try:
+        product = module.quant_method.apply(module, units, None)
+    finally:
+        weight[:, ends] = before
+    return torch.equal(product.to(pattern.dtype), pattern)
+
+
+@torch.no_grad()
+def _experts_are_read(layer: Any) -> bool:
+    """Write the first local expert as its loader would, and compare the kernel with the formula of a gated MLP."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    method = layer.quant_method
+    if method.is_monolithic or layer.activation != MoEActivation.SILU or method.moe_kernel is None:
+        return False
+    w13, w2 = layer.w13_weight.data[0], layer.w2_weight.data[0]
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, w13.shape[1], generator=generator).to(w13)
+    before = w13.clone(), w2.clone()
+    for weight in (w13, w2):
+        weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
+    gate, up = (hidden @ w13.t()).float().chunk(2, dim=-1)
+    expected = (torch.nn.functional.silu(gate) * up).to(w2) @ w2.t()
+    slot = 0 if layer.expert_map is None else int((layer.expert_map == 0).nonzero()[0])
+    chosen = torch.full((1, 1), slot, dtype=torch.int32, device=w13.device)
+    try:
+        result = method.apply(layer, hidden, torch.ones_like(chosen, dtype=torch.float32), chosen, None, None)
+    finally:
+        w13.copy_(before[0])
+        w2.copy_(before[1])
+    return bool((result - expected).norm() < 0.05 * expected.norm())

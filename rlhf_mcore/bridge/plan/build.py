@@ -1,0 +1,161 @@
+"""The plan of a weight transfer: which rectangle goes from which rank's tensor to which rank's tensor, in which bucket.
+
+Pure arithmetic on descriptions: no tensor, no process group, no communication. Every rank that is given the same descriptions
+comes to the same plan (compare :attr:`Plan.digest`) and works out its own part alone (:meth:`Plan.rank_view`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import blake2b
+
+import numpy as np
+
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.plan.accounting import PlanBytes, count_bytes
+from rlhf_mcore.bridge.plan.rank_plan import RankPlan, build_rank_plan
+from rlhf_mcore.bridge.plan.schedule import Schedule, gather_tensors
+
+_FORMAT = b"rlhf_mcore bridge plan 1"
+
+
+class Plan:
+    """A transfer between two descriptions of the same tensors. Made by :func:`build_plan`."""
+
+    def __init__(self, schedule: Schedule, sources: Sequence[Place], destinations: Sequence[Place]):
+        self._schedule = schedule
+        self._sources, self._destinations = sources, destinations
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._schedule.buckets)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Upper limit of what a rank sends in a bucket, and of what it receives."""
+        return self._schedule.bucket_bytes
+
+    @property
+    def world_size(self) -> int:
+        """One more than the highest rank that takes part."""
+        return self._schedule.sets.world_size
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        """The tensors of each bucket, in order. One that was cut to fit is named by each bucket that has a part of it."""
+        return [list(dict.fromkeys(unit.hf_name for unit in units)) for units in self._schedule.buckets]
+
+    def rank_view(self, rank: int) -> RankPlan:
+        """What ``rank`` copies, sends and receives."""
+        with _collector_paused():
+            return build_rank_plan(self._schedule, rank)
+
+    def bytes(self) -> PlanBytes:
+        """Bytes of every rank, without building any rank's view."""
+        return count_bytes(self._schedule)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that determines the plan. Ranks with equal digests send and receive matching messages."""
+        schedule = self._schedule
+        state = blake2b(_FORMAT, digest_size=16)
+        settings = [schedule.bucket_bytes, schedule.ranks_per_node]
+        state.update(np.array(settings, dtype="<i8").tobytes())
+        for part in (self._sources, self._destinations):
+            _hash_places(state, part)
+        names = [f"{unit.pattern.item_bytes} {unit.hf_name}" for units in schedule.buckets for unit in units]
+        state.update("\n".join(names).encode())
+        state.update(np.array([len(units) for units in schedule.buckets], dtype="<i8").tobytes())
+        return state.hexdigest()
+
+
+def build_plan(
+    sources: Sequence[Place],
+    destinations: Sequence[Place],
+    *,
+    element_sizes: Mapping[str, int],
+    bucket_bytes: int,
+    order: Sequence[str],
+    ranks_per_node: int | None = None,
+    only: Collection[str] | None = None,
+) -> Plan:
+    """Plan the transfer of every tensor that a destination needs.
+
+    Args:
+        sources: who holds what. Several ranks may hold the same elements, in equal or in different tilings.
+        destinations: who needs what.
+        element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
+        bucket_bytes: limit of what a rank sends, and of what it receives, per bucket.
+        order: Hugging Face names in the order in which they travel, usually that of the network.
+        ranks_per_node: consecutive ranks of a node; then a cell is imported to a node once and forwarded inside.
+        only: transfer these tensors alone.
+
+    Raises:
+        ValueError: a needed tensor is missing in ``order``, an element has no source, or ``bucket_bytes`` is too small.
+    """
+    needed = {piece.hf_name for place in destinations for piece in place.pieces}
+    wanted = needed if only is None else set(only)
+    _check_arguments(needed, wanted, element_sizes, bucket_bytes, order, ranks_per_node)
+    chosen = [name for name in dict.fromkeys(order) if name in wanted]
+    with _collector_paused():
+        tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
+        schedule = Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1)
+    return Plan(schedule, sources, destinations)
+
+
+def _check_arguments(
+    needed: set[str],
+    wanted: set[str],
+    element_sizes: Mapping[str, int],
+    bucket_bytes: int,
+    order: Sequence[str],
+    ranks_per_node: int | None,
+) -> None:
+    if missing := needed.difference(order):
+        raise ValueError(f"order lacks {len(missing)} tensors that destinations need, among them {min(missing)}")
+    if unknown := wanted.difference(needed):
+        raise ValueError(f"only names {len(unknown)} tensors that no destination needs, among them {min(unknown)}")
+    if bad := sorted({element_sizes[name] for name in needed} - {1, 2, 4, 8}):
+        raise ValueError(f"element_sizes must be 1, 2, 4 or 8 bytes, got {bad}")
+    for field, value in (("bucket_bytes", bucket_bytes), ("ranks_per_node", ranks_per_node or 1)):
+        if value < 1:
+            raise ValueError(f"{field} must be positive, got {value}")
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Planning makes hundreds of thousands of small objects and no cycles: looking for garbage would take a third of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _hash_places(state: blake2b, places: Sequence[Place]) -> None:
+    names = [f"{place.buffer} {' '.join([piece.hf_name for piece in place.pieces])}" for place in places]
+    numbers = np.fromiter(_numbers(places), dtype="<i8")
+    state.update(f"{len(places)} {len(numbers)}\n".encode() + "\n".join(names).encode())
+    state.update(numbers.tobytes())
+
+
+def _numbers(places: Sequence[Place]) -> Iterator[int]:
+    """All numbers of a description, each list preceded by its length."""
+    for place in places:
+        ranks = place.ranks
+        if isinstance(ranks, range):
+            yield from (-1, ranks.start, ranks.stop, ranks.step)
+        else:
+            yield len(ranks)
+            yield from ranks
+        for piece in place.pieces:
+            yield len(piece.start)
+            yield piece.offset
+            yield from piece.start
+            yield from piece.shape
+            yield from piece.strides

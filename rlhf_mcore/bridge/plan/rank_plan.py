@@ -1,0 +1,276 @@
+"""What one rank does in a sync: buckets of local copies and messages, worked out from the common schedule without any other rank.
+
+Both ends of a message walk the same units and cells in the same order, so they agree on its content by construction. Phase 0 sends
+from source tensors; phase 1 (only where nodes are told apart) forwards from destination tensors what phase 0 has brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from rlhf_mcore.bridge.map.cells import Cell
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.plan.routes import Actor
+from rlhf_mcore.bridge.plan.schedule import Deal, Entries, Pattern, Schedule, Unit
+
+
+@dataclass(slots=True)
+class Copy:
+    """One rectangle of a message: ``hf_name[start : start + shape]`` in row-major order from byte ``message_offset``.
+
+    On this rank it is in ``buffer`` at ``offset`` with ``strides`` (elements). In a receive, two copies may read the same bytes of
+    the message: the rank needs that rectangle twice.
+    """
+
+    hf_name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    buffer: str
+    offset: int
+    strides: tuple[int, ...]
+    item_bytes: int
+    message_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.item_bytes * prod(self.shape)
+
+
+@dataclass(slots=True)
+class LocalCopy:
+    """One rectangle that goes from a source tensor straight to a destination tensor of the same rank (``message_offset`` is 0)."""
+
+    source: Copy
+    destination: Copy
+
+
+@dataclass(slots=True)
+class Message:
+    """All that one peer gets from this rank, or this rank from it, in one phase of a bucket. Offsets are naturally aligned."""
+
+    peer: int
+    nbytes: int
+    copies: list[Copy]
+
+
+@dataclass(slots=True)
+class Phase:
+    """At most one message to and one from each peer, by ascending peer. All may be in flight at once."""
+
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """One bucket of one rank. A rank without a part in a bucket has it empty, so numbers agree between ranks."""
+
+    index: int
+    local: list[LocalCopy] = field(default_factory=list)
+    phases: tuple[Phase, Phase] = field(default_factory=lambda: (Phase(), Phase()))
+
+    @property
+    def send_bytes(self) -> int:
+        return sum(message.nbytes for phase in self.phases for message in phase.sends)
+
+    @property
+    def receive_bytes(self) -> int:
+        return sum(message.nbytes for phase in self.phases for message in phase.receives)
+
+    @property
+    def destination_buffers(self) -> set[str]:
+        """Buffers of this rank that the bucket writes."""
+        local = {copy.destination.buffer for copy in self.local}
+        return local | {copy.buffer for phase in self.phases for message in phase.receives for copy in message.copies}
+
+
+@dataclass(slots=True)
+class RankPlan:
+    """The buckets of one rank, in order."""
+
+    rank: int
+    buckets: list[Bucket]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(bucket.send_bytes for bucket in self.buckets)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(bucket.receive_bytes for bucket in self.buckets)
+
+    @property
+    def local_bytes(self) -> int:
+        return sum(copy.source.nbytes for bucket in self.buckets for copy in bucket.local)
+
+    def peak_bytes(self, depth: int = 1) -> int:
+        """Most bytes of send and receive buffers while ``depth`` consecutive buckets are in flight; at most 2 * depth * bucket."""
+        sizes = [bucket.send_bytes + bucket.receive_bytes for bucket in self.buckets]
+        return max((sum(sizes[i : i + depth]) for i in range(len(sizes))), default=0)
+
+
+@dataclass(slots=True)
+class _Part:
+    """This rank's part in one cell of a pattern: which entries are its own."""
+
+    cell: Cell
+    deal: Deal
+    item_bytes: int
+    number: int
+    actor: Actor
+    source: int | None
+    destinations: list[int]
+
+
+_Local = tuple[str, Piece]  # a buffer of this rank and a piece in it
+
+
+class _BucketBuilder:
+    """Collects one bucket's copies. Messages by peer, for both phases."""
+
+    def __init__(self, index: int):
+        self._bucket = Bucket(index)
+        self._sends: tuple[dict[int, Message], ...] = ({}, {})
+        self._receives: tuple[dict[int, Message], ...] = ({}, {})
+
+    def add(self, unit: Unit, part: _Part) -> None:
+        """What this rank does with one cell of a unit."""
+        position = part.deal.base + unit.number * len(part.deal.cells) + part.number
+        needed = [_entry(unit.destinations, number) for number in part.destinations]
+        if part.source is not None:
+            held = _entry(unit.sources, part.source)
+            _append(self._sends[0], part.actor.targets(position), unit, part, held)
+            for entry in needed:
+                self._add_local(unit, part, held, entry)
+        elif needed:
+            source, phase = part.actor.source(position)
+            _append(self._receives[phase], (source,), unit, part, needed[0])
+            for entry in needed[1:]:
+                _again(self._receives[phase][source], unit, part, entry)
+            _append(self._sends[1], part.actor.forwards(position), unit, part, needed[0])
+
+    def finish(self) -> Bucket:
+        """The bucket, messages by ascending peer."""
+        for phase, sends, receives in zip(self._bucket.phases, self._sends, self._receives, strict=True):
+            phase.sends = [sends[peer] for peer in sorted(sends)]
+            phase.receives = [receives[peer] for peer in sorted(receives)]
+        return self._bucket
+
+    def _add_local(self, unit: Unit, part: _Part, held: _Local, needed: _Local) -> None:
+        source, destination = _copy(unit, part, held, 0), _copy(unit, part, needed, 0)
+        local = self._bucket.local
+        if local and _adjoins(local[-1].source, source) and _adjoins(local[-1].destination, destination):
+            last = local[-1]
+            local[-1] = LocalCopy(_joined(last.source, source), _joined(last.destination, destination))
+        else:
+            local.append(LocalCopy(source, destination))
+
+
+def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
+    """The plan of one rank; takes no longer for more ranks of the same kind."""
+    own_sets = schedule.sets.containing(rank)
+    parts: dict[int, list[_Part]] = {}
+    actors: dict[int, Actor] = {}
+    buckets = []
+    for index, units in enumerate(schedule.buckets):
+        builder = _BucketBuilder(index)
+        for unit in units:
+            if unit.pattern.sets.isdisjoint(own_sets):
+                continue
+            key = id(unit.pattern)
+            if key not in parts:
+                parts[key] = list(_parts(unit, own_sets, rank, actors))
+            for part in parts[key]:
+                builder.add(unit, part)
+        buckets.append(builder.finish())
+    return RankPlan(rank, buckets)
+
+
+def _parts(unit: Unit, own_sets: frozenset[int], rank: int, actors: dict[int, Actor]) -> Iterator[_Part]:
+    pattern: Pattern = unit.pattern
+    for deal in pattern.deals:
+        if own_sets.isdisjoint(deal.holder_sets) and own_sets.isdisjoint(deal.needer_sets):
+            continue
+        if id(deal.route) not in actors:
+            actors[id(deal.route)] = Actor(deal.route, rank)
+        for number, cell in enumerate(deal.cells):
+            source = next((n for n in cell.holders if unit.sources[3 * n] in own_sets), None)
+            destinations = [n for n in cell.needers if unit.destinations[3 * n] in own_sets]
+            yield _Part(cell, deal, pattern.item_bytes, number, actors[id(deal.route)], source, destinations)
+
+
+def _entry(entries: Entries, number: int) -> _Local:
+    """Buffer and piece of one entry."""
+    return entries[3 * number + 1], entries[3 * number + 2]
+
+
+def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part: _Part, entry: _Local) -> None:
+    """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle continues it.
+
+    Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
+    rectangle at the same offset share the copy.
+    """
+    new: Copy | None = None
+    for peer in peers:
+        message = messages.get(peer)
+        if message is None:
+            message = messages[peer] = Message(peer, 0, [])
+        if new is None or new.message_offset != message.nbytes:
+            new = _copy(unit, part, entry, message.nbytes)
+        message.nbytes += part.deal.nbytes
+        last = message.copies[-1] if message.copies else None
+        if last and _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset:
+            message.copies[-1] = _joined(last, new)
+        else:
+            message.copies.append(new)
+
+
+def _again(message: Message, unit: Unit, part: _Part, entry: _Local) -> None:
+    """A second place for the rectangle that was added last."""
+    message.copies.append(_copy(unit, part, entry, message.nbytes - part.deal.nbytes))
+
+
+def _adjoins(last: Copy, new: Copy) -> bool:
+    """Whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
+    return (
+        last.hf_name == new.hf_name
+        and len(new.shape) > 0
+        and last.buffer == new.buffer
+        and last.strides == new.strides
+        and last.start[1:] == new.start[1:]
+        and last.shape[1:] == new.shape[1:]
+        and last.start[0] + last.shape[0] == new.start[0]
+        and last.offset + last.shape[0] * last.strides[0] == new.offset
+    )
+
+
+def _joined(last: Copy, new: Copy) -> Copy:
+    return replace(last, shape=(last.shape[0] + new.shape[0], *last.shape[1:]))
+
+
+def _copy(unit: Unit, part: _Part, entry: _Local, message_offset: int) -> Copy:
+    """A cell's view within the piece that contains it."""
+    buffer, piece = entry
+    start = part.cell.start
+    if unit.start is not None:
+        start = tuple([a + b for a, b in zip(unit.start, start, strict=True)])
+    return Copy(
+        unit.hf_name,
+        start,
+        part.cell.shape,
+        buffer,
+        _offset(piece, start),
+        piece.strides,
+        part.item_bytes,
+        message_offset,
+    )
+
+
+def _offset(piece: Piece, start: tuple[int, ...]) -> int:
+    if start == piece.start:
+        return piece.offset
+    return piece.offset + sum(
+        [(a - b) * stride for a, b, stride in zip(start, piece.start, piece.strides, strict=True)]
+    )

@@ -1,0 +1,1 @@
+"""A plan carried out: messages, and the tensors they are written to."""

@@ -1,0 +1,142 @@
+"""Where a sync writes: the live tensors of an engine, and, for layers that the engine repacks, tensors that live for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.map.regions import view
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
+from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.run.execute import Destinations, Turn
+from rlhf_mcore.bridge.run.reload import reloading
+
+Written = Callable[[EngineParameter, Tensor], None]
+
+
+@dataclass(slots=True)
+class _Group:
+    """The repacked parameters of one layer, between their first and their last bucket.
+
+    ``is_brief``: one bucket brings them whole, and hands nothing on.
+    """
+
+    parameters: Sequence[EngineParameter]
+    first: int
+    last: int
+    is_brief: bool
+    stack: ExitStack = field(default_factory=ExitStack)
+    flats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class EngineLanding(Destinations):
+    """The destinations of one engine rank during one sync.
+
+    Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
+    that brings a part of it, and closed, so that the engine processes it, after the last; layers that one bucket brings whole take
+    turns. Padding is zeroed.
+
+    Args:
+        model: the engine's live model.
+        engine: its map.
+        plan: the plan of this rank, whose buckets are landed in order.
+        poison: fill what will be written with NaN first, so that an element that is never written shows.
+        written: called with every parameter and its flat tensor when it is complete.
+        names: the tensors that the plan brings, under Hugging Face names; None: all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: EngineMap,
+        plan: RankPlan,
+        *,
+        poison: bool = False,
+        written: Written | None = None,
+        names: Collection[str] | None = None,
+    ):
+        self._model, self._engine, self._poison, self._written = model, engine, poison, written
+        self._names = names
+        self._flats = engine.views(model)
+        for parameter in engine.direct:
+            self._prepare(parameter, self._flats[parameter.name])
+        self._groups = _groups(engine, plan)
+
+    def open(self, bucket: int) -> Mapping[str, Tensor]:
+        """Flat tensors that the bucket writes."""
+        for group in self._groups:
+            if group.first == bucket and not group.is_brief:
+                group.flats = group.stack.enter_context(self._reloaded(group))
+                self._flats.update(group.flats)
+        return self._flats
+
+    def turns(self, bucket: int) -> Sequence[Turn]:
+        """Layers that the bucket brings whole."""
+        return [
+            Turn(frozenset(parameter.name for parameter in group.parameters), partial(self._reloaded, group))
+            for group in self._groups
+            if group.is_brief and group.first == bucket
+        ]
+
+    def close(self, bucket: int) -> None:
+        """Put the layers to use that the bucket has completed."""
+        for group in self._groups:
+            if group.last == bucket and not group.is_brief:
+                group.stack.close()
+                for name in group.flats:
+                    del self._flats[name]
+
+    @contextmanager
+    def _reloaded(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
+        with reloading(self._model, group.parameters) as flats:
+            for parameter in group.parameters:
+                self._prepare(parameter, flats[parameter.name])
+            yield flats
+            self._finish(group.parameters, flats)
+
+    def finish(self) -> None:
+        """Everything has landed."""
+        self._finish(self._engine.direct, self._flats)
+
+    def abandon(self) -> None:
+        """The sync has failed: give open layers back to the engine. Its weights are unusable."""
+        for group in self._groups:
+            group.stack.close()
+
+    def _prepare(self, parameter: EngineParameter, flat: Tensor) -> None:
+        if self._poison and flat.is_floating_point():
+            for part in self._brought(parameter, flat):
+                part.fill_(float("nan"))
+        for begin, end in parameter.padding:
+            flat[begin:end].zero_()
+
+    def _brought(self, parameter: EngineParameter, flat: Tensor) -> list[Tensor]:
+        if self._names is None:
+            return [flat]
+        return [view(flat, piece) for piece in parameter.pieces if piece.hf_name in self._names]
+
+    def _finish(self, parameters: Sequence[EngineParameter], flats: Mapping[str, Tensor]) -> None:
+        if self._written is not None:
+            for parameter in parameters:
+                self._written(parameter, flats[parameter.name])
+
+
+def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
+    if not engine.repacked:
+        return []
+    touched: dict[str, list[int]] = {}
+    hands_on = {bucket.index for bucket in plan.buckets if bucket.phases[1].sends or bucket.phases[1].receives}
+    for bucket in plan.buckets:
+        for name in bucket.destination_buffers:
+            touched.setdefault(name, []).append(bucket.index)
+    groups = []
+    for parameters in engine.repacked:
+        buckets = [bucket for parameter in parameters for bucket in touched.get(parameter.name, [])]
+        if buckets:
+            first, last = min(buckets), max(buckets)
+            groups.append(_Group(parameters, first, last, first == last and first not in hands_on))
+    return groups

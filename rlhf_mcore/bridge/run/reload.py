@@ -1,0 +1,122 @@
+"""Layers whose kernels do not read live parameters: vLLM's layerwise reload for them, or live parameters instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, recorded_layout
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Written = Callable[[EngineParameter, Tensor], None]
+
+
+@contextmanager
+def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[dict[str, Tensor]]:
+    """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
+
+    Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
+    Leaving the context lets vLLM process the layer and put the result where its kernels read it. Peak extra memory is one
+    layer. Run it under vLLM's ``set_current_vllm_config``.
+
+    Args:
+        model: the live model.
+        group: one of ``EngineMap.repacked``.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    module = model.get_submodule(group[0].module)
+    layerwise.initialize_layerwise_reload(module)
+    info = layerwise.get_layerwise_info(module)
+    try:
+        meta.materialize_layer(module, info)
+        yield {p.name: getattr(module, p.name.rpartition(".")[2]).data.view(-1) for p in group}
+        _forget_packed_experts(module)
+        layerwise._layerwise_process(module, info)
+    finally:
+        if info.can_load():  # it was not processed: put back what was there
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
+    for alias in {alias for parameter in group for alias in parameter.aliases}:
+        sharer: Any = model.get_submodule(alias.rpartition(".")[0])
+        if sharer is not module:
+            sharer.quant_method.process_weights_after_loading(sharer)
+
+
+def _forget_packed_experts(module: Any) -> None:
+    """On the CPU, vLLM packs experts only while it builds their kernel: without this a reload leaves them unpacked (0.32)."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
+        module.quant_method.moe_kernel = None
+
+
+@contextmanager
+def watching(model: nn.Module, engine: EngineMap, written: Written) -> Iterator[None]:
+    """See what a reload by vLLM itself writes into repacked parameters.
+
+    ``written`` is called with each and its flat tensor in the loading layout, just before its layer processes it.
+    """
+    with ExitStack() as stack:
+        for group in engine.repacked:
+            method: Any = model.get_submodule(group[0].module).quant_method
+            original = method.process_weights_after_loading
+            stack.callback(setattr, method, "process_weights_after_loading", original)
+            method.process_weights_after_loading = partial(_process_watched, original, group, written)
+        yield
+
+
+def _process_watched(original: Any, group: Sequence[EngineParameter], written: Written, layer: Any) -> None:
+    for parameter in group:
+        tensor = getattr(layer, parameter.name.rpartition(".")[2])
+        if tensor.numel() == torch.Size(parameter.shape).numel():  # not the empty rest of one that is packed already
+            written(parameter, tensor.data.view(-1))
+    original(layer)
+
+
+def keep_loading_layout(model: nn.Module) -> list[str]:
+    """On the CPU, let layers multiply with their live parameters, so that these can be written in place.
+
+    vLLM's CPU kernels multiply with a packed copy, and drop the original. Here the linear layers, the embeddings and the
+    output layer get live parameters back and plain ``torch.nn.functional.linear``, for good: a later reload leaves it so.
+    Experts of a mixture keep their packed kernel. Returned are the names of the layers that have changed; on other
+    platforms there is none. The weights are undefined until they are loaded or synchronised.
+
+    An update then is a plain copy, as on a GPU, but generation gets slower (by up to two fifths at 80M parameters), and a
+    reload costs less than that: for speed leave the layers as they are and use :func:`reloading`.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    changed = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and isinstance(method, (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)):
+            _restore_weight(module)
+            _multiply_plainly(module)
+            method.process_weights_after_loading = _multiply_plainly
+            changed.append(name)
+    return changed
+
+
+def _multiply_plainly(layer: Any) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _restore_weight(layer: Any) -> None:
+    """Give back the weight that packing has dropped; a bias that it has widened gets the weight's dtype again."""
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, restore_layer_refs
+
+    device = layer.weight.device
+    if layer.weight.numel() == 0:
+        with device:
+            layer.weight = restore_layer_refs(materialize_meta_tensor(recorded_layout(layer)["weight"]), layer)
+        layer.weight.data.zero_()
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.data = layer.bias.data.to(layer.weight.dtype)

@@ -1,0 +1,323 @@
+"""The weights' way from a trained model to the rollout engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
+from rlhf_mcore.bridge.map.layouts import spread_order
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.landing import EngineLanding
+from rlhf_mcore.bridge.run.reload import watching
+from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats
+from rlhf_mcore.types import LocalParameter, ModelGeometry
+
+
+@dataclass(slots=True)
+class GatherBridge:
+    """The plain bridge: every rank gathers every full tensor, one at a time, and the engine cuts its part out again."""
+
+    gatherer: Gatherer
+    engine: RolloutEngine
+
+    def sync(self, version: int) -> SyncStats:
+        """Replace all weights of the engine and set their version. Collective over the model's ranks."""
+        started, sizes = time.perf_counter(), [0]
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.gatherer:
+                sizes.append(tensor.numel() * tensor.element_size())
+                yield name, tensor
+
+        self.engine.load_weights(counted(), version=version)
+        return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))
+
+
+@dataclass(slots=True)
+class _Sides:
+    """Descriptions of both sides, the same on every rank."""
+
+    sources: list[Place]
+    destinations: list[Place]
+    shapes: Mapping[str, tuple[int, ...]]
+    engine_dtypes: Mapping[str, torch.dtype]
+
+    def digest(self, flat: Tensor, piece: Piece) -> int:
+        """Hash of a piece of a local tensor, in the engines' dtype."""
+        return piece_digest(flat, piece, self.shapes[piece.hf_name], self.engine_dtypes[piece.hf_name])
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A plan that this rank can carry out. ``names`` are the tensors that it brings; None: all."""
+
+    plan: Plan
+    rank_plan: RankPlan
+    executor: Executor
+    names: frozenset[str] | None = None
+
+    def brings(self, piece: Piece) -> bool:
+        return self.names is None or piece.hf_name in self.names
+
+
+class PlannedBridge:
+    """The planned bridge: every byte goes straight from where it is stored to its place in the fused parameters of an engine.
+
+    Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
+
+    Args:
+        parameters: the trained tensors of this rank.
+        geometry: of the model.
+        engine: this rank's part of a rollout engine.
+        bucket_bytes: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight.
+        verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
+            plain way, through ``gatherer``, and compare every engine parameter bit for bit.
+        gatherer: of the same tensors; needed for "full" only.
+        ranks_per_node: consecutive ranks of a machine, where there are several: what crosses machines is then brought to each once
+            and forwarded inside.
+        poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LocalParameter],
+        geometry: ModelGeometry,
+        engine: RolloutEngine,
+        *,
+        bucket_bytes: int,
+        verify: str = "off",
+        gatherer: Gatherer | None = None,
+        ranks_per_node: int | None = None,
+        poison: bool = False,
+    ):
+        def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
+            return pieces(parameter.name, geometry, parameter.shard)
+
+        assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
+        shapes = hf_shapes(geometry)
+        self._engine, self._verify, self._gatherer, self._poison = engine, verify, gatherer, poison
+        self._bucket_bytes, self._ranks_per_node = bucket_bytes, ranks_per_node
+        self._is_tied = geometry.tied_embeddings
+        self._map = engine_map(engine.model, shapes)
+        self._dtypes = wire_dtypes(parameters, pieces_of)
+        self._sides = _Sides(
+            describe_sources(parameters, pieces_of), describe_destinations(self._map), shapes, self._engine_dtypes()
+        )
+        check_coverage(self._sides.sources, self._sides.destinations, shapes)
+        self._flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
+        self._whole = self._planned(None)
+        self._parts: dict[frozenset[str], _Transfer] = {}
+        self._together: list[frozenset[str]] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of a whole sync."""
+        return self._whole.plan
+
+    @property
+    def rank_plan(self) -> RankPlan:
+        """This rank's part of it."""
+        return self._whole.rank_plan
+
+    def _planned(self, names: frozenset[str] | None) -> _Transfer:
+        """Plan a transfer of some tensors. Collective."""
+        sides = self._sides
+        plan = build_plan(
+            sides.sources,
+            sides.destinations,
+            element_sizes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
+            bucket_bytes=self._bucket_bytes,
+            # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
+            order=spread_order(list(sides.shapes), sides.sources, keep_layers=bool(self._map.repacked)),
+            ranks_per_node=self._ranks_per_node,
+            only=names,
+        )
+        _agree(plan)
+        rank_plan = plan.rank_view(dist.get_rank())
+        return _Transfer(plan, rank_plan, Executor(rank_plan, self._flats, self._dtypes, nearby=True), names)
+
+    def _engine_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype in which the engines hold each Hugging Face tensor. Collective."""
+        mine = {
+            piece.hf_name: str(parameter.dtype).removeprefix("torch.")
+            for parameter in self._map.parameters
+            for piece in parameter.pieces
+        }
+        return {name: getattr(torch, dtype) for part in all_gather_json(mine) for name, dtype in part.items()}
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+        """Write weights into the engine and set their version. Collective over the world.
+
+        Args:
+            version: of the weights.
+            only: Hugging Face names, or patterns of them (``model.layers.3.*``), of the tensors that have changed; None: all. A layer
+                that the engine keeps repacked is brought whole if one of its tensors is. The plan of a subset is made once.
+
+        Raises:
+            SyncMismatch: with ``verify``, a tensor is not the trainer's. The engine stays unusable.
+            RuntimeError: ``only``, and the engine has no whole weights to which some could be added.
+            ValueError: ``only`` names no tensor, or ``verify`` is "full", which compares all.
+        """
+        started = time.perf_counter()
+        transfer = self._whole if only is None else self._part(only)
+        seen = _Seen(self._sides, transfer, self._verify)
+        with self._engine.updating(version=version) as model:
+            landing = EngineLanding(
+                model,
+                self._map,
+                transfer.rank_plan,
+                poison=self._poison,
+                written=None if self._verify == "off" else seen.written,
+                names=transfer.names,
+            )
+            try:
+                transfer.executor.run(landing)
+                landing.finish()
+            except BaseException:
+                landing.abandon()
+                raise
+            if self._verify == "digest":
+                compare(self._source_digests(transfer), seen.digests())
+        if self._verify == "full":
+            self._compare_in_full(seen.copies, version)
+        plan = transfer.rank_plan
+        return SyncStats(
+            time.perf_counter() - started, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes
+        )
+
+    def _part(self, only: Sequence[str]) -> _Transfer:
+        if self._engine.policy_version < 0:
+            raise RuntimeError(
+                "the engine has no whole weights that a sync of some tensors could add to: sync all first"
+            )
+        if self._verify == "full":
+            raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
+        names = _matching(only, self._sides.shapes, self._is_tied)
+        if self._together is None:  # what is repacked may differ between ranks
+            mine = [sorted({p.hf_name for q in group for p in q.pieces}) for group in self._map.repacked]
+            self._together = [frozenset(group) for groups in all_gather_json(mine) for group in groups]
+        while more := {name for group in self._together if group & names for name in group} - names:
+            names |= more
+        if names not in self._parts:
+            self._parts[names] = self._planned(names)
+        return self._parts[names]
+
+    def source_digests(self) -> dict[str, int]:
+        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the world."""
+        return self._source_digests(self._whole)
+
+    def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
+        sides, rank = self._sides, dist.get_rank()
+        places = _brought(sides.sources, transfer)
+        mine = [
+            sides.digest(self._flats[place.buffer], piece)
+            for place in places
+            if rank in place.ranks
+            for piece in place.pieces
+        ]
+        return tensor_digests(mine, places, sides.shapes)
+
+    def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
+        """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
+        assert self._gatherer is not None
+        wrong: list[str] = []
+
+        def check(parameter: EngineParameter, flat: Tensor) -> None:
+            synced = copies.pop(parameter.name, None)
+            if synced is not None and not torch.equal(synced.view(torch.uint8), flat.view(torch.uint8)):
+                wrong.append(parameter.name)
+
+        with watching(self._engine.model, self._map, check):
+            self._engine.load_weights(iter(self._gatherer), version=version)
+        flats = self._map.views(self._engine.model)
+        for parameter in self._map.direct:
+            check(parameter, flats[parameter.name])
+        wrong = sorted({name for names in all_gather_json([*wrong, *copies]) for name in names})
+        if wrong:
+            problem = f"{len(wrong)} engine parameters differ from a plain load, among them {wrong[0]}"
+            self._engine.drop_weights(problem)
+            raise SyncMismatch(problem)
+
+
+class _Seen:
+    """What a sync has left in the engine, seen parameter by parameter: hashes, or copies."""
+
+    def __init__(self, sides: _Sides, transfer: _Transfer, verify: str):
+        self._sides, self._transfer, self._verify = sides, transfer, verify
+        self._digests: dict[str, list[int]] = {}
+        self.copies: dict[str, Tensor] = {}
+
+    def written(self, parameter: EngineParameter, flat: Tensor) -> None:
+        if self._verify == "full":
+            self.copies[parameter.name] = flat.clone()
+        else:
+            brought = [piece for piece in parameter.pieces if self._transfer.brings(piece)]
+            self._digests[parameter.name] = [self._sides.digest(flat, piece) for piece in brought]
+
+    def digests(self) -> dict[str, int]:
+        """Hash of every tensor as engines hold it. Collective."""
+        places, rank = _brought(self._sides.destinations, self._transfer), dist.get_rank()
+        mine = [value for place in places if rank in place.ranks for value in self._digests[place.buffer]]
+        return tensor_digests(mine, places, self._sides.shapes)
+
+
+def _brought(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
+    """Places, reduced to the pieces that a transfer brings."""
+    if transfer.names is None:
+        return list(places)
+    reduced = [replace(place, pieces=tuple(filter(transfer.brings, place.pieces))) for place in places]
+    return [place for place in reduced if place.pieces]
+
+
+def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> frozenset[str]:
+    """The tensors that some names or patterns mean."""
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
+    names: set[str] = set()
+    for pattern in only:
+        found = {aliases.get(name, name) for name in (*known, *aliases) if fnmatchcase(name, pattern)}
+        if not found:
+            raise ValueError(f"sync(only=...): {pattern!r} matches no tensor of the model, such as {next(iter(known))}")
+        names |= found
+    if not names:
+        raise ValueError("sync(only=[]) names no tensor; None means all")
+    return frozenset(names)
+
+
+def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
+    """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, every tensor as it is."""
+    if not hasattr(model, "load_weights"):
+        return EngineMap(
+            tuple(
+                EngineParameter(name, tuple(p.shape), p.dtype, (_whole(name, tuple(p.shape)),))
+                for name, p in model.named_parameters()
+            )
+        )
+    return trace(model, shapes)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Piece:
+    strides = torch.empty(shape, device="meta").stride()
+    return Piece(name, (0,) * len(shape), shape, 0, tuple(strides))
+
+
+def _agree(plan: Plan) -> None:
+    digests = all_gather_json(plan.digest)
+    if len(set(digests)) > 1:
+        raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")

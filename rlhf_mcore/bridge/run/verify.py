@@ -1,0 +1,106 @@
+"""Proof that a sync was whole: a hash of every Hugging Face tensor on the trainer's side and on the engines' side.
+
+The hash of a tensor is the sum, modulo 2**64, of a mix of every element's bits with its position in the full tensor. Sums do not
+depend on how a tensor is cut, so both sides are hashed where they lie, whatever their layouts, and nothing is gathered but 8 bytes
+for every piece.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.protocols import SyncMismatch
+
+CHUNK_ELEMENTS = 1 << 22
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd 64-bit constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
+_GAMMA, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Hash of the elements that a flat local tensor holds of a piece, as they are in ``dtype`` (the engine's)."""
+    view = flat.as_strided(piece.shape, piece.strides, flat.storage_offset() + piece.offset)
+    rows = max(CHUNK_ELEMENTS // max(prod(piece.shape[1:]), 1), 1)
+    total = 0
+    for first in range(0, piece.shape[0], rows):
+        part = view[first : first + rows].to(dtype).contiguous()
+        start = (piece.start[0] + first, *piece.start[1:])
+        total += int(_mixed(part, start, hf_shape).sum())
+    return _signed(total)
+
+
+def _mixed(part: Tensor, start: tuple[int, ...], hf_shape: tuple[int, ...]) -> Tensor:
+    state = part.view(_BITS[part.element_size()]).to(torch.int64)
+    position = torch.zeros(part.shape, dtype=torch.int64, device=part.device)
+    stride = 1
+    for axis in reversed(range(part.dim())):
+        along = torch.arange(start[axis], start[axis] + part.shape[axis], device=part.device) * stride
+        position += along.view([-1 if d == axis else 1 for d in range(part.dim())])
+        stride *= hf_shape[axis]
+    state = state * _MIX2 + (position + 1) * _GAMMA
+    state = (state ^ ((state >> 30) & 0x3FFFFFFFF)) * _MIX1
+    state = (state ^ ((state >> 27) & 0x1FFFFFFFFF)) * _MIX2
+    return state ^ ((state >> 31) & 0x1FFFFFFFF)
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def tensor_digests(
+    mine: Sequence[int], places: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Hash of every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the world.
+
+    Raises:
+        SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
+    """
+    by_rank = _gather(mine)
+    known: dict[_Rectangle, int] = {}
+    for rank, values in enumerate(by_rank):
+        held = (piece for place in places if rank in place.ranks for piece in place.pieces)
+        for piece, value in zip(held, values, strict=True):
+            if known.setdefault((piece.hf_name, piece.start, piece.shape), value) != value:
+                raise SyncMismatch(
+                    f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
+                )
+    totals: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int] = defaultdict(int)
+    for (name, _, shape), value in known.items():
+        totals[name] += value
+        sizes[name] += prod(shape)
+    for name, size in sizes.items():
+        if size != prod(shapes[name]):
+            raise SyncMismatch(f"the pieces of {name} have {size} elements, the tensor has {prod(shapes[name])}")
+    return {name: _signed(total) for name, total in totals.items()}
+
+
+def _gather(values: Sequence[int]) -> list[list[int]]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(values)]))
+    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.int64)
+    padded[: len(values)] = torch.tensor(values, dtype=torch.int64)
+    out = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(out, padded)
+    return [part[: int(size)].tolist() for part, size in zip(out, sizes, strict=True)]
+
+
+def compare(source: Mapping[str, int], destination: Mapping[str, int]) -> None:
+    """Every tensor that an engine holds must be the trainer's.
+
+    Raises:
+        SyncMismatch: naming the tensors that differ.
+    """
+    wrong = [name for name, value in destination.items() if source.get(name) != value]
+    if wrong:
+        raise SyncMismatch(f"{len(wrong)} of {len(destination)} tensors differ after the sync, among them {wrong[0]}")
