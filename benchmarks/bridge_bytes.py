@@ -18,8 +18,7 @@ from benchmarks.common import report
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_bytes, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import spread_order
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.types import ModelGeometry
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
-from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.parallel.layout import ParallelLayout

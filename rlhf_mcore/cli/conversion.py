@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
 from rlhf_mcore.bridge.files.formats.convert import Reading, whole_directory, write_hf, write_megatron
 from rlhf_mcore.bridge.files.formats.megatron_rows import runs
-from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, Source
+from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.checkpoint import delta
@@ -136,7 +136,7 @@ def _companions(request: Request) -> Path:
     return found
 
 
-def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack) -> Source:
+def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack) -> ModelSource:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
     if request.source_format == "megatron":
@@ -193,11 +193,11 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
         yield lambda num_bytes: display.advance(task, num_bytes)
 
 
-def _check_written(request: Request, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> Source:
+def _check_written(request: Request, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
     """What was written, opened anew: the names, shapes, dtypes and number of parameters that were meant."""
     if request.target_format == "hf":
         companions = directory
-        written: Source = HFSource(directory, directory)
+        written: ModelSource = HFSource(directory, directory)
     else:
         companions = directory / torch_dist.COMPANIONS
         written = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), companions, geometry)
@@ -206,7 +206,7 @@ def _check_written(request: Request, directory: Path, geometry: ModelGeometry, t
     return written
 
 
-def _verify(console: Console, reading: Reading, written: Source) -> None:
+def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
     again = Reading(written, reading.types)
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in reading.types.values())
     with _progress(console, "verifying", total) as again.progress:
@@ -219,7 +219,7 @@ def _verify(console: Console, reading: Reading, written: Source) -> None:
         console.print(f"logits were not compared: {skipped}")
 
 
-def _print_map(request: Request, source: Source, geometry: ModelGeometry, types: TensorTypes) -> None:
+def _print_map(request: Request, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
     """Every tensor of the destination, and where it comes from."""
     if request.target_format == "hf":
         for name, (dtype, shape) in types.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.checks import checked_types
-from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.geometry import read_geometry
@@ -42,7 +42,7 @@ class ShardedWeights:
         directory, files = Path(model.weights), Path(model.files)
         geometry = read_geometry(files)
         if model.format == "fsdp":
-            self._source: Source = fsdp.open_fsdp(directory, files, geometry)
+            self._source: ModelSource = fsdp.open_fsdp(directory, files, geometry)
         else:
             self._source = torch_dist.open_torch_dist(torch_dist.find_checkpoint(directory), files, geometry)
         self._types = checked_types(self._source, geometry)

@@ -12,8 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from rlhf_mcore.bridge.map.layouts import engine_places
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.types import ModelGeometry
 

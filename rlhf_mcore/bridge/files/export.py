@@ -21,8 +21,7 @@ from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, com
 from rlhf_mcore.bridge.files.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, TensorTypes
 from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.strided import contiguous_strides
 from rlhf_mcore.bridge.plan.build import build_plan

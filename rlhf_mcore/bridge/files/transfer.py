@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
-from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.map.cells import Cell, Rectangle, cut
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 
 Intervals = tuple[tuple[int, int], ...]
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.trace import EngineMap
 from rlhf_mcore.parallel.collectives import all_gather_unique_json
 from rlhf_mcore.types import LocalParameter

@@ -9,8 +9,7 @@ from itertools import groupby, zip_longest
 from math import prod
 from typing import Protocol
 
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import FAMILIES, HEADS, pieces
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.types import ModelGeometry, Shard

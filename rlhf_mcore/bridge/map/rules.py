@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rules import pieces
 from rlhf_mcore.bridge.map.strided import Rectangle, contiguous_strides
 from rlhf_mcore.types import ModelGeometry, Shard

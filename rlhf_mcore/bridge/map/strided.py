@@ -11,7 +11,7 @@ from functools import cache
 from itertools import product
 from math import prod
 
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
 Interval = tuple[int, int]  # of elements, half-open

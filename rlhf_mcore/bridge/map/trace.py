@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.strided import Interval, Rectangle, View, copied_pieces, covered, unfilled
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.places import Ranks
+from rlhf_mcore.bridge.plan.routes import Ranks
 from rlhf_mcore.bridge.plan.schedule import Deal, Schedule, Unit
 
 Bytes = NDArray[np.int64]

@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.accounting import PlanBytes, count_bytes
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan, build_rank_plan
 from rlhf_mcore.bridge.plan.schedule import Schedule, gather_tensors

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from rlhf_mcore.bridge.map.cells import Cell
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.plan.routes import Actor
 from rlhf_mcore.bridge.plan.schedule import Deal, Entries, Pattern, Schedule, Unit
 

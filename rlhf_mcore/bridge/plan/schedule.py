@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.map.cells import Cell, Rectangle, bounding_box, clip, cut, slabs
-from rlhf_mcore.bridge.map.places import Place, RankSets
-from rlhf_mcore.bridge.plan.routes import Route
+from rlhf_mcore.bridge.map.pieces import Place
+from rlhf_mcore.bridge.plan.routes import RankSets, Route
 
 Entries = list[
     Any

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from rlhf_mcore.bridge.map.regions import view
+from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.execute import Destinations, Turn

@@ -15,8 +15,7 @@ from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.layouts import spread_order
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.protocols import SyncMismatch
 
 CHUNK_ELEMENTS = 1 << 22

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.bridge.map.regions import view
+from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.run.reload import keep_loading_layout, reloading
 from rlhf_mcore.config.schema import RolloutConfig

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.run import execute

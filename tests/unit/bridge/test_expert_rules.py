@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout

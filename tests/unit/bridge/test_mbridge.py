@@ -12,7 +12,7 @@ from mbridge.core.bridge import Bridge
 from mbridge.core.parallel_states import ParallelStates
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.regions import view
+from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.types import ModelGeometry, Shard
 from tests.distributed.models import MODELS, MOE_MODELS, SIZES

@@ -6,8 +6,7 @@ import pytest
 
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage, padding_of
 from rlhf_mcore.bridge.map.layouts import engine_places, replicas, spread_order, stage_names, trainer_places
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.parallel.layout import ParallelLayout

@@ -11,7 +11,7 @@ from benchmarks.bridge_bytes import lower_bound
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage
 from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
-from rlhf_mcore.bridge.map.places import Place
+from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 from rlhf_mcore.parallel.layout import ParallelLayout

@@ -7,7 +7,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 
-from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.rules import FAMILIES, hf_shapes, pieces
 from rlhf_mcore.config.model_files import HEADS, architecture_name
 from rlhf_mcore.types import ModelGeometry, Shard

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_mcore.bridge.map.regions import Piece, view
+from rlhf_mcore.bridge.map.pieces import Piece, view
 from rlhf_mcore.bridge.map.strided import View, contiguous_strides, copied_pieces, covered, gaps, intervals
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.trace import _Recorder
 
 Loader = Callable[[Tensor, Tensor], object]

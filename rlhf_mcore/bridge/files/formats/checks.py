@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
@@ -20,7 +20,7 @@ _SHOWN = 5
 _COMPARED_ELEMENTS = 2**22
 
 
-def checked_types(source: Source, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors to convert, in the order of the network: those of the model, which must all be there, and no others.
 
     Raises:
@@ -52,7 +52,7 @@ def checked_types(source: Source, geometry: ModelGeometry) -> dict[str, tuple[to
     return {name: types[name] for name in expected}
 
 
-def _check_tied(source: Source) -> None:
+def _check_tied(source: ModelSource) -> None:
     """Some save the matrix under both names: it must be one matrix."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     shape = source.types[head][1]

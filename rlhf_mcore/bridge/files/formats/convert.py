@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import torch_dist
-from rlhf_mcore.bridge.files.formats.source import Source
+from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, write_common
 from rlhf_mcore.bridge.files.hf_files import copy_companions
 from rlhf_mcore.bridge.files.hf_writer import ShardFiles, cut_into_shards, write_index
@@ -40,7 +40,7 @@ class Reading:
     ``is_checked``: values that are not finite are refused.
     """
 
-    source: Source
+    source: ModelSource
     types: TensorTypes
     progress: Callable[[int], None] = lambda num_bytes: None
     is_checked: bool = False

@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.config.errors import ConfigError
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """A model in some format. Reading is lazy, and what is read stays out of memory once it is released."""
 
     @property
@@ -95,7 +95,7 @@ class AverageSource:
         ConfigError: they do not hold the same tensors.
     """
 
-    def __init__(self, sources: Sequence[Source]):
+    def __init__(self, sources: Sequence[ModelSource]):
         self._sources = sources
         self.directory, self.companions = sources[0].directory, sources[0].companions
         self.types = sources[0].types

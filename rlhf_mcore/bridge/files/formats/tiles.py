@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.coverage import CoverageError, padding_of
-from rlhf_mcore.bridge.map.places import Place
-from rlhf_mcore.bridge.map.regions import Piece
+from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.strided import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
 

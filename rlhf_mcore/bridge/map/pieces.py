@@ -1,10 +1,13 @@
-"""Pieces: rectangles in Hugging Face coordinates together with the strided view of a local tensor that holds them.
+"""Pieces and places: where parts of Hugging Face tensors are stored on ranks. Pure Python; :func:`view` takes a view of a real tensor.
 
-Pure Python; a view of a real tensor is taken in :func:`view`.
+Ranks of the same layout position (same tensor, pipeline and expert coordinates; any data-parallel coordinate) hold the same pieces
+at the same local views. They are described once, with their ranks as an arithmetic progression, so the description of 16,384
+ranks is no longer than that of one replica.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -31,6 +34,21 @@ class Piece:
     def slices(self) -> tuple[slice, ...]:
         """The rectangle as an index into the full Hugging Face tensor."""
         return tuple(slice(begin, begin + size) for begin, size in zip(self.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One local tensor as it is stored on each of ``ranks`` (ascending; a range where the layout is regular).
+
+    ``numel`` counts the local tensor's elements; ``padding`` lists half-open intervals of them that no Hugging Face tensor fills.
+    Both are used by :func:`rlhf_mcore.bridge.map.coverage.check_coverage` only; ``numel`` 0 means that the size is not known.
+    """
+
+    buffer: str
+    pieces: tuple[Piece, ...]
+    ranks: Sequence[int]
+    numel: int = 0
+    padding: tuple[tuple[int, int], ...] = ()
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:
