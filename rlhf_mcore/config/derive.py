@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 
 
@@ -26,24 +27,21 @@ class RoleLayout:
         return math.lcm(cut.tp * cut.pp * cut.cp, experts)
 
 
-SUPERVISED = ("sft", "reward_model")
-
-
 def is_supervised(cfg: Config) -> bool:
     """Whether the run learns from given responses alone: one model, and nothing is generated."""
-    return cfg.algorithm.kind in SUPERVISED
+    return not run_kind(cfg).generates
 
 
 def rows_per_example(cfg: Config) -> int:
     """Responses to the prompt of a supervised example: one, or the chosen and the rejected one."""
-    return 2 if cfg.algorithm.kind == "reward_model" else 1
+    return run_kind(cfg).rows_per_example
 
 
 def longest_example(cfg: Config) -> int:
     """Most tokens of prompt and response that a supervised run takes."""
     if cfg.data.max_tokens is not None:
         return cfg.data.max_tokens
-    room = cfg.trainer.max_tokens_per_microbatch // rows_per_example(cfg)
+    room = cfg.trainer.max_tokens_per_microbatch // run_kind(cfg).rows_per_example
     return room // padded_to(cfg.actor.layout) * padded_to(cfg.actor.layout)
 
 
@@ -55,7 +53,7 @@ def padded_to(layout: LayoutConfig) -> int:
 def role_layouts(cfg: Config) -> list[RoleLayout]:
     """Every role of the run that has a layout of its own."""
     roles = [RoleLayout("actor", cfg.actor.layout, cfg.actor.ranks)]
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return roles
     if needs_critic(cfg):
         roles.append(RoleLayout("critic", cfg.critic.layout, cfg.critic.ranks))
@@ -69,7 +67,7 @@ def default_world_size(cfg: Config) -> int:
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
     roles = role_layouts(cfg)
-    engine = 1 if is_supervised(cfg) else cfg.rollout.layout.tp
+    engine = cfg.rollout.layout.tp if run_kind(cfg).generates else 1
     smallest = math.lcm(engine, *(role.model_size for role in roles if role.ranks is None))
     last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
     return -(-last // smallest) * smallest
@@ -132,7 +130,7 @@ def _resolve_algorithm(cfg: Config) -> None:
 
 def needs_critic(cfg: Config) -> bool:
     """Whether advantages are computed from values."""
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return False
     if cfg.algorithm.use_critic == "auto":
         return cfg.algorithm.advantage == "gae"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.yaml_text import load_yaml
 
@@ -74,7 +75,7 @@ def further_models(saved: str) -> list[str]:
     tree = {**_default_values(), **dict(_leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
     held = {"critic": _has_critic(tree), "reference": refreshed}
-    return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == "rl" else []
+    return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == RL.name else []
 
 
 @cache

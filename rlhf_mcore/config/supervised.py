@@ -17,13 +17,12 @@ from rlhf_mcore.config.data_files import (
     transform_problems,
 )
 from rlhf_mcore.config.data_rows import checked_prompt, checked_response, require_column
-from rlhf_mcore.config.derive import longest_example, padded_to, rows_per_example
+from rlhf_mcore.config.derive import longest_example, padded_to
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import ModelShape
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 
-RL_GROUPS = ("rollout.", "bridge.", "reward.", "critic.", "reference.")  # keys that such a run does not look at
-STARTING_HEADS = {"sft": ("lm",), "reward_model": ("lm", "sequence")}  # kinds of model.path
 MESSAGES = "messages"  # sft: in the place of prompt and response
 
 
@@ -55,7 +54,7 @@ def _file_problems(cfg: Config, file: str, field: str, prompt_key: str, deadline
         return
     wanted = wanted_columns(cfg, prompt_key)
     missing = [key for key, column in wanted.items() if column not in columns]
-    if missing and not (cfg.algorithm.kind == "sft" and MESSAGES in columns):
+    if missing and not (run_kind(cfg).reads_conversations and MESSAGES in columns):
         named = " and ".join(f"{wanted[key]!r}" for key in missing)
         remedy = f"Set {' and '.join(missing)}" + (f", or give a column {MESSAGES!r}" if len(wanted) == 2 else "")
         yield (
@@ -73,14 +72,8 @@ def _file_problems(cfg: Config, file: str, field: str, prompt_key: str, deadline
 
 def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
     """Columns of an example, by the keys that name them: the prompt, then its responses."""
-    data = cfg.data
-    if cfg.algorithm.kind == "sft":
-        return {"data.prompt_key": prompt_key, "data.response_key": data.response_key}
-    return {
-        "data.prompt_key": prompt_key,
-        "data.chosen_key": data.chosen_key,
-        "data.rejected_key": data.rejected_key,
-    }
+    responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
+    return {"data.prompt_key": prompt_key, **responses}
 
 
 def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
@@ -112,20 +105,20 @@ def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
 
 def step_problems(cfg: Config) -> Iterator[str]:
     """Whether a step is one update, and a microbatch has room for an example."""
-    trainer, kind = cfg.trainer, cfg.algorithm.kind
+    trainer, kind = cfg.trainer, run_kind(cfg)
     if trainer.minibatch_size not in (None, trainer.prompts_per_step):
         yield (
-            f"trainer.minibatch_size={trainer.minibatch_size}: with algorithm.kind={kind} a step is one update, of "
+            f"trainer.minibatch_size={trainer.minibatch_size}: with algorithm.kind={kind.name} a step is one update, of "
             f"trainer.prompts_per_step={trainer.prompts_per_step} examples; set it to null"
         )
     if trainer.ppo_epochs != 1:
-        yield f"trainer.ppo_epochs={trainer.ppo_epochs}: with algorithm.kind={kind} examples are not repeated; set it to 1"
+        yield f"trainer.ppo_epochs={trainer.ppo_epochs}: with algorithm.kind={kind.name} examples are not repeated; set it to 1"
     multiple = padded_to(cfg.actor.layout)
-    needed = -(-longest_example(cfg) // multiple) * multiple * rows_per_example(cfg)
+    needed = -(-longest_example(cfg) // multiple) * multiple * kind.rows_per_example
     if trainer.max_tokens_per_microbatch < max(needed, 2):
         yield (
             f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} has no room for "
-            f"{rows_per_example(cfg)} rows of data.max_tokens={longest_example(cfg)}; raise it to {max(needed, 2)} or more"
+            f"{kind.rows_per_example} rows of data.max_tokens={longest_example(cfg)}; raise it to {max(needed, 2)} or more"
         )
 
 

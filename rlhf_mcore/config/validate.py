@@ -17,9 +17,7 @@ from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import data_problems, transform_problems
 from rlhf_mcore.config.derive import (
-    SUPERVISED,
     default_world_size,
-    is_supervised,
     max_new_tokens,
     needs_critic,
     resolve,
@@ -29,8 +27,9 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import MAX_WORLD, balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import ModelShape, inspect_model
 from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.run_kinds import RUN_KINDS, run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
-from rlhf_mcore.config.supervised import RL_GROUPS, STARTING_HEADS, example_problems, length_problems, step_problems
+from rlhf_mcore.config.supervised import example_problems, length_problems, step_problems
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
 from rlhf_mcore.config.user_functions import function_problems
 
@@ -61,7 +60,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "bridge.method": ("planned", "gather"),
     "bridge.verify": ("off", "digest", "full"),
     "algorithm.preset": tuple(PRESETS),
-    "algorithm.kind": ("rl", *SUPERVISED),
+    "algorithm.kind": tuple(RUN_KINDS),
     "algorithm.use_critic": ("auto", "true", "false"),
     "algorithm.kl.estimator": ("k1", "k2", "k3"),
     "algorithm.kl.placement": ("loss", "reward"),
@@ -226,12 +225,13 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     out_of_range = list(_range_problems(cfg))
     problems = [*_choice_problems(cfg), *out_of_range, *_unsupported_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
-    if is_supervised(cfg):
-        problems += example_problems(cfg)
-    else:
+    kind = run_kind(cfg)
+    if kind.generates:
         problems += [*algorithm_problems(cfg), *_reward_problems(cfg), *_data_problems(cfg)]
+    else:
+        problems += example_problems(cfg)
     problems += checkpoint_problems(cfg)
-    shape, model_problems = inspect_model(cfg.model.path, "model.path", STARTING_HEADS.get(cfg.algorithm.kind, ("lm",)))
+    shape, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
     # Layouts are checked only where they are in range: the checks divide by their numbers.
     problems += _role_problems(cfg, None if out_of_range else shape)
@@ -245,11 +245,6 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         raise ConfigError.many(problems)
 
 
-def _is_used(cfg: Config, key: str) -> bool:
-    """Whether the run looks at a key."""
-    return not (is_supervised(cfg) and key.startswith(RL_GROUPS))
-
-
 def _get(cfg: Config, key: str) -> Any:
     value: Any = cfg
     for name in key.split("."):
@@ -259,16 +254,16 @@ def _get(cfg: Config, key: str) -> Any:
 
 def _choice_problems(cfg: Config) -> Iterator[str]:
     for key, allowed in CHOICES.items():
-        if _is_used(cfg, key) and _get(cfg, key) not in allowed:
+        if run_kind(cfg).reads(key) and _get(cfg, key) not in allowed:
             yield f"{key}={_get(cfg, key)!r} is not a choice; choose one of: {', '.join(filter(None, allowed))}"
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
     for key, allowed in RANGES.items():
         value = _get(cfg, key)
-        if _is_used(cfg, key) and value is not None and not allowed.holds(value):
+        if run_kind(cfg).reads(key) and value is not None and not allowed.holds(value):
             yield f"{key}={value} is out of range; it must be {allowed}"
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return
     for key in ("rollout.sampling.top_k", "evaluate.top_k"):
         top_k = _get(cfg, key)
@@ -285,7 +280,7 @@ def _unsupported_problems(cfg: Config) -> Iterator[str]:
     for role in role_layouts(cfg):
         if role.layout.cp != 1:
             yield f"{role.name}.layout.cp={role.layout.cp} is not supported yet; set it to 1"
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return
     if cfg.rollout.placement == "disaggregated":
         yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
@@ -365,7 +360,7 @@ def needs_answer(cfg: Config) -> bool:
 
 def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
     """The models beside the actor, each against its layout."""
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return
     if cfg.reference.path is not None and cfg.algorithm.kl.coef:
         yield from _model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
@@ -402,7 +397,7 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     source = "the number of processes" if world_size is not None else "trainer.world_size"
     for role in role_layouts(cfg):
         yield from layout_problems(role, world, f"{source}={world}")
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return
     if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
         yield (
@@ -417,7 +412,7 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
 def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
     yield from cut_problems("actor", cfg.actor.layout, shape, "model.path")
     yield from balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         return
     tp = cfg.rollout.layout.tp
     yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
@@ -436,12 +431,12 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
     for role in TRAINED:
         optimizer = _get(cfg, f"{role}.optimizer")
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
-        if _is_used(cfg, f"{role}.optimizer") and min_lr > lr:
+        if run_kind(cfg).reads(f"{role}.optimizer") and min_lr > lr:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
 
 
 def _batch_problems(cfg: Config) -> Iterator[str]:
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         yield from step_problems(cfg)
         return
     trainer = cfg.trainer
@@ -467,7 +462,7 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
 
 
 def _position_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
-    if is_supervised(cfg):
+    if not run_kind(cfg).generates:
         yield from length_problems(cfg, shape)
         return
     longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)

@@ -1,0 +1,60 @@
+"""What the kinds of run differ in: ``algorithm.kind`` is looked up here, once, and its description is asked from then on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_mcore.config.schema import Config
+
+_GENERATION = ("rollout.", "bridge.", "reward.", "critic.", "reference.")
+
+
+@dataclass(frozen=True, slots=True)
+class RunKind:
+    """What a kind of run reads, trains and saves."""
+
+    name: str  # of algorithm.kind
+    generates: bool  # it learns from responses that engines draw and that are scored; false: from responses in its data
+    head: str  # of the model it trains: lm | sequence
+    starting_heads: tuple[str, ...]  # of what model.path may name
+    saved_as: str  # the model's directory in a checkpoint
+    response_keys: tuple[str, ...] = ()  # keys that name the columns of an example's responses, where these are given
+
+    @property
+    def rows_per_example(self) -> int:
+        """Sequences that one example is: one for each of its responses."""
+        return max(len(self.response_keys), 1)
+
+    @property
+    def reads_conversations(self) -> bool:
+        """Whether a column of messages may stand for the prompt and its only response."""
+        return len(self.response_keys) == 1
+
+    def reads(self, key: str) -> bool:
+        """Whether a run of this kind looks at a key at all."""
+        return self.generates or not key.startswith(_GENERATION)
+
+
+RL = RunKind("rl", generates=True, head="lm", starting_heads=("lm",), saved_as="actor")
+SFT = RunKind(
+    "sft",
+    generates=False,
+    head="lm",
+    starting_heads=("lm",),
+    saved_as="actor",
+    response_keys=("data.response_key",),
+)
+REWARD_MODEL = RunKind(
+    "reward_model",
+    generates=False,
+    head="sequence",
+    starting_heads=("lm", "sequence"),
+    saved_as="reward",
+    response_keys=("data.chosen_key", "data.rejected_key"),
+)
+RUN_KINDS = {kind.name: kind for kind in (RL, SFT, REWARD_MODEL)}
+
+
+def run_kind(cfg: Config) -> RunKind:
+    """The kind of a configuration's run. A name that is no choice is validation's to refuse; until then it counts as "rl"."""
+    return RUN_KINDS.get(cfg.algorithm.kind, RL)
