@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.data_files import check_fills_a_step
-from rlhf_mcore.config.derive import SUPERVISED
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS, leaf_keys
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.config.validate import CHOICES, RANGES, validate
 from tests.unit.config.checking import check, only
@@ -39,7 +39,7 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
         (["rollout.max_model_len=768"], None),
         (["evaluate.max_new_tokens=512"], None),
         (["rollout.engine=hf", "model.dtype=fp16"], None),
-        *[([f"algorithm={preset}"], None) for preset in PRESETS if preset not in SUPERVISED],
+        *[([f"algorithm={preset}"], None) for preset in PRESETS if preset not in RUN_KINDS],
         (["algorithm=reinforce_plus_plus", "rollout.sampling.n=1"], None),
         (["algorithm=ppo", "rollout.sampling.n=1", "algorithm.kl.coef=0.05"], None),  # k1 in the reward is sound
         (["algorithm.kl={coef: 0.01, controller: {name: linear, final: 0.1, steps: 50}}"], None),
