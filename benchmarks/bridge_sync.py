@@ -47,7 +47,7 @@ from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
@@ -170,7 +170,7 @@ def make_trainer(setup: Setup, tp: int, pp: int) -> MegatronModel:
     groups = build_groups(ParallelLayout(RANKS, tp, pp))
     spec = load_spec(setup.path)
     model = build_model(spec, groups, setup.platform, options)
-    load(local_parameters(model), spec.geometry, HFReader(setup.path))
+    load(model.local_parameters(), spec.geometry, HFReader(setup.path))
     return model
 
 
@@ -178,7 +178,7 @@ def measure(
     setup: Setup, engine_tp: int, layout: tuple[int, int], model: MegatronModel, engine: RolloutEngine
 ) -> dict[str, Any]:
     """One layout: every contender once to warm up, checked by digests, then in turns."""
-    parameters, geometry, pgs = local_parameters(model), model.spec.geometry, model.groups.collection
+    parameters, geometry, pgs = model.local_parameters(), model.spec.geometry, model.groups.collection
     planned = PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES)
     PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES, verify="digest", poison=True).sync(0)
     gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp)

@@ -27,7 +27,7 @@ from rlhf_mcore.cli.beginning import SAVED_AS, continues_text, finished_text, is
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
-from rlhf_mcore.cli.saving import build_saving, parameters_of, saved_roles
+from rlhf_mcore.cli.saving import build_saving, saved_roles
 from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -37,7 +37,6 @@ from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES
-from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
@@ -249,14 +248,14 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
-        gatherer = Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        gatherer = Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, engine)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(engine.model)
     return PlannedBridge(
-        parameters_of(actor.model),
+        actor.model.local_parameters(),
         actor.model.spec.geometry,
         engine,
         bucket_bytes=cfg.bridge.bucket_bytes,

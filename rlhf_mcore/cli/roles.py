@@ -16,18 +16,14 @@ from rlhf_mcore.config.derive import needs_critic
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, RecomputeConfig
 from rlhf_mcore.mcore.families import ModelSpec, load_spec
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
-from rlhf_mcore.mcore.offload import HostWeights
-from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.policy import Actor, Reference
-from rlhf_mcore.roles.reward_model import RewardModel
-from rlhf_mcore.roles.role import RoleModel
-from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
+from rlhf_mcore.roles.policy import Actor, Reference, SupervisedActor
+from rlhf_mcore.roles.reward_model import RewardModel, RewardModelTrainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +117,7 @@ class _Builder:
         )
         groups = build_groups(layout, self.pool)
         model = build_model(spec, groups, self.platform, options) if groups is not None else None
-        parameters = local_parameters(model) if model is not None else []
+        parameters = model.local_parameters() if model is not None else []
         saved = self.weights.get(saved_as) if saved_as is not None else None
         fresh_head = spec.has_fresh_head and saved is None
         on_every_rank(lambda: load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head))
@@ -156,8 +152,9 @@ class _Builder:
         model = self.model(
             spec, path, layout, recompute=cfg.recompute, aux_loss_coef=moe, dtype=dtype, saved_as=saved_as
         )
-        optimizer = build_optimizer(model, cfg.optimizer) if model is not None else None
-        return TrainedModel(layout, model, spec, self.cfg.trainer, optimizer, cfg.optimizer, plan, name)
+        if model is not None:
+            model.add_optimizer(cfg.optimizer)
+        return TrainedModel(layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name)
 
     def supervised(self, saved_as: str) -> SupervisedActor | RewardModelTrainer:
         algorithm, path = self.cfg.algorithm, self.cfg.model.path
@@ -186,8 +183,9 @@ class _Builder:
         spec = load_spec(path, field="reference.path")
         layout = self.layout(self.cfg.actor.layout, self.cfg.actor.ranks)
         model = self.model(spec, path, layout, saved_as="reference" if cfg.refresh_steps else None)
-        placed = RoleModel(layout, model, spec, self.cfg.trainer, host_weights=_host(model, cfg.offload))
-        return Reference(placed, self.cfg.rollout.sampling.temperature)
+        if model is not None and cfg.offload:
+            model.offload()
+        return Reference(RoleModel(layout, model, spec, self.cfg.trainer), self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
         cfg = self.cfg.reward.model
@@ -195,8 +193,6 @@ class _Builder:
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = self.layout(cfg.layout, cfg.ranks)
         model = self.model(spec, cfg.path, layout, dtype=cfg.dtype)
-        return RewardModel(RoleModel(layout, model, spec, self.cfg.trainer, host_weights=_host(model, cfg.offload)))
-
-
-def _host(model: MegatronModel | None, offload: bool) -> HostWeights | None:
-    return HostWeights(model) if offload and model is not None else None
+        if model is not None and cfg.offload:
+            model.offload()
+        return RewardModel(RoleModel(layout, model, spec, self.cfg.trainer))

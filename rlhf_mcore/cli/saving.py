@@ -33,17 +33,14 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import Sampler
-from rlhf_mcore.mcore.model import local_parameters
-from rlhf_mcore.mcore.rng import set_tracker_states, tracker_states
+from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.roles.role import RoleModel
+from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
-from rlhf_mcore.roles.trained import TrainedModel
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
-from rlhf_mcore.types import LocalParameter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
 SavedRole = tuple[str, RoleModel, str]  # name in a checkpoint, model, where its files that are no weights come from
@@ -105,7 +102,7 @@ class Saving:
 
     @staticmethod
     def _load_weights(role: TrainedModel, directory: str) -> None:
-        on_every_rank(lambda: load(parameters_of(role), role.spec.geometry, HFReader(directory)))
+        on_every_rank(lambda: load(role.local_parameters(), role.spec.geometry, HFReader(directory)))
 
 
 def build_saving(
@@ -127,7 +124,7 @@ def build_saving(
         registry.register(name, holder)
     data.register("sampler", sampler)
     state = RunState(
-        registry, data, to_yaml(cfg), lambda: record.recent, tracker_states, set_tracker_states, start.inputs
+        registry, data, to_yaml(cfg), lambda: record.recent, rng_tracker_states, set_rng_tracker_states, start.inputs
     )
     keeper = _Housekeeping(cfg, run, record.note)
     checkpointer = Checkpointer(
@@ -165,15 +162,10 @@ def saved_roles(cfg: Config, built: BuiltRoles) -> list[SavedRole]:
     return found
 
 
-def parameters_of(role: RoleModel) -> list[LocalParameter]:
-    """What this rank holds of a role's model."""
-    return local_parameters(role.model) if role.model is not None else []
-
-
 def exporter(cfg: Config, role: RoleModel, path: str) -> Exporter:
     """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
     return Exporter(
-        parameters_of(role),
+        role.local_parameters(),
         role.spec.geometry,
         [path, cfg.model.tokenizer_path or cfg.model.path],
         bucket_bytes=cfg.bridge.bucket_bytes,

@@ -23,7 +23,8 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
+from rlhf_mcore.roles.policy import SupervisedActor
+from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.trainer.counters import Counters
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.record import RunRecord

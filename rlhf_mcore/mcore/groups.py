@@ -2,19 +2,23 @@
 
 Every model has a collection of its own, so an actor and a critic with different layouts live in the same world. Megatron's
 ``parallel_state`` is never initialised; the few places in Megatron-core that still read its globals see this collection's groups
-while :func:`rlhf_mcore.mcore.ambient.ambient` is entered.
+while :func:`use_groups` is entered.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,14 @@ class GroupPool:
 
     def group_of(self, enumeration: list[list[int]]) -> dist.ProcessGroup | None:
         """This rank's group of an enumeration of disjoint groups; None if it is in none. Collective over the world."""
-        key = tuple(sorted(map(tuple, _partition(enumeration))))
+        named = {rank for ranks in enumeration for rank in ranks}
+        # new_subgroups_by_enumeration gives every rank of the world a group, or an error: the others get one each.
+        alone = [[rank] for rank in range(dist.get_world_size()) if rank not in named]
+        key = tuple(sorted(map(tuple, enumeration + alone)))
         if key not in self._known:
             self._known[key], _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in key], timeout=self._timeout
             )
-        named = {rank for ranks in enumeration for rank in ranks}
         return self._known[key] if dist.get_rank() in named else None
 
 
@@ -92,31 +98,46 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     pipelines = grid.get_rank_enum("pp")
     pgs.embd = pool.group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     pgs.pos_embd = pool.group_of([ranks[:1] for ranks in pipelines])
-    (_dense_expert_groups if layout.ep == 1 else _expert_groups)(pgs, layout, pool)
+    if layout.ep == 1:  # experts are cut and replicated as the rest of the model
+        pgs.ep = pool.group_of([[rank] for rank in layout.ranks])
+        pgs.expt_tp = pgs.tp_ep = pgs.tp
+        pgs.tp_ep_pp = pgs.mp
+        pgs.expt_dp = pgs.dp_cp
+    else:
+        sizes = [layout.expert_tp, layout.ep, layout.expert_dp, layout.pp]
+        experts = HyperCommGrid(sizes, ["tp", "ep", "dp", "pp"], rank_offset=layout.first_rank)
+        axes = {"ep": "ep", "expt_tp": "tp", "tp_ep": ["tp", "ep"], "tp_ep_pp": ["tp", "ep", "pp"], "expt_dp": "dp"}
+        for name, dims in axes.items():
+            setattr(pgs, name, pool.group_of(experts.get_rank_enum(dims)))
     return ModelGroups(layout, pgs) if dist.get_rank() in layout.ranks else None
 
 
-def _partition(enumeration: list[list[int]]) -> list[list[int]]:
-    """Complete an enumeration with singletons: new_subgroups_by_enumeration gives every rank a group, or an error."""
-    named = {rank for ranks in enumeration for rank in ranks}
-    return enumeration + [[rank] for rank in range(dist.get_world_size()) if rank not in named]
+# Globals that Megatron-core 0.16 still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
+# the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id.
+_GLOBALS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_EMBEDDING_GROUP": "embd",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+}
 
 
-def _dense_expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
-    """Expert groups without expert parallelism: experts are cut and replicated as the rest of the model."""
-    pgs.ep = pool.group_of([[rank] for rank in layout.ranks])
-    pgs.expt_tp = pgs.tp
-    pgs.tp_ep = pgs.tp
-    pgs.tp_ep_pp = pgs.mp
-    pgs.expt_dp = pgs.dp_cp
-
-
-def _expert_groups(pgs: ProcessGroupCollection, layout: ParallelLayout, pool: GroupPool) -> None:
-    grid = HyperCommGrid(
-        [layout.expert_tp, layout.ep, layout.expert_dp, layout.pp],
-        ["tp", "ep", "dp", "pp"],
-        rank_offset=layout.first_rank,
-    )
-    axes = {"ep": "ep", "expt_tp": "tp", "tp_ep": ["tp", "ep"], "tp_ep_pp": ["tp", "ep", "pp"], "expt_dp": "dp"}
-    for name, dims in axes.items():
-        setattr(pgs, name, pool.group_of(grid.get_rank_enum(dims)))
+@contextlib.contextmanager
+def use_groups(groups: ModelGroups, platform: Platform) -> Iterator[None]:
+    """Set Megatron's globals to one model's groups within this block, in which that model is built, run or updated."""
+    before = {name: getattr(parallel_state, name) for name in _GLOBALS}
+    for name, attribute in _GLOBALS.items():
+        setattr(parallel_state, name, getattr(groups.collection, attribute))
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    try:
+        with platform.megatron_region():
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(parallel_state, name, value)

@@ -1,34 +1,51 @@
-"""Building a Megatron model under a layout, and naming what this rank holds."""
+"""A Megatron model under a layout: how it is built, run over microbatches and updated."""
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
-from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.mcore.ambient import ambient
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.families import ModelSpec, transformer_config
-from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.heads import ScalarHead
 from rlhf_mcore.mcore.layers import decoder_spec, use_te
+from rlhf_mcore.mcore.moe import routers
+from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
+from rlhf_mcore.mcore.weights import HostWeights, local_parameters, unwrap
+from rlhf_mcore.parallel.collectives import reduce_sums
+from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.types import LocalParameter
+from rlhf_mcore.types import LocalParameter, Microbatch
+
+Metrics = dict[str, Tensor]
+# Both are called on the last pipeline stage only, with the model's outputs for one microbatch.
+OutputFunction = Callable[[Tensor, Microbatch], Tensor]
+LossFunction = Callable[[Tensor, Microbatch], tuple[Tensor, Metrics]]
 
 
 @dataclass(slots=True)
@@ -44,10 +61,154 @@ class MegatronModel:
     platform: Platform
     chunks: list[torch.nn.Module]
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
+    optimizer: Optimizer | None = None
+    host_weights: HostWeights | None = None  # of a model that leaves the device between uses
 
     @property
     def is_last_stage(self) -> bool:
         return self.groups.pp_rank == self.groups.layout.pp - 1
+
+    def local_parameters(self) -> list[LocalParameter]:
+        """Every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
+        return local_parameters(self.chunks, self.groups.layout)
+
+    def add_optimizer(self, cfg: OptimizerConfig) -> None:
+        """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
+        self.optimizer = Optimizer(self.chunks, self.config, self.groups, self.platform, cfg)
+
+    def offload(self) -> None:
+        """Keep the weights on the host from now on, except while the model runs. For a frozen model."""
+        self.host_weights = HostWeights(self.chunks, self.platform.device())
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The weights are on the device within this block."""
+        return self.host_weights.on_device() if self.host_weights is not None else nullcontext()
+
+    def forward(self, microbatches: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
+        """What ``function`` returns for each microbatch, on the host, without gradients. Empty except on the last pipeline stage.
+
+        Collective over the model's ranks.
+        """
+
+        def collect(microbatch: Microbatch, outputs: Tensor, non_loss_data: bool = True) -> Tensor:
+            return function(outputs, microbatch).cpu()
+
+        for chunk in self.chunks:
+            chunk.eval()
+        with self.on_device(), torch.no_grad():
+            return self._run(microbatches, collect, forward_only=True)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[Metrics]:
+        """Accumulate gradients of the summed losses and reduce them over ranks. Collective over the model's ranks.
+
+        ``loss(outputs, microbatch)`` returns a scalar that is already weighted by the global count, and detached metrics. Returns the
+        metrics of each microbatch; empty except on the last pipeline stage.
+        """
+
+        def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            value, metrics = loss(outputs, microbatch)
+            # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
+            return value, torch.zeros([], dtype=torch.int), {"loss": value.detach().clone(), **metrics}
+
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        if self.aux_loss_coef:
+            # The load-balancing loss is a mean over the tokens of the update, and its sums begin at zero.
+            local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
+            num_tokens = reduce_sums(local, self.groups.collection.dp)["tokens"]
+            for router in routers(self.chunks):
+                router.balance_weight = self.aux_loss_coef / max(num_tokens, 1.0)
+                router.balance_sum = 0.0
+        return self._run(microbatches, compute, forward_only=False)
+
+    def step(self, lr: float) -> StepOutcome:
+        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step`."""
+        assert self.optimizer is not None
+        return self.optimizer.step(lr)
+
+    def load_balance(self) -> float:
+        """The load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
+
+        Collective over the model's ranks.
+        """
+        local = sum(router.balance_weight * float(router.balance_sum) for router in routers(self.chunks))
+        return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
+
+    def logprobs_and_entropy(self, logits: Tensor, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprobs of the next tokens and entropies at a sampling temperature: shapes of ``microbatch.token_ids``, fp32."""
+        return vocab_parallel_logprobs(
+            logits,
+            microbatch.fields["labels"].to(logits.device),
+            vocab_size=self.spec.geometry.vocab_size,
+            temperature=temperature,
+            group=self.groups.collection.tp,
+        )
+
+    def _run(
+        self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        layout, pgs = self.groups.layout, self.groups.collection
+        self.config.finalize_model_grads_func = _finalize
+        schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
+        communicator = P2PCommunicator(pp_group=pgs.pp, config=self.config) if layout.pp > 1 else None
+        with use_groups(self.groups, self.platform):
+            return schedule(
+                forward_step_func=partial(self._forward_step, on_outputs),
+                data_iterator=[iter(microbatches) for _ in self.chunks],
+                model=list(self.chunks),
+                num_microbatches=len(microbatches),
+                seq_length=max(m.token_ids.size(1) for m in microbatches),
+                micro_batch_size=microbatches[0].token_ids.size(0),
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                p2p_communicator=communicator,
+                pg_collection=pgs,
+            )
+
+    def _forward_step(
+        self, on_outputs: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        microbatch, device = next(iterator), self.platform.device()
+        packed = None
+        if microbatch.cu_seqlens is not None:
+            borders, longest = microbatch.cu_seqlens.to(device), microbatch.max_seqlen
+            packed = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=borders,
+                cu_seqlens_kv=borders,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            )
+        output = chunk(
+            input_ids=microbatch.token_ids.to(device),
+            position_ids=microbatch.position_ids.to(device),
+            attention_mask=None,
+            packed_seq_params=packed,
+            padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self.aux_loss_coef else None,
+        )
+        return output, partial(on_outputs, microbatch)
+
+    def _padding(self, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
+        """True at the tokens that routers leave out of the load-balancing loss, as this chunk wants it."""
+        height, width = microbatch.token_ids.shape
+        lengths = [sum(microbatch.lengths)] if microbatch.cu_seqlens is not None else microbatch.lengths
+        real = torch.tensor(lengths + [0] * (height - len(lengths)))
+        mask = torch.arange(width) >= real[:, None]
+        if self.config.sequence_parallel and not chunk.pre_process:
+            # The first stage cuts the mask as it cuts the embeddings; on the later ones Megatron forgets to.
+            mask = mask.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank]
+        return mask.contiguous()
+
+
+def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
+    """The number that a scalar head gives at each position: shape of ``microbatch.token_ids``, fp32."""
+    return outputs.squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +227,7 @@ class BuildOptions:
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
     """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks."""
     platform.prepare_megatron()
-    with ambient(groups, platform):
+    with use_groups(groups, platform):
         model_parallel_cuda_manual_seed(
             options.seed,
             tp_rank=groups.tp_rank,
@@ -137,34 +298,15 @@ def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, train
     return DistributedDataParallel(config=config, ddp_config=ddp, module=module, pg_collection=groups.collection)
 
 
-def unwrap(chunk: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside DDP and precision wrappers."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module  # type: ignore[assignment]
-    return chunk
+_RNG_PREFIX = "megatron."
 
 
-def local_parameters(model: MegatronModel) -> list[LocalParameter]:
-    """Every tensor of the model on this rank: parameters, and the buffers that are part of its state.
-
-    Layers carry the number that the layer itself knows (uneven and interleaved pipelines); experts the number on this rank.
-    """
-    layout, rank = model.groups.layout, dist.get_rank()
-    found = []
-    for chunk in map(unwrap, model.chunks):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
-            found.append(LocalParameter(_global_name(name, numbers), tensor.data, layout.shard_of(name, rank)))
-    return found
+def rng_tracker_states() -> dict[str, Tensor]:
+    """States, uint8, by name, of the generators with which Megatron gives tensor-parallel ranks different numbers."""
+    return {_RNG_PREFIX + name: state for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
-def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint must hold: none in the families so far, and none may be left behind unseen."""
-    for prefix, module in chunk.named_modules():
-        for name, tensor in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", tensor
-
-
-def _global_name(name: str, layer_numbers: list[int]) -> str:
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layer_numbers[int(m.group(1))]}.", name)
+def set_rng_tracker_states(states: Mapping[str, Tensor]) -> None:
+    """Restore what :func:`rng_tracker_states` has returned; other names are ignored."""
+    mine = {name.removeprefix(_RNG_PREFIX): state for name, state in states.items() if name.startswith(_RNG_PREFIX)}
+    get_cuda_rng_tracker().set_states(mine)

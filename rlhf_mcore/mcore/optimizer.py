@@ -1,79 +1,36 @@
-"""Megatron's distributed AdamW with fp32 master weights, and the learning-rate schedules."""
+"""Megatron's distributed AdamW with fp32 master weights: updates, and its state, named and placed, to be saved and filled in place.
+
+The optimizer cuts the flat buffer of a model's gradients over data-parallel ranks without regard to the borders of parameters; here
+every cut is a range of elements of one local parameter.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
-from rlhf_mcore.mcore.ambient import ambient
-from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.platform import ModuleView, Platform
+from rlhf_mcore.types import LocalParameter, StateShard
 
-
-def build_optimizer(model: MegatronModel, cfg: OptimizerConfig) -> MegatronOptimizer:
-    """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
-    scale = cfg.loss_scale
-    config = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=cfg.lr,
-        min_lr=cfg.schedule.min_lr,
-        weight_decay=cfg.weight_decay,
-        adam_beta1=cfg.beta1,
-        adam_beta2=cfg.beta2,
-        adam_eps=cfg.eps,
-        clip_grad=cfg.clip_grad,
-        params_dtype=model.config.params_dtype,
-        bf16=model.config.bf16,
-        fp16=model.config.fp16,
-        use_distributed_optimizer=True,
-        initial_loss_scale=scale.initial,
-        min_loss_scale=scale.minimum,
-        loss_scale_window=scale.growth_interval,
-        hysteresis=scale.hysteresis,
-    )
-    with ambient(model.groups, model.platform), _aligned_within(model.groups.collection.intra_dist_opt):
-        optimizer = get_megatron_optimizer(
-            config, list(model.chunks), use_gloo_process_groups=False, pg_collection=model.groups.collection
-        )
-    for group in optimizer.param_groups:
-        # Megatron leaves this product to its own scheduler; without it norms and biases would be decayed too.
-        group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
-    model.config.grad_scale_func = optimizer.scale_loss
-    return optimizer
-
-
-@contextmanager
-def _aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
-    """Parameter groups are aligned over the ranks of the model: Megatron would do it over the whole world, and by pickles."""
-
-    def gather(found: list[Any], keys: list[Any]) -> None:
-        found[:] = [_tuples(part) for part in all_gather_json(keys, group)]
-
-    replaced = {"all_gather_object": gather, "get_world_size": lambda of=None: (of or group).size()}
-    before = {name: getattr(dist, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(dist, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
-
-
-def _tuples(value: Any) -> Any:
-    """Lists that JSON has made of tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+_REMEDY = "choose another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +46,233 @@ class StepOutcome:
     finite: bool = True
 
 
-def optimizer_step(model: MegatronModel, optimizer: MegatronOptimizer, lr: float) -> StepOutcome:
-    """One update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    with ambient(model.groups, model.platform), torch.no_grad():
-        if optimizer.prepare_grads():
-            return StepOutcome(False, math.nan)
-        grad_norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            return StepOutcome(False, grad_norm, finite=False)
-        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            parameters = [] if part.is_stub_optimizer else part.get_parameters()
-            if parameters and part.config.clip_grad > 0.0:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
-        return StepOutcome(bool(optimizer.step_with_ready_grads()), grad_norm)
+class Optimizer:
+    """The optimizer of a model's chunks on this rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        groups: ModelGroups,
+        platform: Platform,
+        cfg: OptimizerConfig,
+    ):
+        """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
+        self._chunks, self._groups, self._platform = chunks, groups, platform
+        scale = cfg.loss_scale
+        settings = megatron_optimizer.OptimizerConfig(
+            optimizer="adam",
+            lr=cfg.lr,
+            min_lr=cfg.schedule.min_lr,
+            weight_decay=cfg.weight_decay,
+            adam_beta1=cfg.beta1,
+            adam_beta2=cfg.beta2,
+            adam_eps=cfg.eps,
+            clip_grad=cfg.clip_grad,
+            params_dtype=config.params_dtype,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            use_distributed_optimizer=True,
+            initial_loss_scale=scale.initial,
+            min_loss_scale=scale.minimum,
+            loss_scale_window=scale.growth_interval,
+            hysteresis=scale.hysteresis,
+        )
+        with use_groups(groups, platform), aligned_within(groups.collection.intra_dist_opt):
+            self.megatron: MegatronOptimizer = megatron_optimizer.get_megatron_optimizer(
+                settings, list(chunks), use_gloo_process_groups=False, pg_collection=groups.collection
+            )
+        for group in self.megatron.param_groups:
+            # Megatron leaves this product to its own scheduler; without it norms and biases would be decayed too.
+            group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
+        config.grad_scale_func = self.megatron.scale_loss
+
+    def step(self, lr: float) -> StepOutcome:
+        """One update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+        with use_groups(self._groups, self._platform), torch.no_grad():
+            if self.megatron.prepare_grads():
+                return StepOutcome(False, math.nan)
+            grad_norm = float(self.megatron.get_grad_norm())
+            if not math.isfinite(grad_norm):
+                return StepOutcome(False, grad_norm, finite=False)
+            for part in self._parts():
+                parameters = part.get_parameters()
+                if parameters and part.config.clip_grad > 0.0:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+            return StepOutcome(bool(self.megatron.step_with_ready_grads()), grad_norm)
+
+    def shards(self) -> list[StateShard]:
+        """Live views of this rank's part of the state.
+
+        With 16-bit parameters the fp32 weights that Adam steps are ``master``. With fp32 parameters Adam steps the parameters
+        themselves, so there is no ``master``. Moments that do not exist yet (before the first update) are made, as zeros.
+        """
+        local = {parameter.tensor.data_ptr(): parameter for parameter in self._local_parameters()}
+        found = []
+        for part in self._parts():
+            for param, stepped in _stepped(part):
+                held = part._get_model_param_range_map(param)["param"]
+                parameter, tensors = local[param.data_ptr()], _tensors(part.optimizer, param, stepped)
+                found.append(StateShard(parameter.name, parameter.shard, held.start, held.end, tensors))
+        return found
+
+    def is_finite(self) -> bool:
+        """Whether the weights that this rank steps, their masters and their moments hold no NaN and no infinity. Local.
+
+        One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow, so then every element is
+        looked at.
+        """
+        weights = {parameter.name: parameter.tensor.view(-1) for parameter in self._local_parameters()}
+        tensors = []
+        for shard in self.shards():
+            tensors += [weights[shard.name][shard.start : shard.stop], *shard.tensors.values()]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        return math.isfinite(get_total_norm(tensors)) or all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+    def unrounded_masters(self) -> list[str]:
+        """Names of 16-bit parameters of which some element on this rank is not its fp32 master, rounded.
+
+        The optimizer keeps it so after every update; after loading, it shows that weights and state belong together.
+        """
+        local = {parameter.name: parameter.tensor.view(-1) for parameter in self._local_parameters()}
+        found = []
+        for shard in self.shards():
+            if (master := shard.tensors.get("master")) is not None:
+                weights = local[shard.name][shard.start : shard.stop]
+                if not torch.equal(master.to(weights.dtype), weights):
+                    found.append(shard.name)
+        return found
+
+    def scalars(self) -> dict[str, Any]:
+        """The number of updates that Adam has made, and the state of the loss scaler (null without one). Plain JSON values.
+
+        Numbers are the same on every rank; a rank that holds no state has ``step`` 0.
+        """
+        parts = self._parts()
+        steps = {int(step) for part in parts for step in _steps(part.optimizer)}
+        assert len(steps) <= 1, f"parameters were stepped unequally often: {sorted(steps)}"
+        scale = None
+        if scalers := [part.grad_scaler for part in parts if part.grad_scaler is not None]:
+            state = scalers[0].state_dict()
+            scale = {name: value.item() if torch.is_tensor(value) else value for name, value in state.items()}
+        return {"step": steps.pop() if steps else 0, "loss_scale": scale}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Set what :func:`scalars` has returned. The moments must have been made (:func:`shards`).
+
+        Raises:
+            ConfigError: they are not what that function returns.
+        """
+        check_scalars(scalars)
+        step, scale = scalars["step"], scalars["loss_scale"]
+        for part in self._parts():
+            for _, stepped in _stepped(part):
+                state = part.optimizer.state[stepped]
+                if "step" in state:
+                    state["step"] = torch.full_like(state["step"], step)
+            for group in part.optimizer.param_groups:
+                if "step" in group or not _counts_per_parameter(part.optimizer):
+                    group["step"] = step
+            if (scaler := part.grad_scaler) is not None and scale is not None:
+                scaler._scale = torch.full_like(scaler.state_dict()["scale"], scale["scale"])
+                scaler._growth_tracker = scale["growth_tracker"]
+                scaler._hysteresis_tracker = scale["hysteresis_tracker"]
+
+    def _local_parameters(self) -> list[LocalParameter]:
+        return local_parameters(self._chunks, self._groups.layout)
+
+    def _parts(self) -> list[DistributedOptimizer]:
+        """Experts have an optimizer of their own, beside that of the rest. One without parameters on this rank is left out."""
+        parts = getattr(self.megatron, "chained_optimizers", [self.megatron])
+        assert all(isinstance(part, DistributedOptimizer) for part in parts)
+        return [part for part in parts if not part.is_stub_optimizer]
+
+
+@contextmanager
+def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
+    """Parameter groups are aligned over the ranks of the model: Megatron would do it over the whole world, and by pickles.
+
+    Only the module of Megatron that does it sees other collectives, and only within this block.
+    """
+
+    def tuples(value: Any) -> Any:
+        """Lists that JSON has made of tuples."""
+        return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+    def gather(found: list[Any], keys: list[Any]) -> None:
+        found[:] = [tuples(part) for part in all_gather_json(keys, group)]
+
+    before = megatron_optimizer.torch
+    collectives = ModuleView(before.distributed, {"all_gather_object": gather, "get_world_size": group.size})
+    megatron_optimizer.torch = ModuleView(before, {"distributed": collectives})
+    try:
+        yield
+    finally:
+        megatron_optimizer.torch = before
+
+
+def check_scalars(scalars: Mapping[str, Any]) -> None:
+    """Refuse scalars that no optimizer can have.
+
+    Raises:
+        ConfigError: they are not what :func:`Optimizer.scalars` returns.
+    """
+    if scalars.keys() != {"step", "loss_scale"}:
+        raise ConfigError(f"the optimizer's state has scalars {dict(scalars)}, expected step and loss_scale; {_REMEDY}")
+    step, state = scalars["step"], scalars["loss_scale"]
+    if type(step) is not int or step < 0:
+        raise ConfigError(f"the optimizer's state has step={step!r}, which is no count of updates; {_REMEDY}")
+    if state is None:
+        return
+    counts = ("growth_tracker", "hysteresis_tracker")
+    if not isinstance(state, Mapping) or state.keys() != {"scale", *counts}:
+        raise ConfigError(
+            f"the optimizer's state has loss_scale={state!r}, expected scale, {' and '.join(counts)}; {_REMEDY}"
+        )
+    scale = state["scale"]
+    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f"the optimizer's state has a loss scale of {scale!r}, not a positive number; {_REMEDY}")
+    if any(type(state[name]) is not int for name in counts):
+        raise ConfigError(
+            f"the optimizer's state has loss_scale={dict(state)}, whose trackers are no counts; {_REMEDY}"
+        )
+
+
+def _stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter of the model, the flat fp32 tensor of its range that Adam steps)."""
+    pairs = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for models, shards in pairs:
+        for params, tensors in zip(models, shards, strict=True):
+            yield from zip(params, tensors, strict=True)
+
+
+def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dict[str, Tensor]:
+    state = adam.state[stepped]
+    if "exp_avg" not in state:
+        if _counts_per_parameter(adam):
+            state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's Adam makes it
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
+    tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    if param.dtype != torch.float32:
+        tensors["master"] = stepped.detach()
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    return tensors
+
+
+def _counts_per_parameter(adam: torch.optim.Optimizer) -> bool:
+    """torch's Adam counts its steps in the state of each parameter, the fused ones of Transformer Engine and apex by group."""
+    return isinstance(adam, torch.optim.Adam)
+
+
+def _steps(adam: torch.optim.Optimizer) -> list[Any]:
+    if _counts_per_parameter(adam):
+        return [state["step"] for state in adam.state.values() if "step" in state]
+    return [group["step"] for group in adam.param_groups if group["params"] and "step" in group]
 
 
 def learning_rate(update: int, peak: float, cfg: ScheduleConfig) -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.platform.base import Platform
+from rlhf_mcore.platform import ModuleView, Platform
 
 SUPPORTED_MEGATRON = "0.16."
 
@@ -81,18 +81,6 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return create
 
 
-class _View(ModuleType):
-    """A module seen through replacements; everything else is the original's."""
-
-    def __init__(self, original: ModuleType, replacements: dict[str, Any]):
-        super().__init__(original.__name__)
-        self.__dict__["_original"] = original
-        self.__dict__.update(replacements)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_original"], name)
-
-
 _FACTORIES = ("tensor", "zeros", "empty", "ones", "full", "arange")  # schedules, P2P shapes, grad scaler
 
 
@@ -123,9 +111,9 @@ _COLLECTIVES = {
 }
 
 
-def _torch_for_megatron() -> _View:
-    views = {"cuda": _View(torch.cuda, _cuda_names()), "distributed": _View(dist, _COLLECTIVES)}
-    return _View(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
+def _torch_for_megatron() -> ModuleView:
+    views = {"cuda": ModuleView(torch.cuda, _cuda_names()), "distributed": ModuleView(dist, _COLLECTIVES)}
+    return ModuleView(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

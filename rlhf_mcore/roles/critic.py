@@ -11,10 +11,9 @@ from torch import Tensor
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.value_loss import MAX_DEVIATIONS, ReturnNormalizer, value_loss
 from rlhf_mcore.data.collate import RowTokens
-from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.mcore.step import Metrics, scalar_head
+from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.roles.trained import TrainedModel, Update
+from rlhf_mcore.roles.model import TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
@@ -34,7 +33,7 @@ class ValueObjective:
         return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        (values,) = scalar_head(outputs, microbatch)
+        values = scalar_outputs(outputs, microbatch)
         fields = {name: value.to(values.device) for name, value in microbatch.fields.items()}
         return value_loss(values, fields["old_values"], fields["returns"], fields["weights"], self.clip)
 
@@ -57,7 +56,7 @@ class Critic:
 
         With ``bootstrap`` also [B] of the states after the last tokens, on every rank. Collective over the world.
         """
-        values, last = self.model.per_token_and_row(batch, scalar_head)
+        values, last = self.model.per_token_and_row(batch, scalar_outputs)
         if self.normalizer is not None:
             values = torch.where(batch.loss_mask, self.normalizer.denormalize(values), 0.0)
             last = self.normalizer.denormalize(last)

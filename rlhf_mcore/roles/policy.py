@@ -1,4 +1,4 @@
-"""The two policies of a run: the actor that is trained, and the frozen reference it is compared with."""
+"""The policies of a run: an actor, trained by reinforcement or by imitation, and the frozen reference it is compared with."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
+from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import RowTokens, sequence_ids
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters
-from rlhf_mcore.mcore.step import Metrics, policy_head
-from rlhf_mcore.roles.role import RoleModel
-from rlhf_mcore.roles.trained import TrainedModel, Update
+from rlhf_mcore.mcore.model import MegatronModel, Metrics
+from rlhf_mcore.roles.model import RoleModel, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
 def logprobs_of(model: RoleModel, batch: TrainBatch, temperature: float) -> Tensor:
     """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world."""
 
-    def head(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, ...]:
+    def logprobs(logits: Tensor, microbatch: Microbatch) -> Tensor:
         assert model.model is not None
-        return policy_head(model.model, temperature, outputs, microbatch)
+        return model.model.logprobs_and_entropy(logits, microbatch, temperature)[0]
 
-    return model.per_token(batch, head)
+    return model.per_token(batch, logprobs)
 
 
 @dataclass(slots=True)
@@ -46,12 +45,12 @@ class Reference:
         mine, new = self.model.model, actor.model.model
         if mine is None or new is None:
             return
-        with self.model.on_device():
-            for parameter, source in zip(local_parameters(mine), local_parameters(new), strict=True):
+        with mine.on_device():
+            for parameter, source in zip(mine.local_parameters(), new.local_parameters(), strict=True):
                 assert parameter.name == source.name, (parameter.name, source.name)
                 parameter.tensor.copy_(source.tensor)
-            if self.model.host_weights is not None:
-                self.model.host_weights.store()
+            if mine.host_weights is not None:
+                mine.host_weights.store()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class PolicyObjective:
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Weighted sums throughout."""
-        logprobs, entropy = policy_head(model, self.temperature, outputs, microbatch)
+        logprobs, entropy = model.logprobs_and_entropy(outputs, microbatch, self.temperature)
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
@@ -129,3 +128,38 @@ class Actor:
     def deliver_update(self, batch: TrainBatch) -> Update:
         """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
         return self.model.deliver_update(batch, replace(self._objective, kl_coef=batch.kl_coef))
+
+
+@dataclass(frozen=True, slots=True)
+class ImitationObjective:
+    """Negative log-likelihood of the responses."""
+
+    rows_per_unit: ClassVar[int] = 1
+
+    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
+        return {}
+
+    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        return weights
+
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0)
+        return sft_loss(logprobs, microbatch.fields["weights"].to(logprobs.device))
+
+    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        return {"loss/sft": sums["loss"], "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
+
+
+@dataclass(slots=True)
+class SupervisedActor:
+    """A policy that learns to give the responses of the data."""
+
+    model: TrainedModel
+
+    def compute_logprobs(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [N] fp32 of the response tokens, zero elsewhere. Collective over the world."""
+        return logprobs_of(self.model, batch, temperature=1.0)
+
+    def deliver_update(self, batch: TrainBatch) -> Update:
+        """One update. See :meth:`TrainedModel.deliver_update`."""
+        return self.model.deliver_update(batch, ImitationObjective())

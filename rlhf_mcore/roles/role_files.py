@@ -14,16 +14,8 @@ from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateRea
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.mcore.optimizer import MegatronOptimizer
-from rlhf_mcore.mcore.optimizer_state import (
-    load_optimizer_scalars,
-    optimizer_scalars,
-    optimizer_shards,
-    unrounded_masters,
-)
-from rlhf_mcore.roles.role import RoleModel
-from rlhf_mcore.roles.trained import TrainedModel
+from rlhf_mcore.mcore.optimizer import Optimizer
+from rlhf_mcore.roles.model import RoleModel, TrainedModel
 
 _COUNTS = ("num_updates", "num_bad_updates")
 
@@ -91,10 +83,9 @@ class RoleFiles:
         Raises:
             ConfigError: the state is damaged, of another model, or does not belong to these weights.
         """
-        trained = self._trained
-        if trained is None:
+        role, optimizer = self._role, self._optimizer
+        if not isinstance(role, TrainedModel) or optimizer is None:
             return
-        role, model, optimizer = trained
         directory = checkpoint / self.name
         reader = StateReader(directory / TRAINING, self._geometry)
         scalars = dict(reader.scalars)
@@ -104,35 +95,31 @@ class RoleFiles:
                 f"{directory / TRAINING / STATE_INDEX}: Adam's step={step} is more than num_updates={role.num_updates}; "
                 "choose another checkpoint"
             )
-        reader.read_into(optimizer_shards(model, optimizer))
-        load_optimizer_scalars(optimizer, scalars)
-        if wrong := unrounded_masters(model, optimizer):
+        reader.read_into(optimizer.shards())
+        optimizer.load_scalars(scalars)
+        if wrong := optimizer.unrounded_masters():
             raise ConfigError(
                 f"{directory}: the weights of {wrong[0]} are not its fp32 master weights in {TRAINING}/, rounded. "
                 "Resume from another checkpoint, or start from the weights alone (model.path)."
             )
 
     @property
-    def _trained(self) -> tuple[TrainedModel, MegatronModel, MegatronOptimizer] | None:
-        """The role with its model and optimizer, where this rank has them."""
-        role = self._role
-        if not isinstance(role, TrainedModel) or role.model is None or role.optimizer is None:
-            return None
-        return role, role.model, role.optimizer
+    def _optimizer(self) -> Optimizer | None:
+        """Of a trained role, where this rank holds a part of it."""
+        return self._role.model.optimizer if self._role.model is not None else None
 
     def _state(self) -> RankState:
-        trained = self._trained
-        return RankState(optimizer_shards(*trained[1:]) if trained is not None else [], self._geometry)
+        return RankState(self._optimizer.shards() if self._optimizer is not None else [], self._geometry)
 
     def _gather_index(self, state: RankState) -> dict[str, Any] | None:
         """On the first rank, of a role that is trained."""
-        if not isinstance(self._role, TrainedModel):
+        role = self._role
+        if not isinstance(role, TrainedModel):
             return None
         scalars = None
-        if (trained := self._trained) is not None:
-            role, _, optimizer = trained
+        if self._optimizer is not None:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
-            scalars = {**optimizer_scalars(optimizer), **counts}
+            scalars = {**self._optimizer.scalars(), **counts}
         return gather_index(state.described, self._geometry, scalars)
 
     def _image_for(self, state: RankState) -> FileImage:

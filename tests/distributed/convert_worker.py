@@ -15,9 +15,8 @@ from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.cli.convert import main as convert
-from rlhf_mcore.mcore.ambient import ambient
-from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters, unwrap
+from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.model import MegatronModel, unwrap
 from tests.distributed import models
 from tests.distributed.setting import (
     LAYOUTS,
@@ -66,7 +65,7 @@ def main(directory: Path) -> None:
         batch = batch_for(rows())
         fill(batch, load_hf(path))
         actor.deliver_update(batch)()
-        save(model, actor.model.optimizer, directory / f"{name}_trained")
+        save(model, model.optimizer.megatron, directory / f"{name}_trained")
         moved = write_gathered(model, directory / f"{name}_expected.safetensors", path)
         findings[name] = {"loaded": loaded, "moved": moved}
     finish(findings, directory)
@@ -75,7 +74,7 @@ def main(directory: Path) -> None:
 def sharded(model: MegatronModel) -> dict[str, Any]:
     """Megatron's own description of this rank's parts."""
     metadata = {"dp_cp_group": model.groups.collection.dp_cp}
-    with ambient(model.groups, model.platform):
+    with use_groups(model.groups, model.platform):
         chunks = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model.chunks]
     return {f"model{k}": chunk for k, chunk in enumerate(chunks)}
 
@@ -85,7 +84,7 @@ def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     dist.barrier()
     state = sharded(model)
-    with ambient(model.groups, model.platform):
+    with use_groups(model.groups, model.platform):
         metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": model.groups.collection.dp_cp}
         whole = {key: value for chunk in state.values() for key, value in chunk.items()} if len(state) == 1 else state
         state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)
@@ -98,7 +97,7 @@ def save(model: MegatronModel, optimizer: Any, directory: Path) -> None:
 
 def load(model: MegatronModel, directory: Path, source: Path) -> bool:
     """Let Megatron-core load a converted checkpoint into the model; whether every weight is then that of the source."""
-    for parameter in local_parameters(model):
+    for parameter in model.local_parameters():
         parameter.tensor.fill_(float("nan"))
     config = unwrap(model.chunks[0]).config
     frequency, fused = config.moe_layer_freq, dict(FUSED_NORMS)
@@ -111,7 +110,7 @@ def load(model: MegatronModel, directory: Path, source: Path) -> bool:
         names = {old: new for old, new in fused.items() if not (is_moe and old.startswith("pre_mlp"))}
         prefix = f"decoder.layers.{layer}"
         apply_prefix_mapping(state, {prefix + old: prefix + new for old, new in names.items()})
-    with ambient(model.groups, model.platform):
+    with use_groups(model.groups, model.platform):
         found = dist_checkpointing.load(state, str(directory))
         for k, chunk in enumerate(model.chunks):
             unwrap(chunk).load_state_dict(found[f"model{k}"])

@@ -15,7 +15,6 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.balance import balance
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import local_parameters
 from tests.distributed import models
 from tests.distributed.parity_worker import distances, gathered_equals_file, names_are_predicted
 from tests.distributed.setting import (
@@ -89,7 +88,7 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
         findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
         if layout in SAVED_LAYOUTS:
             exporter = Exporter(
-                local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
+                model.local_parameters(), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
             )
             exporter.save(directory / f"{name}_{layout}_saved")
 

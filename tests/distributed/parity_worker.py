@@ -15,8 +15,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.run.nearby import share
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters
-from rlhf_mcore.mcore.step import policy_head
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows, broadcast_json, gather_json, reduce_sums
 from rlhf_mcore.roles.policy import Actor
 from tests.distributed import models
@@ -61,7 +60,7 @@ def main(directory: Path) -> None:
             findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
             if layout in SAVED_LAYOUTS:
                 exporter = Exporter(
-                    local_parameters(model), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
+                    model.local_parameters(), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
                 )
                 for _ in range(2):  # the second save replaces the first
                     exporter.save(directory / f"{name}_{layout}_saved")
@@ -74,10 +73,10 @@ def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, to
     assert placed.model is not None
     placed.trainer.packing = packing
     batch = batch_for(rows())
-    head = partial(policy_head, placed.model, TEMPERATURE)
+    compute = partial(placed.model.logprobs_and_entropy, temperature=TEMPERATURE)
     worst = [0.0, 0.0]
     for which in (0, 1):
-        values = placed.per_token(batch, lambda logits, part, which=which: head(logits, part)[which:])
+        values = placed.per_token(batch, lambda logits, part, which=which: compute(logits, part)[which])
         for row, found in response_values(batch, values).items():
             worst[which] = max(worst[which], float((torch.tensor(found) - expected[row][which]).abs().max()))
     return [max(column) for column in zip(*all_gather_json(worst), strict=True)]
@@ -97,7 +96,7 @@ def names_are_predicted(model: MegatronModel) -> bool:
     """What plans without a model assume: every rank's parameters are those that the layout says."""
     groups = model.groups
     expected = stage_names(model.spec.geometry, groups.layout)[groups.pp_rank]
-    return all(all_gather_json(sorted(expected) == sorted(p.name for p in local_parameters(model))))
+    return all(all_gather_json(sorted(expected) == sorted(p.name for p in model.local_parameters())))
 
 
 def collectives() -> dict[str, Any]:

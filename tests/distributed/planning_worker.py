@@ -16,8 +16,7 @@ from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.geometry import read_sizes
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters
-from rlhf_mcore.mcore.optimizer_state import optimizer_shards
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.planning.roles import Role
 from rlhf_mcore.planning.transfer import sync_plan
@@ -65,7 +64,7 @@ def main(directory: Path) -> None:
 def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, Any]:
     """By rank, what is held by live tensors and what was predicted; and for the model as a frozen one."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    shards = optimizer_shards(model, actor.model.optimizer)
+    shards = model.optimizer.shards()
     held = {
         "weights": sum(buffer.param_data.nbytes for buffer in buffers),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
@@ -74,7 +73,7 @@ def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, A
     }
     frozen = replace(role, trained=False)
     predicted = asdict(state_bytes(role, dist.get_rank()))
-    frozen_held = sum(parameter.tensor.nbytes for parameter in local_parameters(model))
+    frozen_held = sum(parameter.tensor.nbytes for parameter in model.local_parameters())
     frozen_predicted = state_bytes(frozen, dist.get_rank()).total
     return {
         "geometry": [asdict(model.spec.geometry), asdict(role.geometry)],
@@ -85,7 +84,7 @@ def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, A
 
 def compare_checkpoint(model: MegatronModel, actor: Actor, role: Role, source: Path) -> dict[str, Any]:
     path = source.with_name(f"{source.name}-{role.dtype}-checkpoint")
-    exporter = Exporter(local_parameters(model), role.geometry, [str(source)], bucket_bytes=BUCKET_BYTES)
+    exporter = Exporter(model.local_parameters(), role.geometry, [str(source)], bucket_bytes=BUCKET_BYTES)
     RoleFiles("actor", actor.model, exporter).write(path)
     dist.barrier()
     return {"checkpoint": [sum(map(tensor_bytes, path.rglob("*.safetensors"))), checkpoint_bytes(role)]}
@@ -99,7 +98,7 @@ def tensor_bytes(file: Path) -> int:
 def compare_sync(model: MegatronModel, role: Role, path: Path) -> dict[str, Any]:
     """The plan of a bridge between this model and a transformers model on every rank, as the engine ``hf`` is one."""
     engine: Any = SimpleNamespace(model=load_hf(path))
-    bridge = PlannedBridge(local_parameters(model), role.geometry, engine, bucket_bytes=BUCKET_BYTES)
+    bridge = PlannedBridge(model.local_parameters(), role.geometry, engine, bucket_bytes=BUCKET_BYTES)
     cfg = Config()
     cfg.rollout.engine, cfg.bridge.bucket_bytes = "hf", BUCKET_BYTES
     planned = sync_plan(cfg, role, dist.get_world_size(), ranks_per_node=8)

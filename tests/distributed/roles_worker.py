@@ -17,16 +17,13 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters
-from rlhf_mcore.mcore.offload import HostWeights
-from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.parallel.collectives import all_gather_json, union
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
-from rlhf_mcore.roles.role import RoleModel
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
@@ -90,7 +87,7 @@ def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable:
     if groups is not None:
         options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
         model = build_model(spec, groups, platform, options)
-        load(local_parameters(model), spec.geometry, HFReader(path), fresh_head=spec.has_fresh_head)
+        load(model.local_parameters(), spec.geometry, HFReader(path), fresh_head=spec.has_fresh_head)
     return layout, model, spec
 
 
@@ -112,15 +109,17 @@ def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: 
 
     def trained(head: str, cut: tuple[Any, ...], name: str) -> TrainedModel:
         layout, model, spec = built(path, head, cut, platform, trainable=True)
-        state = build_optimizer(model, optimizer) if model else None
-        return TrainedModel(layout, model, spec, trainer, state, optimizer, plan, name)
+        if model is not None:
+            model.add_optimizer(optimizer)
+        return TrainedModel(layout, model, spec, trainer, optimizer=optimizer, plan=plan, name=name)
 
     layout, frozen, spec = built(path, "lm", actor, platform, trainable=False)
-    host = HostWeights(frozen) if frozen is not None else None
+    if frozen is not None:
+        frozen.offload()
     return Team(
         Actor(trained("lm", actor, "actor"), TEMPERATURE, algorithm()),
         Critic(trained("token", critic, "critic"), 0.2, bootstrap=True),
-        Reference(RoleModel(layout, frozen, spec, trainer, host_weights=host), TEMPERATURE),
+        Reference(RoleModel(layout, frozen, spec, trainer), TEMPERATURE),
     )
 
 
@@ -151,11 +150,10 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
     layout, model, spec = built(path, "token", cut, platform, trainable=False)
     trainer, batch = TrainerConfig(max_tokens_per_microbatch=64), scored_batch()
     plan = MinibatchPlan(1)
-    role = Critic(
-        TrainedModel(layout, model, spec, trainer, None, OptimizerConfig(), plan, "critic"), None, bootstrap=True
-    )
+    untrained = TrainedModel(layout, model, spec, trainer, optimizer=OptimizerConfig(), plan=plan, name="critic")
+    role = Critic(untrained, None, bootstrap=True)
     exporter = Exporter(
-        local_parameters(model) if model else [],
+        untrained.local_parameters(),
         spec.geometry,
         [str(path)],
         bucket_bytes=10_000,

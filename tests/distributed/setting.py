@@ -19,12 +19,11 @@ from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
 from rlhf_mcore.mcore.families import load_spec  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters  # noqa: E402
-from rlhf_mcore.mcore.optimizer import build_optimizer  # noqa: E402
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.roles.policy import Actor  # noqa: E402
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
 from tests.rows import Row, batch_of, rows_of_padded  # noqa: E402
 
@@ -163,19 +162,20 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0, settings.aux_loss_coef
     )
     model = build_model(spec, groups, platform, options)
-    load(local_parameters(model), spec.geometry, HFReader(path))
+    load(model.local_parameters(), spec.geometry, HFReader(path))
     # A large eps keeps Adam's first step smooth in the gradient: without it rounding decides the sign of tiny ones.
     cfg = settings.optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
     chosen = settings.algorithm or algorithm()
     plan = MinibatchPlan(1000, 1, chosen.loss_aggregation, chosen.constant_length)
-    trained = TrainedModel(groups.layout, model, spec, trainer, build_optimizer(model, cfg), cfg, plan, "actor")
+    model.add_optimizer(cfg)
+    trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
     return model, Actor(trained, TEMPERATURE, chosen)
 
 
 def gatherer(model: MegatronModel) -> Gatherer:
     pgs = model.groups.collection
-    return Gatherer(local_parameters(model), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+    return Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
 
 
 def hf_logprobs(hf: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:

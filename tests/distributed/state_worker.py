@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,9 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters
-from rlhf_mcore.mcore.optimizer_state import optimizer_scalars, optimizer_shards
+from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.platform import Platform
-from rlhf_mcore.roles import trained
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
 from tests.distributed import models
@@ -85,7 +84,7 @@ class World:
     def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
         geometry = model.spec.geometry
         exporter = Exporter(
-            local_parameters(model), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
+            model.local_parameters(), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
         )
         return RoleFiles("actor", actor.model, exporter)
 
@@ -114,7 +113,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         model, actor = world.build(name, saved[number] / "actor", layout)
         files = world.files(model, actor, world.directory / name)
         files.load_state(saved[number])
-        found["steps"].append(optimizer_scalars(actor.model.optimizer)["step"])
+        found["steps"].append(model.optimizer.scalars()["step"])
         # A snapshot that is written after the next update is still what it was.
         write = files.snapshot()
         found["resumed"][f"{number} {layout}"] = train(actor, reference)
@@ -147,20 +146,18 @@ def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None])
     """
     reference = load_hf(world.directory / "qwen2_reference")
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2")
-    before = {p.name: p.tensor.clone() for p in local_parameters(model)}
-    sound = trained.forward_backward
+    before = {p.name: p.tensor.clone() for p in model.local_parameters()}
 
-    def poisoned(*arguments: Any) -> Any:
-        metrics = sound(*arguments)
-        poison(model, metrics)
-        return metrics
+    class Poisoned(MegatronModel):
+        def forward_backward(self, *arguments: Any) -> Any:
+            metrics = super().forward_backward(*arguments)
+            poison(self, metrics)
+            return metrics
 
-    trained.forward_backward = poisoned
-    try:
-        skipped = train(actor, reference)
-    finally:
-        trained.forward_backward = sound
-    unchanged = all(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
+    actor.model.model = Poisoned(*(getattr(model, field.name) for field in fields(model)))
+    skipped = train(actor, reference)
+    actor.model.model = model
+    unchanged = all(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
     made = train(actor, reference)
     return {
         "skipped": all_gather_json([skipped["actor/skipped_updates"], skipped["actor/bad_updates_in_a_row"]]),
@@ -188,7 +185,7 @@ def spoiled(world: World, kind: str) -> dict[str, Any]:
     model, actor = world.build("qwen2", world.directory / "qwen2", "tp2_pp2", "bf16")
     sound = train(actor, reference)
     if dist.get_rank() == 2:
-        optimizer_shards(model, actor.model.optimizer)[-1].tensors[kind][1] = torch.nan
+        model.optimizer.shards()[-1].tensors[kind][1] = torch.nan
     after = train(actor, reference)
     files = world.files(model, actor, world.directory / "qwen2")
     return {
@@ -246,7 +243,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
     save(files, saved)
     going_on = [train(actor, reference) for _ in range(2)]
     expected = weights(files, world.directory / f"{dtype}_after")
-    scalars = optimizer_scalars(actor.model.optimizer)
+    scalars = model.optimizer.scalars()
     model, actor = world.build(name, saved / "actor", "tp2_dp2", dtype)
     files = world.files(model, actor, world.directory / name)
     files.load_state(saved)
@@ -258,7 +255,7 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
             *(assemble(world.directory / f"{dtype}_{x}" / "actor/training") for x in ("after", "again"))
         ),
         "metrics": [going_on, resumed],
-        "scalars": [scalars, optimizer_scalars(actor.model.optimizer)],
+        "scalars": [scalars, model.optimizer.scalars()],
     }
 
 
@@ -286,12 +283,12 @@ def mixed_up(world: World) -> list[str]:
         message = str(error)
     # A state of another precision has no masters.
     other = ""
-    load(local_parameters(model), model.spec.geometry, HFReader(world.directory / "qwen3_tied_0" / "actor"))
+    load(model.local_parameters(), model.spec.geometry, HFReader(world.directory / "qwen3_tied_0" / "actor"))
     try:
         files.load_state(world.directory / "qwen3_tied_0")
     except ConfigError as error:
         other = str(error)
-    assert optimizer_shards(model, actor.model.optimizer)
+    assert model.optimizer.shards()
     return [*all_gather_json(message), *all_gather_json(other)]
 
 

@@ -20,11 +20,11 @@ from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerCo
 from rlhf_mcore.data.examples import Example, example_batch
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import BuildOptions, build_model, local_parameters
-from rlhf_mcore.mcore.optimizer import build_optimizer
+from rlhf_mcore.mcore.model import BuildOptions, build_model
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.policy import SupervisedActor
+from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.trainer.supervised import HeldOut, likelihood, likelihood_metrics, preference, preference_metrics
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
@@ -70,11 +70,12 @@ def main(directory: Path) -> None:
 def role(kind: str, path: Path, groups: ModelGroups, platform: Any, cut: str) -> SupervisedActor | RewardModelTrainer:
     spec = load_spec(path, "lm" if kind == "sft" else "sequence")
     model = build_model(spec, groups, platform, BuildOptions("fp32", "local", RecomputeConfig(), True, False, 0))
-    load(local_parameters(model), spec.geometry, HFReader(path))
+    load(model.local_parameters(), spec.geometry, HFReader(path))
     max_tokens, packing = CUTS[cut]
     trainer = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing)
-    name, optimizer = "actor" if kind == "sft" else "reward_model", build_optimizer(model, OPTIMIZER)
-    placed = TrainedModel(groups.layout, model, spec, trainer, optimizer, OPTIMIZER, MinibatchPlan(1000), name)
+    model.add_optimizer(OPTIMIZER)
+    name, plan = "actor" if kind == "sft" else "reward_model", MinibatchPlan(1000)
+    placed = TrainedModel(groups.layout, model, spec, trainer, optimizer=OPTIMIZER, plan=plan, name=name)
     return SupervisedActor(placed) if kind == "sft" else RewardModelTrainer(placed, CENTERING)
 
 

@@ -18,7 +18,6 @@ from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import SyncMismatch, SyncStats
 from rlhf_mcore.rollout import build_engine
@@ -153,7 +152,7 @@ def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, 
     """
     largest = max(tensor.numel() * tensor.element_size() for _, tensor in gatherer(model))
     bucket = largest // 3
-    parameters, geometry = local_parameters(model), model.spec.geometry
+    parameters, geometry = model.local_parameters(), model.spec.geometry
     whole = PlannedBridge(
         parameters,
         geometry,
@@ -198,7 +197,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
     for version, which in enumerate((name, other, name)):
         model, _ = build(world.directory / which, groups, world.platform, Settings())
         bridge = PlannedBridge(
-            local_parameters(model), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest"
+            model.local_parameters(), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest"
         )
         if version == 1:
             found["torn"] = torn(bridge, engine, world.prompts)
@@ -226,7 +225,7 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     """
     path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
     model, actor = build(other, groups, world.platform, Settings())
-    bridge = PlannedBridge(local_parameters(model), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest")
+    bridge = PlannedBridge(model.local_parameters(), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest")
     stats = bridge.sync(10, only=["model.layers.1.self_attn.q_proj.weight", "model.norm.*"])
     brought = greedy(engine, world.prompts)
     names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"] + ["model.norm.weight"]

@@ -25,9 +25,15 @@ def test_a_rank_in_none_of_the_groups_has_none() -> None:
 
 
 def test_an_enumeration_of_some_ranks_is_completed_with_singletons(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[list[int]]] = []
     monkeypatch.setattr(module.dist, "get_world_size", lambda: 6)
-    assert module._partition([[1, 3], [2, 4]]) == [[1, 3], [2, 4], [0], [5]]
-    assert module._partition([[5, 4, 3, 2, 1, 0]]) == [[5, 4, 3, 2, 1, 0]]
+    monkeypatch.setattr(
+        module.dist, "new_subgroups_by_enumeration", lambda ranks, timeout: (object(), asked.append(ranks))
+    )
+    pool = GroupPool()
+    assert pool.group_of([[1, 3], [2, 4]]) is None  # this is rank 0
+    assert pool.group_of([[5, 4, 3, 2, 1, 0]]) is not None
+    assert asked == [[[0], [1, 3], [2, 4], [5]], [[5, 4, 3, 2, 1, 0]]]
 
 
 def test_two_models_with_one_pool_share_their_groups() -> None:

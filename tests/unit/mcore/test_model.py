@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
@@ -18,13 +18,18 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.model_files import architecture_name
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
-from rlhf_mcore.mcore.ambient import ambient
 from rlhf_mcore.mcore.families import load_spec
-from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, _global_name, build_model, local_parameters, unwrap
-from rlhf_mcore.mcore.optimizer import build_optimizer, optimizer_step
-from rlhf_mcore.mcore.optimizer_state import optimizer_scalars
-from rlhf_mcore.mcore.step import Head, Metrics, forward, forward_backward, policy_head, scalar_head
+from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
+from rlhf_mcore.mcore.model import (
+    BuildOptions,
+    MegatronModel,
+    Metrics,
+    build_model,
+    rng_tracker_states,
+    scalar_outputs,
+    set_rng_tracker_states,
+)
+from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch
@@ -48,7 +53,7 @@ def build(directory: Path, groups: ModelGroups, *, trainable: bool, head: str = 
     spec = load_spec(directory, head)
     options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
     model = build_model(spec, groups, current_platform(), options)
-    load(local_parameters(model), spec.geometry, HFReader(directory), fresh_head=spec.has_fresh_head)
+    load(model.local_parameters(), spec.geometry, HFReader(directory), fresh_head=spec.has_fresh_head)
     return model
 
 
@@ -84,26 +89,29 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
 ) -> None:
     hf = make(name, tmp_path)
     model = build(tmp_path, groups, trainable=True)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))
     expected = expected_logprobs(hf)
-    head: Head = partial(policy_head, model, TEMPERATURE)
+
+    def logprobs(logits: torch.Tensor, part: Microbatch) -> torch.Tensor:
+        return model.logprobs_and_entropy(logits, part, TEMPERATURE)[0]
+
     for packing in (True, False):
         cut = microbatches(packing)
         assert len(cut) > 1
-        found = restore_tokens([out[0] for out in forward(model, cut, head)], cut, LENGTHS)
+        found = restore_tokens(model.forward(cut, logprobs), cut, LENGTHS)
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
 
     def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
-        value = (head(outputs, part)[0] * part.fields["mask"]).sum() / 8
+        value = (logprobs(outputs, part) * part.fields["mask"]).sum() / 8
         return value, {"count": part.fields["mask"].sum()}
 
-    metrics = forward_backward(model, microbatches(True), loss)
+    metrics = model.forward_backward(microbatches(True), loss)
     reference = (expected * loss_mask()).sum() / 8
     assert sum(int(m["count"]) for m in metrics) == 8
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), abs=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
-    outcome = optimizer_step(model, optimizer, lr=0.0)
+    outcome = model.step(lr=0.0)
     assert outcome.updated and outcome.finite and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
@@ -113,18 +121,18 @@ def test_fault_23_a_gradient_that_is_not_finite_changes_nothing(
 ) -> None:
     make("qwen3", tmp_path)
     model = build(tmp_path, groups, trainable=True)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
+    model.add_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1))
     buffer = model.chunks[0].buffers[0].grad_data
-    before = {p.name: p.tensor.clone() for p in local_parameters(model)}
+    before = {p.name: p.tensor.clone() for p in model.local_parameters()}
     buffer.fill_(0.1)
     buffer[7] = value
-    outcome = optimizer_step(model, optimizer, lr=1e-2)
+    outcome = model.step(lr=1e-2)
     assert not outcome.updated and not outcome.finite and not math.isfinite(outcome.grad_norm)
-    assert all(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
-    assert optimizer_scalars(optimizer)["step"] == 0
+    assert all(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
+    assert model.optimizer.scalars()["step"] == 0
     buffer.fill_(0.1)
-    assert optimizer_step(model, optimizer, lr=1e-2).updated
-    assert not any(torch.equal(p.tensor, before[p.name]) for p in local_parameters(model))
+    assert model.step(lr=1e-2).updated
+    assert not any(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
 
 
 def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
@@ -159,23 +167,23 @@ def test_values_gradients_and_update_are_those_of_transformers(
 ) -> None:
     hf = make_scorer(name, head, tmp_path)
     model = build(tmp_path, groups, trainable=True, head=head)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, clip_grad=0.0))
+    model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))
     expected, last = hf_values(hf)
     for packing in (True, False):
         cut = microbatches(packing)
-        said = [out[0] for out in forward(model, cut, scalar_head)]
+        said = model.forward(cut, scalar_outputs)
         torch.testing.assert_close(restore_tokens(said, cut, LENGTHS), expected.detach(), rtol=0, atol=1e-5)
         torch.testing.assert_close(restore_last(said, cut, 3), last.detach(), rtol=0, atol=1e-5)
 
     def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
-        return ((scalar_head(outputs, part)[0] - 1) * part.fields["mask"]).square().sum() / 8, {}
+        return ((scalar_outputs(outputs, part) - 1) * part.fields["mask"]).square().sum() / 8, {}
 
-    metrics = forward_backward(model, microbatches(True), loss)
+    metrics = model.forward_backward(microbatches(True), loss)
     reference = ((expected - 1) * loss_mask()).square().sum() / 8
     assert float(sum(m["loss"] for m in metrics)) == pytest.approx(reference.item(), rel=1e-5)
     reference.backward()
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
-    outcome = optimizer_step(model, optimizer, lr=0.0)
+    outcome = model.step(lr=0.0)
     assert outcome.updated and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
@@ -183,7 +191,7 @@ def test_the_last_word_is_the_score_of_transformers(tmp_path: Path, groups: Mode
     hf = make_scorer("qwen3", "sequence", tmp_path)
     model = build(tmp_path, groups, trainable=False, head="sequence")
     cut = microbatches(True)
-    scores = restore_last([out[0] for out in forward(model, cut, scalar_head)], cut, 3)
+    scores = restore_last(model.forward(cut, scalar_outputs), cut, 3)
     for row, ids in enumerate(rows()):
         with torch.no_grad():
             (expected,) = hf(ids[None].long()).logits[0].tolist()
@@ -194,14 +202,14 @@ def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_pat
     make("qwen3_tied", tmp_path)
     model = build(tmp_path, groups, trainable=True, head="token")
     cut = microbatches(True)
-    assert not any(out[0].any() for out in forward(model, cut, scalar_head))
+    assert not any(out.any() for out in model.forward(cut, scalar_outputs))
     head = unwrap(model.chunks[0]).output_layer
     with torch.no_grad():
         head.weight.normal_(generator=torch.Generator().manual_seed(5))
         head.bias.fill_(0.25)
     spec = model.spec
     exporter = Exporter(
-        local_parameters(model),
+        model.local_parameters(),
         spec.geometry,
         [str(tmp_path)],
         bucket_bytes=2**20,
@@ -210,11 +218,11 @@ def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_pat
     exporter.save(tmp_path / "critic")
     found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     assert type(found).__name__ == "Qwen3ForTokenClassification" and found.config.num_labels == 1
-    values = restore_tokens([out[0] for out in forward(model, cut, scalar_head)], cut, LENGTHS)
+    values = restore_tokens(model.forward(cut, scalar_outputs), cut, LENGTHS)
     torch.testing.assert_close(values, hf_values(found.eval())[0].detach(), rtol=0, atol=1e-5)
     again = build(tmp_path / "critic", groups, trainable=False, head="token")
     assert not again.spec.has_fresh_head
-    for mine, theirs in zip(local_parameters(model), local_parameters(again), strict=True):
+    for mine, theirs in zip(model.local_parameters(), again.local_parameters(), strict=True):
         assert mine.name == theirs.name and torch.equal(mine.tensor, theirs.tensor)
 
 
@@ -223,7 +231,7 @@ def test_every_parameter_of_a_scorer_has_a_rule_and_every_tensor_an_owner(
     head: str, tmp_path: Path, groups: ModelGroups
 ) -> None:
     make("qwen3_tied", tmp_path)
-    found = local_parameters(build(tmp_path, groups, trainable=False, head=head))
+    found = build(tmp_path, groups, trainable=False, head=head).local_parameters()
     geometry = load_spec(tmp_path, head).geometry
     held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
     assert held == set(hf_shapes(geometry))
@@ -232,7 +240,7 @@ def test_every_parameter_of_a_scorer_has_a_rule_and_every_tensor_an_owner(
 def test_every_parameter_has_a_rule_and_every_tensor_an_owner(tmp_path: Path, groups: ModelGroups) -> None:
     make("qwen3", tmp_path)
     model = build(tmp_path, groups, trainable=False)
-    found = local_parameters(model)
+    found = model.local_parameters()
     geometry = model.spec.geometry
     held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
     assert held == set(hf_shapes(geometry))
@@ -258,9 +266,29 @@ def test_globals_of_megatron_are_put_back_also_after_an_exception(
     for name, value in others.items():
         monkeypatch.setattr(parallel_state, name, value)
     cuda = torch.Tensor.cuda
-    with pytest.raises(KeyError), ambient(groups, current_platform()):
+    with pytest.raises(KeyError), use_groups(groups, current_platform()):
         assert parallel_state.get_tensor_model_parallel_group() is groups.collection.tp
         assert parallel_state.get_data_parallel_group() is groups.collection.dp
         raise KeyError
     assert all(getattr(parallel_state, name) is value for name, value in others.items())
     assert torch.Tensor.cuda is cuda
+
+
+def test_megatrons_generators_continue_where_they_were() -> None:
+    current_platform().prepare_megatron()
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model", 3)
+
+    def draw() -> list[float]:
+        with tracker.fork("model"):
+            return torch.rand(3).tolist()
+
+    draw()
+    states = {name: state.clone() for name, state in rng_tracker_states().items()}
+    assert set(states) == {"megatron.model"}
+    expected = draw()
+    assert draw() != expected
+    set_rng_tracker_states({**states, "torch.cpu": torch.zeros(1)})
+    assert draw() == expected
+    tracker.reset()

@@ -12,8 +12,9 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
-from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model, local_parameters, unwrap
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.moe import Router, routers
+from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from tests.distributed.models import make
@@ -79,18 +80,18 @@ def test_a_microbatch_of_padding_has_no_part_in_the_balance(model: MegatronModel
 
 
 def test_every_parameter_has_a_rule_and_every_tensor_an_owner(model: MegatronModel) -> None:
-    found, geometry = local_parameters(model), model.spec.geometry
+    found, geometry = model.local_parameters(), model.spec.geometry
     held = {piece.hf_name for p in found for piece in pieces(p.name, geometry, p.shard)}
     assert held == set(hf_shapes(geometry))
 
 
 def test_a_buffer_that_belongs_to_the_state_is_not_left_behind_unseen(model: MegatronModel) -> None:
-    before = len(local_parameters(model))
+    before = len(model.local_parameters())
     router = next(routers(model.chunks))
     del router.expert_bias  # None in these families; a buffer where a model has it
     router.register_buffer("expert_bias", torch.zeros(4))
     router.register_buffer("scratch", torch.zeros(4), persistent=False)
-    found = local_parameters(model)
+    found = model.local_parameters()
     assert len(found) == before + 1
     added = next(p for p in found if p.name == "decoder.layers.0.mlp.router.expert_bias")
     with pytest.raises(KeyError, match="no rule"):

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.mcore.model import MegatronModel, OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
-from rlhf_mcore.mcore.step import Head
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles import role, trained
 from rlhf_mcore.types import Microbatch, TrainBatch
 from tests.rows import Row, batch_of
 from tests.unit.parallel.world import Meeting, ThreadGroup
@@ -22,11 +20,23 @@ from tests.unit.parallel.world import Meeting, ThreadGroup
 VOCAB = 7
 
 
+def stay(model: Lookup, lr: float) -> bool:
+    """An update that changes nothing."""
+    return True
+
+
+def descend(model: Lookup, lr: float) -> bool:
+    """Plain gradient descent."""
+    assert model.table.grad is not None
+    model.table.data -= lr * model.table.grad
+    return True
+
+
 @dataclass
 class Lookup:
-    """What a role needs of a model, and functions in the place of mcore.step's and mcore.optimizer's.
+    """What a role needs of a Megatron model and its optimizer, which is the object itself.
 
-    ``width`` numbers are said after each token: as many as there are tokens are logits, one is a value.
+    ``width`` numbers follow each token: as many as there are tokens are logits, one is a value. ``rule`` changes the table.
     """
 
     width: int = VOCAB
@@ -35,6 +45,7 @@ class Lookup:
     tp_rank: int = 0
     is_last_stage: bool = True
     aux_loss_coef: float = 0.0
+    rule: Callable[[Lookup, float], bool] = stay
     table: Tensor = field(init=False)
     calls: list[Any] = field(default_factory=list)
 
@@ -52,14 +63,20 @@ class Lookup:
     def spec(self) -> Any:
         return SimpleNamespace(geometry=SimpleNamespace(vocab_size=VOCAB))
 
-    def forward(self, model: Any, parts: Sequence[Microbatch], head: Head) -> list[tuple[Tensor, ...]]:
+    @property
+    def optimizer(self) -> Lookup:
+        return self
+
+    logprobs_and_entropy = MegatronModel.logprobs_and_entropy
+
+    def forward(self, parts: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
         self.calls.append(("forward", [len(part.rows) for part in parts]))
         if not self.is_last_stage:
             return []
         with torch.no_grad():
-            return [head(self.table[part.token_ids], part) for part in parts]
+            return [function(self.table[part.token_ids], part) for part in parts]
 
-    def forward_backward(self, model: Any, parts: Sequence[Microbatch], loss: Callable[..., Any]) -> Any:
+    def forward_backward(self, parts: Sequence[Microbatch], loss: Callable[..., Any]) -> Any:
         self.calls.append([len(part.rows) for part in parts])
         self.table.grad = None
         found = []
@@ -69,34 +86,13 @@ class Lookup:
             found.append({"loss": value.detach().clone(), **metrics})
         return found
 
-    def optimizer_step(self, model: Any, optimizer: Any, lr: float) -> StepOutcome:
+    def step(self, lr: float) -> StepOutcome:
         assert self.table.grad is not None
         self.calls.append(("step", lr))
-        return StepOutcome(optimizer(self, lr), float(self.table.grad.norm()))
+        return StepOutcome(self.rule(self, lr), float(self.table.grad.norm()))
 
-    def state_is_finite(self, model: Any, optimizer: Any) -> bool:
+    def is_finite(self) -> bool:
         return bool(self.table.isfinite().all())
-
-    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> Lookup:
-        """Let roles run models of this kind, and only these."""
-        monkeypatch.setattr(role, "forward", lambda model, *arguments: model.forward(model, *arguments))
-        for name in ("forward_backward", "optimizer_step", "state_is_finite"):
-            monkeypatch.setattr(
-                trained, name, lambda model, *arguments, name=name: getattr(model, name)(model, *arguments)
-            )
-        return self
-
-
-def stay(model: Lookup, lr: float) -> bool:
-    """An optimizer that changes nothing."""
-    return True
-
-
-def descend(model: Lookup, lr: float) -> bool:
-    """Plain gradient descent."""
-    assert model.table.grad is not None
-    model.table.data -= lr * model.table.grad
-    return True
 
 
 def batch(num_rows: int = 6, samples: int = 2, owner: int | None = None) -> TrainBatch:

@@ -14,7 +14,7 @@ from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import TrainBatch
 from tests.rows import flat, padded, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Lookup:
-    return Lookup(width=1).take_over(monkeypatch)
+def model() -> Lookup:
+    return Lookup(width=1)
 
 
 def critic(
-    model: Lookup | None, clip: float | None, optimizer: Any = stay, plan: MinibatchPlan | None = None, **trainer: Any
+    model: Lookup | None, clip: float | None, rule: Any = stay, plan: MinibatchPlan | None = None, **trainer: Any
 ) -> Critic:
     which: Any = model
     settings: dict[str, Any] = dict(max_tokens_per_microbatch=64) | trainer
@@ -38,7 +38,9 @@ def critic(
     spec: Any = None
     layout = model.layout if model is not None else ParallelLayout(1)
     plan = plan or MinibatchPlan(3)
-    trained = TrainedModel(layout, which, spec, TrainerConfig(**settings), optimizer, cfg, plan, "critic")
+    if model is not None:
+        model.rule = rule
+    trained = TrainedModel(layout, which, spec, TrainerConfig(**settings), optimizer=cfg, plan=plan, name="critic")
     return Critic(trained, clip)
 
 

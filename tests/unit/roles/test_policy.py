@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,8 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles import policy as module
+from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
-from rlhf_mcore.roles.role import RoleModel
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
 from rlhf_mcore.types import LocalParameter, Shard, TrainBatch
 from tests.rows import flat, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
@@ -33,14 +31,14 @@ TEMPERATURE = 0.7
 
 
 @pytest.fixture
-def bigram(monkeypatch: pytest.MonkeyPatch) -> Lookup:
-    return Lookup().take_over(monkeypatch)
+def bigram() -> Lookup:
+    return Lookup()
 
 
 def actor(
     model: Lookup | None,
     algorithm: AlgorithmConfig,
-    optimizer: Any = stay,
+    rule: Any = stay,
     *,
     prompts_per_minibatch: int = 3,
     ppo_epochs: int = 1,
@@ -52,7 +50,10 @@ def actor(
     layout = model.layout if model is not None else ParallelLayout(1)
     spec: Any = Lookup().spec
     which: Any = model
-    trained = TrainedModel(layout, which, spec, TrainerConfig(**{**settings, **trainer}), optimizer, cfg, plan, "actor")
+    if model is not None:
+        model.rule = rule
+    limits = TrainerConfig(**{**settings, **trainer})
+    trained = TrainedModel(layout, which, spec, limits, optimizer=cfg, plan=plan, name="actor")
     return Actor(trained, TEMPERATURE, algorithm)
 
 
@@ -310,25 +311,29 @@ def parameters(*tensors: Tensor) -> list[LocalParameter]:
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_a_refreshed_reference_has_the_actors_weights(monkeypatch: pytest.MonkeyPatch, offloaded: bool) -> None:
-    # Models are lists of tensors here; what they are in truth is a matter of local_parameters.
-    monkeypatch.setattr(module, "local_parameters", lambda model: parameters(*model))
+def test_a_refreshed_reference_has_the_actors_weights(offloaded: bool) -> None:
     mine, theirs = [torch.zeros(3), torch.zeros(2, 2)], [torch.arange(3.0), torch.ones(2, 2)]
     events: list[str] = []
 
     class Host:
-        @contextmanager
-        def resident(self) -> Iterator[None]:
-            events.append("on the device")
-            yield
-            events.append("off the device")
-
         def store(self) -> None:
             events.append("stored")
 
-    trainer, host = TrainerConfig(), Host() if offloaded else None
-    held = RoleModel(ParallelLayout(1), mine, None, trainer, host_weights=host)  # type: ignore[arg-type]
-    Reference(held, 1.0).refresh(SimpleNamespace(model=SimpleNamespace(model=theirs)))  # type: ignore[arg-type]
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        events.append("on the device")
+        yield
+        events.append("off the device")
+
+    frozen: Any = SimpleNamespace(
+        on_device=on_device if offloaded else nullcontext,
+        host_weights=Host() if offloaded else None,
+        local_parameters=lambda: parameters(*mine),
+    )
+    trained: Any = SimpleNamespace(model=SimpleNamespace(local_parameters=lambda: parameters(*theirs)))
+    spec: Any = None
+    held = RoleModel(ParallelLayout(1), frozen, spec, TrainerConfig())
+    Reference(held, 1.0).refresh(SimpleNamespace(model=trained))  # type: ignore[arg-type]
     assert [x.tolist() for x in mine] == [[0.0, 1.0, 2.0], [[1.0, 1.0], [1.0, 1.0]]]
     theirs[0] += 1
     assert mine[0].tolist() == [0.0, 1.0, 2.0]  # a copy

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlhf_mcore.config.schema import TrainerConfig
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.reward_model import RewardModel
-from rlhf_mcore.roles.role import RoleModel
 from tests.rows import padded_batch
 from tests.unit.roles import lookup
 from tests.unit.roles.lookup import Lookup
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("world")
 def test_the_score_is_what_the_model_says_at_the_last_token(
     monkeypatch: pytest.MonkeyPatch, packing: bool, max_tokens: int
 ) -> None:
-    model: Any = Lookup(width=1).take_over(monkeypatch)
+    model: Any = Lookup(width=1)
     made = lookup.batch()
     trainer, spec = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), model.spec
     scores = RewardModel(RoleModel(model.layout, model, spec, trainer)).compute_scores(made)

@@ -5,8 +5,6 @@ Layouts of several ranks run as threads; the processes are in tests/distributed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
-from rlhf_mcore.mcore.step import scalar_head
+from rlhf_mcore.mcore.model import scalar_outputs
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles import role as module
-from rlhf_mcore.roles.role import RoleModel, minibatches
+from rlhf_mcore.roles import model as module
+from rlhf_mcore.roles.model import RoleModel, minibatches
 from rlhf_mcore.types import Microbatch, TrainBatch
 from tests.rows import Row, padded_batch
 from tests.rows import batch_of as make_batch
@@ -30,17 +28,15 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Lookup:
-    return Lookup(width=1).take_over(monkeypatch)
+def model() -> Lookup:
+    return Lookup(width=1)
 
 
-def role(
-    model: Lookup | None, layout: ParallelLayout | None = None, host_weights: Any = None, **trainer: Any
-) -> RoleModel:
+def role(model: Lookup | None, layout: ParallelLayout | None = None, **trainer: Any) -> RoleModel:
     which: Any = model
     layout = layout or (model.layout if model is not None else ParallelLayout(1))
     settings: dict[str, Any] = dict(max_tokens_per_microbatch=64) | trainer
-    return RoleModel(layout, which, Lookup.spec, TrainerConfig(**settings), host_weights=host_weights)  # type: ignore[arg-type]
+    return RoleModel(layout, which, Lookup.spec, TrainerConfig(**settings))  # type: ignore[arg-type]
 
 
 def rows_of(lengths: list[int]) -> list[Row]:
@@ -199,10 +195,10 @@ def test_values_by_token_and_by_row(model: Lookup, packing: bool, max_tokens: in
     batch = lookup.batch()
     tokens, rows = expected(batch)
     which = role(model, packing=packing, max_tokens_per_microbatch=max_tokens)
-    assert torch.equal(which.per_token(batch, scalar_head), tokens)
-    assert torch.equal(which.per_row(batch, scalar_head), rows)
+    assert torch.equal(which.per_token(batch, scalar_outputs), tokens)
+    assert torch.equal(which.per_row(batch, scalar_outputs), rows)
     model.calls.clear()
-    both = which.per_token_and_row(batch, scalar_head)
+    both = which.per_token_and_row(batch, scalar_outputs)
     assert torch.equal(both[0], tokens) and torch.equal(both[1], rows)
     assert len(model.calls) == 1 and (len(model.calls[0][1]) > 1) == (max_tokens == 8)  # one run for both
 
@@ -228,37 +224,14 @@ def test_every_owner_gets_the_results_of_its_rows_whoever_that_is(model: Lookup,
         if group.rank() in layout.ranks:
             place = layout.coordinates(group.rank())
             mine = Lookup(width=1, layout=layout, tp_rank=place["tp"], is_last_stage=place["pp"] == layout.pp - 1)
-        tokens, rows = role(mine, layout).per_token_and_row(batch, scalar_head)
+        tokens, rows = role(mine, layout).per_token_and_row(batch, scalar_outputs)
         assert mine is None or len(mine.calls) == 1  # all take part in the run
         return torch.equal(tokens, expected(batch)[0]) and torch.equal(rows, expected(batch)[1])
 
     assert run_ranks(world_size, body) == [True] * world_size
 
 
-def test_weights_in_host_memory_are_on_the_device_while_the_model_runs(
-    model: Lookup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-
-    class Host:
-        @contextmanager
-        def resident(self) -> Iterator[None]:
-            events.append("come")
-            yield
-            events.append("go")
-
-    def forward(*args: Any) -> Any:
-        events.append("run")
-        return model.forward(*args)
-
-    monkeypatch.setattr(module, "forward", forward)
-    batch = lookup.batch()
-    found = role(model, host_weights=Host()).per_row(batch, scalar_head)
-    assert events == ["come", "run", "go"]
-    assert torch.equal(found, expected(batch)[1])
-
-
-def test_a_scalar_head_drops_the_last_dimension() -> None:
+def test_outputs_of_a_scalar_head_lose_the_last_dimension() -> None:
     part = Microbatch(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), [], [])
-    (found,) = scalar_head(torch.tensor([[[1.0], [2.0], [3.0]]]), part)
+    found = scalar_outputs(torch.tensor([[[1.0], [2.0], [3.0]]]), part)
     assert found.tolist() == [[1.0, 2.0, 3.0]]

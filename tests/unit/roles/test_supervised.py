@@ -11,13 +11,14 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.roles.supervised import RewardModelTrainer, SupervisedActor
-from rlhf_mcore.roles.trained import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.policy import SupervisedActor
+from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.types import TrainBatch
 from tests.rows import padded, padded_batch
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.roles import lookup
-from tests.unit.roles.lookup import Lookup, stay
+from tests.unit.roles.lookup import Lookup
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -26,14 +27,14 @@ CUTS = [(8, True), (16, True), (64, True), (16, False), (64, False)]
 
 
 @pytest.fixture
-def scorer(monkeypatch: pytest.MonkeyPatch) -> Lookup:
-    return Lookup(width=1).take_over(monkeypatch)
+def scorer() -> Lookup:
+    return Lookup(width=1)
 
 
 def trained(model: Any, name: str, max_tokens: int, packing: bool, prompts: int = 3) -> TrainedModel:
     trainer, plan = TrainerConfig(max_tokens_per_microbatch=max_tokens, packing=packing), MinibatchPlan(prompts)
-    optimizer: Any = stay
-    return TrainedModel(model.layout, model, model.spec, trainer, optimizer, OptimizerConfig(lr=0.5), plan, name)
+    cfg = OptimizerConfig(lr=0.5)
+    return TrainedModel(model.layout, model, model.spec, trainer, optimizer=cfg, plan=plan, name=name)
 
 
 def reward_model(model: Lookup, max_tokens: int = 64, packing: bool = True) -> RewardModelTrainer:
@@ -107,7 +108,7 @@ def test_scores_are_those_at_the_last_token(scorer: Lookup) -> None:
 def test_fine_tuning_is_the_mean_over_response_tokens(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, packing: bool
 ) -> None:
-    bigram = Lookup().take_over(monkeypatch)
+    bigram = Lookup()
     made = lookup.batch(samples=1)
     which = SupervisedActor(trained(bigram, "actor", max_tokens, packing, prompts=100))
     metrics = which.deliver_update(made)()

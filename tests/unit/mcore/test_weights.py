@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +13,9 @@ from torch import Tensor
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.model import MegatronModel, local_parameters
-from rlhf_mcore.mcore.offload import HostWeights
-from rlhf_mcore.mcore.step import forward, policy_head
+from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Reference
-from rlhf_mcore.roles.role import RoleModel
 from tests.distributed.models import make
 from tests.unit.mcore.test_model import build, groups
 
@@ -39,11 +36,12 @@ def model(tmp_path: Path, groups: ModelGroups) -> MegatronModel:
 def logprobs(model: MegatronModel) -> Tensor:
     held = RowTokens([0], [7], {"token_ids": torch.arange(1, 8, dtype=torch.int32)})
     parts = make_microbatches(held, max_tokens=9, packing=True)
-    return forward(model, parts, partial(policy_head, model, 1.0))[0][0]
+    (found,) = model.forward(parts, lambda logits, part: model.logprobs_and_entropy(logits, part, 1.0)[0])
+    return found
 
 
 def weights(model: MegatronModel) -> dict[str, Tensor]:
-    return {p.name: p.tensor.clone() for p in local_parameters(model)}
+    return {p.name: p.tensor.clone() for p in model.local_parameters()}
 
 
 def is_released(model: MegatronModel) -> bool:
@@ -53,41 +51,43 @@ def is_released(model: MegatronModel) -> bool:
 
 def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: MegatronModel) -> None:
     before, said = weights(model), logprobs(model)
-    host = HostWeights(model)
+    model.offload()
     assert is_released(model)
     for _ in range(2):
-        with host.resident():
+        with model.on_device():
             found = weights(model)
             assert found.keys() == before.keys()
             assert all(torch.equal(found[name], before[name]) for name in before)
-            assert torch.equal(logprobs(model), said)
+        assert is_released(model)
+        assert torch.equal(logprobs(model), said)  # which brings them to the device while the model runs
         assert is_released(model)
 
 
 def test_weights_are_released_when_the_block_fails(model: MegatronModel) -> None:
-    host = HostWeights(model)
-    with pytest.raises(KeyError), host.resident():
+    model.offload()
+    with pytest.raises(KeyError), model.on_device():
         raise KeyError
     assert is_released(model)
 
 
 def test_what_is_stored_is_what_comes_back(model: MegatronModel) -> None:
-    host = HostWeights(model)
-    with host.resident():
-        for parameter in local_parameters(model):
+    model.offload()
+    with model.on_device():
+        for parameter in model.local_parameters():
             parameter.tensor.mul_(1.5)
         changed = weights(model)
-        host.store()
-    with host.resident():
+        model.host_weights.store()
+    with model.on_device():
         assert all(torch.equal(tensor, changed[name]) for name, tensor in weights(model).items())
 
 
 def test_what_is_written_without_storing_it_is_lost(model: MegatronModel) -> None:
-    before, host = weights(model), HostWeights(model)
-    with host.resident():
-        for parameter in local_parameters(model):
+    before = weights(model)
+    model.offload()
+    with model.on_device():
+        for parameter in model.local_parameters():
             parameter.tensor.zero_()
-    with host.resident():
+    with model.on_device():
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
@@ -98,17 +98,18 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
     make("qwen3_tied", tmp_path / "actor", seed=1)
     actor = build(tmp_path / "actor", groups, trainable=True)
     wanted, said = weights(actor), logprobs(actor)
-    host = HostWeights(model) if offload else None
-    placed = RoleModel(groups.layout, model, model.spec, TrainerConfig(), host_weights=host)
+    if offload:
+        model.offload()
+    placed = RoleModel(groups.layout, model, model.spec, TrainerConfig())
     trained: Any = SimpleNamespace(model=SimpleNamespace(model=actor))
     Reference(placed, 1.0).refresh(trained)
     assert is_released(model) == offload
-    with placed.on_device():
+    with model.on_device():
         found = weights(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert torch.equal(logprobs(model), said)
-    # The actor goes on; what the reference has is its own.
-    for parameter in local_parameters(actor):
+    assert torch.equal(logprobs(model), said)
+    # The actor changes afterwards; the weights of the reference are its own.
+    for parameter in actor.local_parameters():
         parameter.tensor.zero_()
-    with placed.on_device():
+    with model.on_device():
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(model).items())

@@ -1,0 +1,82 @@
+"""The weights of a model on this rank: named for the bridge, and kept on the host between uses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import LocalParameter
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and precision wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
+    """Every tensor of a model on this rank: parameters, and the buffers that are part of its state.
+
+    A layer has the number that the layer itself knows (uneven and interleaved pipelines), an expert its number on this rank.
+    """
+    rank, found = dist.get_rank(), []
+    for chunk in map(unwrap, chunks):
+        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
+            found.append(LocalParameter(_global_name(name, numbers), tensor.data, layout.shard_of(name, rank)))
+    return found
+
+
+def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint must hold: none in the families so far, and none may be left behind unseen."""
+    for prefix, module in chunk.named_modules():
+        for name, tensor in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", tensor
+
+
+def _global_name(name: str, layer_numbers: list[int]) -> str:
+    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layer_numbers[int(m.group(1))]}.", name)
+
+
+class HostWeights:
+    """Host copies of a frozen model's weights, which are on the device only while they are used.
+
+    The copies are kept (pinned where there is a CUDA device): releasing the device's memory again costs nothing, because nobody
+    writes to the weights there.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
+        self._device = device
+        self._tensors = [tensor for chunk in chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]
+        pinned = device.type == "cuda"
+        self._copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in self._tensors]
+        self.store()
+
+    def store(self) -> None:
+        """Copy what is on the device, and free it there."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            copy.copy_(tensor.data)
+        self._release()
+
+    def _release(self) -> None:
+        for tensor in self._tensors:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The weights are on the device within this block."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.data = torch.empty_like(copy, device=self._device).copy_(copy, non_blocking=True)
+        try:
+            yield
+        finally:
+            self._release()

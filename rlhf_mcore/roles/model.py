@@ -1,0 +1,282 @@
+"""A model in a layout of its own, on some ranks of the world or on all of them: run over the rows of a step, and updated.
+
+What a model is trained for is an :class:`Objective`. A role (actor, critic, reward model) is a model plus an objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.algorithms.masking import row_weights
+from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
+from rlhf_mcore.data.balance import balance
+from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
+from rlhf_mcore.mcore.families import ModelSpec
+from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
+from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
+from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
+from rlhf_mcore.types import LocalParameter, Microbatch, TrainBatch
+
+Update = Callable[[], dict[str, float]]
+
+
+@dataclass(slots=True)
+class RoleModel:
+    """A model, and the ways to run it over the rows of a step.
+
+    ``model`` is None on ranks outside of the layout: these call the same methods, because they own rows too.
+    """
+
+    layout: ParallelLayout
+    model: MegatronModel | None
+    spec: ModelSpec
+    trainer: TrainerConfig
+
+    def local_parameters(self) -> list[LocalParameter]:
+        """What this rank holds of the model."""
+        return self.model.local_parameters() if self.model is not None else []
+
+    def deliver(
+        self,
+        batch: TrainBatch,
+        parts: Sequence[Sequence[int]],
+        fields: Mapping[str, Tensor],
+        rows_per_unit: int = 1,
+    ) -> list[RowTokens]:
+        """Bring rows from their owners to the data-parallel ranks that the model runs them on. Collective over the world.
+
+        Args:
+            parts: rows that are run together, each part dealt to the data-parallel ranks by tokens for itself.
+            fields: [N] tensors of the batch that travel beside the tokens.
+            rows_per_unit: so many consecutive rows of a part stay together.
+
+        Returns:
+            This rank's share of each part; nothing on ranks without the model.
+        """
+        lengths = batch.lengths.numpy()
+        shares = [self._shares(batch.lengths, part, rows_per_unit) for part in parts]
+        by_replica = [np.array([r for share in shares for r in share[dp]], np.int64) for dp in range(self.layout.dp)]
+        wanted: list[Rows] = [NO_ROWS] * dist.get_world_size()
+        for rank in self.layout.ranks:
+            wanted[rank] = by_replica[self.layout.coordinates(rank)["dp"]]
+        moved = move_rows({"token_ids": batch.token_ids, **fields}, lengths, batch.owners.numpy(), wanted)
+        if self.model is None:
+            return []
+        replica = self.layout.coordinates(dist.get_rank())["dp"]
+        mine = [share[replica] for share in shares]
+        row_lengths = [lengths[rows].tolist() for rows in mine]
+        columns = {name: tensor.split([sum(held) for held in row_lengths]) for name, tensor in moved.items()}
+        return [
+            RowTokens(rows, row_lengths[number], {name: column[number] for name, column in columns.items()})
+            for number, rows in enumerate(mine)
+        ]
+
+    def microbatches(self, held: RowTokens, rows_per_unit: int = 1) -> list[Microbatch]:
+        """Rows of this rank as the layout wants them: cut by tokens, padded for sequence parallelism, counted for the pipeline.
+
+        Where experts are spread over data-parallel ranks these exchange tokens in every layer, so all run equally many.
+        """
+        assert self.model is not None
+        cut = partial(
+            make_microbatches,
+            held,
+            rows_per_unit=rows_per_unit,
+            max_tokens=self.trainer.max_tokens_per_microbatch,
+            packing=self.trainer.packing,
+            pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
+            multiple_of=self.layout.pp if self.layout.vpp else 1,
+        )
+        made = cut()
+        if self.layout.ep == 1:
+            return made
+        group = self.model.groups.collection.dp
+        most = int(reduce_sums({"count_max": float(len(made))}, group)["count_max"])
+        return made if len(made) == most else cut(min_count=most)
+
+    def per_token(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
+        """What ``function`` returns at the predictor of each token in the loss mask: [N] fp32, zero elsewhere.
+
+        Collective over the world.
+        """
+        return self.per_token_and_row(batch, function)[0]
+
+    def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
+        """What ``function`` returns at the last token of each row: [B] fp32 on every rank. Collective over the world."""
+        last, _, _ = self._run(batch, function)
+        return merge_rows(last)
+
+    def per_token_and_row(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
+        """Both of the above, in one run of the model."""
+        last, tokens, holders = self._run(batch, function)
+        owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
+        moved = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)
+        return torch.where(batch.loss_mask, moved["values"], 0.0), merge_rows(last)
+
+    def _run(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor, Rows]:
+        """Outputs of all rows where they were computed: [B]; flat tokens, and the rank that holds each row."""
+        everything = range(batch.num_rows)
+        held = self.deliver(batch, [everything], {})
+        last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)
+        if self.model is not None:
+            microbatches = self.microbatches(held[0])
+            outputs = self.model.forward(microbatches, function)
+            if self.model.is_last_stage and self.model.groups.tp_rank == 0:
+                rows, lengths = held[0].rows, held[0].lengths
+                tokens = restore_tokens(outputs, microbatches, lengths)
+                last[rows] = restore_last(outputs, microbatches, len(rows))
+        holders = np.zeros(batch.num_rows, np.int64)
+        for replica, rows in enumerate(self._shares(batch.lengths, everything, 1)):
+            holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
+        return last, tokens, holders
+
+    def _shares(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
+        """The rows of each data-parallel rank, ascending. The same on every rank of the world."""
+        units = in_units(rows, rows_per_unit)
+        sizes = lengths[torch.tensor(units, dtype=torch.int64).reshape(-1, rows_per_unit)].sum(1).tolist()
+        return [[row for place in share for row in units[place]] for share in balance(sizes, self.layout.dp)]
+
+
+class Objective(Protocol):
+    """What a model is trained for."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """So many consecutive rows of a batch stay together in a microbatch."""
+        ...
+
+    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
+        """The tensors [N] of the batch that the loss looks at; they travel with the tokens."""
+        ...
+
+    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
+        """Token weights [N] of the loss, from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
+        ...
+
+    def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
+        ...
+
+    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+        """Sums over the minibatch under their public names."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchPlan:
+    """How a step's rows become updates: ``prompts_per_minibatch`` each, ``epochs`` times over all of them."""
+
+    prompts_per_minibatch: int
+    epochs: int = 1
+    loss_aggregation: str = "token"
+    constant_length: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainedModel(RoleModel):
+    """A model with an optimizer, updated by minibatches. ``name`` prefixes the metrics."""
+
+    optimizer: OptimizerConfig
+    plan: MinibatchPlan
+    name: str
+    num_updates: int = field(default=0, init=False)  # skipped ones count too
+    # Updates in a row, the last one among them, without a finite gradient.
+    num_bad: int = field(default=0, init=False)
+
+    def deliver_update(self, batch: TrainBatch, objective: Objective) -> Update:
+        """Bring the rows of a step to the ranks that learn from them. Collective over the world.
+
+        Returns:
+            What makes all updates of the step. Collective over the ranks of the model alone, so that models on different ranks learn
+            at the same time. It returns their mean metrics, nothing on ranks without the model. ``<name>/not_finite`` is among
+            them when the updates have left a weight or a moment NaN or infinite on any rank.
+        """
+        parts = minibatches(batch, self.plan.prompts_per_minibatch)
+        fields = {"loss_mask": batch.loss_mask, **objective.fields(batch)}
+        held = self.deliver(batch, parts, fields, objective.rows_per_unit)
+        counts = [(int(batch.num_sampled[rows].sum()), len(rows)) for rows in parts]
+        if self.model is None:
+            return dict
+        weighted = [
+            self._weighted(batch, objective, tokens, *count) for tokens, count in zip(held, counts, strict=True)
+        ]
+        num_tokens = [count for count, _ in counts]
+        return partial(self._update_all, objective, weighted, num_tokens)
+
+    def _weighted(
+        self, batch: TrainBatch, objective: Objective, held: RowTokens, num_tokens: int, num_rows: int
+    ) -> RowTokens:
+        """The loss mask gives way to the weights of the tokens."""
+        sampled = batch.num_sampled[held.rows]
+        aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
+        per_row = row_weights(sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant)
+        fields = dict(held.fields)
+        lengths = torch.tensor(held.lengths, dtype=torch.int64)
+        weights = torch.where(fields.pop("loss_mask"), per_row.repeat_interleave(lengths), 0.0)
+        return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, num_rows)})
+
+    def _update_all(self, objective: Objective, parts: list[RowTokens], num_tokens: list[int]) -> dict[str, float]:
+        history = [
+            self._update(objective, held, count)
+            for _ in range(self.plan.epochs)
+            for held, count in zip(parts, num_tokens, strict=True)
+        ]
+        means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
+        if not self._all_ranks(self.is_finite()):
+            means[f"{self.name}/not_finite"] = 1.0
+        return means | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
+
+    def is_finite(self) -> bool:
+        """Whether the weights and the optimizer's state on this rank hold no NaN and no infinity. Local."""
+        return self.model is None or self.model.optimizer is None or self.model.optimizer.is_finite()
+
+    def _update(self, objective: Objective, held: RowTokens, num_tokens: int) -> dict[str, float]:
+        assert self.model is not None
+        microbatches = self.microbatches(held, objective.rows_per_unit)
+        metrics = self.model.forward_backward(microbatches, partial(objective.loss, self.model))
+        sums = self._reduce(metrics)
+        lr = learning_rate(self.num_updates, self.optimizer.lr, self.optimizer.schedule)
+        # The loss may be NaN on one tensor-parallel rank alone; all ranks of the role have to skip the same updates.
+        outcome = StepOutcome(False, math.nan, finite=False)
+        if self._all_ranks(math.isfinite(sums["loss"])):
+            outcome = self.model.step(lr)
+        self.num_updates += 1
+        self.num_bad = 0 if outcome.finite else self.num_bad + 1
+        named = objective.named(sums, max(float(num_tokens), 1.0))
+        if self.model.aux_loss_coef:
+            named[f"{self.name}/load_balance"] = self.model.load_balance()
+        optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
+        return named | {f"{self.name}/{key}": value for key, value in optimizer.items()}
+
+    def _all_ranks(self, holds: bool) -> bool:
+        """Whether it holds on every rank of the role. Collective over them."""
+        assert self.model is not None
+        return reduce_sums({"not": float(not holds)}, self.model.groups.collection.intra_dist_opt)["not"] == 0.0
+
+    def _reduce(self, metrics: list[Metrics]) -> dict[str, float]:
+        """Sums over microbatches and data-parallel ranks, known to the last stage, on every rank of the role."""
+        assert self.model is not None
+        groups = self.model.groups
+        sums: dict[str, float] = {}
+        if self.model.is_last_stage:
+            local = {name: float(sum(m[name] for m in metrics)) for name in metrics[0]}
+            sums = reduce_sums(local, groups.collection.dp)
+        if groups.layout.pp > 1:
+            sums = broadcast_json(sums, groups.last_stage_rank, groups.collection.pp)
+        return sums
+
+
+def minibatches(batch: TrainBatch, prompts_per_minibatch: int) -> list[list[int]]:
+    """Rows of each minibatch: those of consecutive prompts. It depends on the prompts only, never on a layout."""
+    numbers = torch.div(batch.group_ids, prompts_per_minibatch, rounding_mode="floor")
+    return [(numbers == number).nonzero().flatten().tolist() for number in numbers.unique().tolist()]
