@@ -25,6 +25,13 @@ def _decode(data: Tensor) -> Any:
     return json.loads(bytes(data.tolist()))
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, for callees that take a group."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialised"
+    return group
+
+
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's JSON-able value, in rank order. Nothing is pickled."""
     data = _encode(value)
@@ -78,24 +85,24 @@ def reduce_sums(values: Mapping[str, float], group: dist.ProcessGroup | None = N
     return {name: float(maxima[i] if name.endswith("_max") else sums[i]) for i, name in enumerate(names)}
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able value on the first rank of the world, in rank order; [] on the others."""
-    return [json.loads(part) for part in gather_bytes(json.dumps(value).encode())]
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's JSON-able value on the first rank of the group, in rank order; [] on the others."""
+    return [json.loads(part) for part in gather_bytes(json.dumps(value).encode(), group)]
 
 
-def gather_bytes(value: bytes) -> list[bytes]:
-    """Every rank's bytes on the first rank of the world, in rank order; [] on the others."""
+def gather_bytes(value: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's bytes on the first rank of the group, in rank order; [] on the others."""
     data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-    sizes = _gather_sizes(data.numel(), None)
+    sizes = _gather_sizes(data.numel(), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: data.numel()] = data
-    out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
-    dist.gather(padded, out, dst=0)
+    out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, out, group=group, group_dst=0)
     return [part[:size].numpy().tobytes() for part, size in zip(out or [], sizes if out else [], strict=True)]
 
 
 def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -> list[tuple[Any, list[int]]]:
-    """The different JSON-able values among the ranks, each with the global ranks that have it, in order of their first rank.
+    """The different JSON-able values among the ranks, each with the group ranks that have it, in order of their first rank.
 
     A value travels once however many ranks share it, so a world of thousands of ranks with few kinds of them stays cheap.
     """
@@ -103,11 +110,11 @@ def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -
     digest = torch.frombuffer(bytearray(blake2b(bytes(data.tolist()), digest_size=16).digest()), dtype=torch.uint8)
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, digest, group=group)
-    members = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     holders: dict[bytes, list[int]] = {}
-    for rank, seen in zip(members, digests, strict=True):
+    for rank, seen in enumerate(digests):
         holders.setdefault(bytes(seen.tolist()), []).append(rank)
-    return [(broadcast_json(value, ranks[0], group), ranks) for ranks in holders.values()]
+    every = group or world_group()
+    return [(broadcast_json(value, dist.get_global_rank(every, ranks[0]), group), ranks) for ranks in holders.values()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.optimizer import Optimizer
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 
 _COUNTS = ("num_updates", "num_bad_updates")
@@ -120,7 +121,7 @@ class RoleFiles:
         if self._optimizer is not None:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
             scalars = {**self._optimizer.scalars(), **counts}
-        return gather_index(state.described, self._geometry, scalars)
+        return gather_index(state.described, self._geometry, scalars, world_group())
 
     def _image_for(self, state: RankState) -> FileImage:
         if self._image is None or self._image.layout.header != state.layout.header:

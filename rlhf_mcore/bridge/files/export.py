@@ -22,8 +22,8 @@ from rlhf_mcore.bridge.files.hf_writer import FileShard, ShardFiles, cut_into_sh
 from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, TensorTypes
 from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.map.strided import contiguous_strides
 from rlhf_mcore.bridge.plan.build import build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
 from rlhf_mcore.bridge.run.execute import Destinations, Executor

@@ -1,46 +1,82 @@
 """The state of an optimizer on disk, in Hugging Face coordinates: written by every rank alone, read at any layout.
 
-``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own; ``training/index.json`` says
+``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own; ``training/index.json`` names
 which rectangle of which Hugging Face tensor is in which file. Padding of the vocabulary is not stored: it is zero.
+
+An index covers all tensors of the model (format 1), or those that it declares under ``covers`` (format 2): where some weights are
+frozen, or only adapters are trained, the others have no state.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, bytes_of, create, write_at
+from rlhf_mcore.bridge.map.pieces import Piece
+from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides, gaps, of_interval, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.map.state_regions import Region, regions, writes
-from rlhf_mcore.bridge.map.strided import Rectangle, gaps
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, read_json
 from rlhf_mcore.parallel.collectives import gather_json
-from rlhf_mcore.types import ModelGeometry, StateShard
+from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 
 STATE_INDEX = "index.json"
 SECOND_MOMENT = "exp_avg_sq"
 KINDS = ("master", "exp_avg", SECOND_MOMENT)
-_FORMAT = 1
+_OF_ALL, _OF_SOME = 1, 2  # formats: of an index that covers all tensors of the model, and of one that declares which
 _REMEDY = "Resume from another checkpoint, or start from the weights alone (model.path)."
 
 Described = list[tuple[str, list[str], list[int], list[int]]]  # of every region: Hugging Face name, kinds, start, shape
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    key: str
-    tensor: Tensor  # flat
-    shape: tuple[int, ...]
+class Region:
+    """A rectangle of a Hugging Face tensor. Its elements are back to back in a flat range, from ``offset`` on."""
+
+    hf_name: str
+    rectangle: Rectangle
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The region's elements of the flat range, as a view of the rectangle's shape."""
+        return flat[self.offset : self.offset + self.rectangle.numel].view(self.rectangle.shape)
+
+
+def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
+    """What elements ``begin`` to ``end`` of a local tensor with pieces ``held`` are. Padding belongs to no region."""
+    found = []
+    for piece in held:
+        # Whatever way Megatron cuts a tensor, a piece of it is one block of the local one.
+        assert piece.strides == contiguous_strides(piece.shape), piece
+        low, high = max(begin, piece.offset), min(end, piece.offset + piece.numel)
+        position = low - begin
+        for part in of_interval(piece.shape, low - piece.offset, high - piece.offset):
+            start = tuple(a + b for a, b in zip(piece.start, part.start, strict=True))
+            found.append(Region(piece.hf_name, Rectangle(start, part.shape), position))
+            position += part.numel
+    return found
+
+
+def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
+    """Whether a rank writes the state of its part of a parameter: of tensor-parallel replicas the first does.
+
+    A tied embedding has two owners under pipeline parallelism; the first stage writes it.
+    """
+    held = pieces(name, geometry, shard)
+    if name == "output_layer.weight" and any(piece.hf_name == "model.embed_tokens.weight" for piece in held):
+        return False
+    return shard.rank == 0 or held != pieces(name, geometry, replace(shard, rank=0))
 
 
 class RankState:
@@ -48,39 +84,33 @@ class RankState:
 
     def __init__(self, shards: Sequence[StateShard], geometry: ModelGeometry):
         self.described: Described = []
-        self._entries: list[_Entry] = []
+        self._tensors: dict[str, Tensor] = {}
         for shard in shards:
             if not writes(shard.name, geometry, shard.shard):
                 continue
+            kinds = [kind for kind in KINDS if kind in shard.tensors]
             held = regions(pieces(shard.name, geometry, shard.shard), shard.start, shard.stop)
             for region in held:
-                kinds = [kind for kind in KINDS if kind in shard.tensors]
-                self.described.append((region.hf_name, kinds, list(region.start), list(region.shape)))
-            self._entries += [
-                _Entry(
-                    region_key(kind, region.hf_name, (region.start, region.shape)),
-                    tensor[region.offset : region.offset + region.numel],
-                    region.shape,
-                )
-                for kind, tensor in shard.tensors.items()
-                for region in held
-            ]
-        self.layout = FileLayout({entry.key: (entry.tensor.dtype, entry.shape) for entry in self._entries})
+                start, shape = region.rectangle
+                self.described.append((region.hf_name, kinds, list(start), list(shape)))
+            for kind, tensor in shard.tensors.items():
+                self._tensors |= {region_key(kind, r.hf_name, r.rectangle): r.of(tensor) for r in held}
+        self.layout = FileLayout({key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self._tensors.items()})
 
     def write(self, path: Path) -> None:
         """Write the file, tensor by tensor; made durable."""
         file = create(path, self.layout)
         try:
-            for entry in self._entries:
-                write_at(file, bytes_of(entry.tensor), self.layout.offset(entry.key))
+            for key, tensor in self._tensors.items():
+                write_at(file, bytes_of(tensor), self.layout.offset(key))
             os.fsync(file)
         finally:
             os.close(file)
 
     def copy_to(self, image: FileImage) -> None:
         """Copy all tensors into the image of the file. Copies from a device must be waited for."""
-        for entry in self._entries:
-            image.layout.flat(image.body, entry.key).copy_(entry.tensor, non_blocking=True)
+        for key, tensor in self._tensors.items():
+            image.layout.flat(image.body, key).copy_(tensor.view(-1), non_blocking=True)
 
 
 def state_file(rank: int) -> str:
@@ -95,32 +125,48 @@ def region_key(kind: str, hf_name: str, rectangle: Rectangle) -> str:
 
 
 def gather_index(
-    described: Described, geometry: ModelGeometry, scalars: Mapping[str, Any] | None
+    described: Described,
+    geometry: ModelGeometry,
+    scalars: Mapping[str, Any] | None,
+    group: dist.ProcessGroup,
+    covers: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """The index of all ranks' files on the first rank, None on the others. Collective over the world.
+    """The index of all ranks' files on the group's first rank, None on the others. Collective over the group.
 
-    ``scalars`` are the same on all ranks that write something, and may be None on the others.
+    ``scalars`` are the same on all ranks that write something, and may be None on the others. ``covers`` as in :func:`make_index`.
     """
-    parts = gather_json([described, scalars])
+    parts = gather_json([described, scalars], group)
     if not parts:
         return None
     known: Mapping[str, Any] = next((theirs for held, theirs in parts if held), {})
-    return make_index({rank: held for rank, (held, _) in enumerate(parts)}, geometry, known)
+    return make_index({rank: held for rank, (held, _) in enumerate(parts)}, geometry, known, covers)
 
 
 def make_index(
-    described: Mapping[int, Described], geometry: ModelGeometry, scalars: Mapping[str, Any]
+    described: Mapping[int, Described],
+    geometry: ModelGeometry,
+    scalars: Mapping[str, Any],
+    covers: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The index of what all ranks have described.
 
+    ``covers`` declares the Hugging Face tensors that have state; None: all of the model.
+
     Raises:
-        ValueError: the ranks' regions do not cover a tensor exactly once. This is ours, not the user's, to put right.
+        ValueError: the ranks' regions do not cover a declared tensor exactly once, or are of a tensor that is not declared. This is
+            ours, not the user's, to put right.
     """
     shapes = hf_shapes(geometry)
+    if covers is not None:
+        if unknown := set(covers) - shapes.keys():
+            raise ValueError(f"{min(unknown)} is not a tensor of this model")
+        shapes = {name: shape for name, shape in shapes.items() if name in covers}
     tensors: dict[str, dict[str, Any]] = {name: {"shape": list(shape), "regions": []} for name, shape in shapes.items()}
     files = [state_file(rank) for rank, found in sorted(described.items()) if found]
     for rank, found in described.items():
         for name, kinds, start, shape in found:
+            if name not in tensors:
+                raise ValueError(f"rank {rank} holds state of {name}, which the index does not cover")
             entry = tensors[name]
             if entry.setdefault("kinds", kinds) != kinds:
                 raise ValueError(f"{name}: kinds {kinds} on rank {rank}, {entry['kinds']} on another")
@@ -129,11 +175,22 @@ def make_index(
         stored = sum(prod(shape) for _, _, shape in entry["regions"])
         if stored != prod(shapes[name]):
             raise ValueError(f"{name}: the ranks hold {stored} elements of its state, it has {prod(shapes[name])}")
-    return {"format": _FORMAT, "files": files, "tensors": tensors, "scalars": dict(scalars)}
+    index = {"format": _OF_ALL, "files": files, "tensors": tensors, "scalars": dict(scalars)}
+    return index if covers is None else {**index, "format": _OF_SOME, "covers": list(shapes)}
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """What an index holds about one tensor: its kinds of state, and the rectangles, each with the number of its file."""
+
+    kinds: list[str]
+    regions: list[tuple[int, Rectangle]]
 
 
 class StateReader:
     """Reads the state of an optimizer for any layout. Only what is asked for is read from disk.
+
+    ``covers`` are the Hugging Face names of the tensors that have state.
 
     Raises:
         ConfigError: the index is not that of this model, or damaged; the message names file and tensor.
@@ -141,13 +198,35 @@ class StateReader:
 
     def __init__(self, directory: Path, geometry: ModelGeometry):
         self.directory = directory.resolve()
+        self._path = self.directory / STATE_INDEX
         self._geometry = geometry
         self._open: dict[str, safe_open] = {}
-        index = _read_index(self.directory / STATE_INDEX)
-        self._files: list[str] = index["files"]
-        self._tensors: dict[str, Any] = index["tensors"]
-        self.scalars: dict[str, Any] = index["scalars"]
-        self._check()
+        index = read_json(self._path, limits=INDEX, remedy="choose another checkpoint")
+        if set(index) - {"covers"} != {"format", "files", "tensors", "scalars"}:
+            raise ConfigError(f"{self._path}: not an index of an optimizer's state. {_REMEDY}")
+        found = index.integer("format")
+        if found not in (_OF_ALL, _OF_SOME):
+            raise ConfigError(f"{self._path}: format {found}, this version reads {_OF_ALL} and {_OF_SOME}. {_REMEDY}")
+        if ("covers" in index) != (found == _OF_SOME):
+            raise self._damaged(f"format {found} {'without' if found == _OF_SOME else 'with'} covers")
+        self._files = index.texts("files")
+        self.scalars = dict(index.object("scalars").content)
+        for name in self._files:
+            path = self.directory / name
+            if Path(name).name != name or path.resolve().parent != self.directory:
+                raise self._damaged(f"file {name!r} is not a plain file in this directory")
+            if not path.is_file():
+                raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
+        shapes = hf_shapes(geometry)
+        self.covers = frozenset(index.texts("covers") if found == _OF_SOME else shapes)
+        if unknown := sorted(self.covers - shapes.keys()):
+            raise self._damaged(f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}")
+        stored = index.object("tensors").content
+        if odd := sorted(self.covers ^ stored.keys()):
+            problem = "unknown" if odd[0] in stored else "missing"
+            source = "config.json's" if found == _OF_ALL else "those that it covers"
+            raise self._damaged(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
+        self._tensors = {name: self._parsed(name, entry, shapes[name]) for name, entry in stored.items()}
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
         """Fill the tensors of ``shards`` in place; what is padding becomes zero.
@@ -159,135 +238,96 @@ class StateReader:
         for shard in shards:
             wanted = regions(pieces(shard.name, self._geometry, shard.shard), shard.start, shard.stop)
             for kind, tensor in shard.tensors.items():
-                if sum(region.numel for region in wanted) < tensor.numel():
+                if sum(region.rectangle.numel for region in wanted) < tensor.numel():
                     tensor.zero_()
                 for region in wanted:
-                    part = tensor[region.offset : region.offset + region.numel]
-                    self._read_region(kind, region, part)
-                    self._check_values(kind, region, part)
+                    self._read_region(kind, region, values := region.of(tensor))
+                    low, high = (float(value) for value in values.aminmax())  # both NaN if any is
+                    problem = ""
+                    if not (math.isfinite(low) and math.isfinite(high)):
+                        problem = "has values that are not finite"
+                    elif kind == SECOND_MOMENT and low < 0:
+                        problem = f"is a mean of squares and has a value of {low:g}"
+                    if problem:
+                        raise ConfigError(f"{self.directory}: {kind} of tensor {region.hf_name} {problem}. {_REMEDY}")
 
-    def _read_region(self, kind: str, region: Region, flat: Tensor) -> None:
+    def _read_region(self, kind: str, region: Region, target: Tensor) -> None:
         """Put together a rectangle from the parts of the stored ones that are in it."""
-        entry = self._tensors[region.hf_name]
-        if kind not in entry["kinds"]:
+        name, wanted = region.hf_name, region.rectangle
+        if name not in self.covers:
             raise ConfigError(
-                f"{self.directory / STATE_INDEX}: no {kind} of tensor {region.hf_name}; was model.dtype another? {_REMEDY}"
+                f"{self._path}: no state of tensor {name}, which the run that wrote it did not train. Train what that run "
+                "trained, or start from the weights alone (model.path)."
             )
-        target = flat.view(region.shape)
+        if kind not in self._tensors[name].kinds:
+            raise ConfigError(f"{self._path}: no {kind} of tensor {name}; was model.dtype another? {_REMEDY}")
         filled: list[Rectangle] = []
-        for number, start, shape in entry["regions"]:
-            shared = _intersection((region.start, region.shape), (tuple(start), tuple(shape)))
-            if shared is None:
-                continue
-            key = region_key(kind, region.hf_name, (tuple(start), tuple(shape)))
-            part = self._mapped(self._files[number], key, shape)[_within(shared, start)]
-            target[_within(shared, region.start)].copy_(part)
-            filled.append((tuple(a - b for a, b in zip(shared[0], region.start, strict=True)), shared[1]))
-        self._check_filled(region, filled)
-
-    def _check_values(self, kind: str, region: Region, values: Tensor) -> None:
-        low, high = (float(value) for value in values.aminmax())  # both NaN if any is
-        if not (math.isfinite(low) and math.isfinite(high)):
-            problem = "has values that are not finite"
-        elif kind == SECOND_MOMENT and low < 0:
-            problem = f"is a mean of squares and has a value of {low:g}"
-        else:
-            return
-        raise ConfigError(f"{self.directory}: {kind} of tensor {region.hf_name} {problem}. {_REMEDY}")
-
-    def _check_filled(self, region: Region, filled: Sequence[Rectangle]) -> None:
+        for number, stored in self._tensors[name].regions:
+            shared = wanted.intersection(stored)
+            if shared is not None:
+                part = self._mapped(self._files[number], region_key(kind, name, stored), stored.shape)
+                target[shared.slices(wanted.start)].copy_(part[shared.slices(stored.start)])
+                filled.append(shared.relative_to(wanted.start))
         try:
-            missing = gaps(region.shape, filled)
+            missing = gaps(wanted.shape, filled)
         except ValueError as error:
-            raise self._damaged(f"tensor {region.hf_name}: some elements are stored twice") from error
+            raise self._damaged(f"tensor {name}: some elements are stored twice") from error
         if missing:
-            raise self._damaged(f"tensor {region.hf_name}: {sum(prod(box[1]) for box in missing)} elements are missing")
+            raise self._damaged(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
     def _mapped(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
         """A stored rectangle, mapped from the file: what is not looked at is not read."""
+        path = self.directory / name
         if name not in self._open:
             try:
-                self._open[name] = safe_open(self.directory / name, framework="pt")
+                self._open[name] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"{self.directory / name}: not a readable safetensors file ({error}). {_REMEDY}"
-                ) from error
+                raise ConfigError(f"{path}: not a readable safetensors file ({error}). {_REMEDY}") from error
         try:
             found = self._open[name].get_tensor(key)
         except SafetensorError as error:
-            raise ConfigError(f"{self.directory / name}: {key} is missing. {_REMEDY}") from error
+            raise ConfigError(f"{path}: {key} is missing. {_REMEDY}") from error
         if found.dtype != torch.float32 or list(found.shape) != list(shape):
             raise ConfigError(
-                f"{self.directory / name}: {key} is {found.dtype} {list(found.shape)}, the index says float32 {shape}. {_REMEDY}"
+                f"{path}: {key} is {found.dtype} {list(found.shape)}, but float32 {list(shape)} in the index. {_REMEDY}"
             )
         return found
 
-    def _check(self) -> None:
-        """All that can be said without opening a file of tensors."""
-        for name in self._files:
-            path = self.directory / name
-            if Path(name).name != name or path.resolve().parent != self.directory:
-                raise self._damaged(f"file {name!r} is not a plain file in this directory")
-            if not path.is_file():
-                raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
-        expected = hf_shapes(self._geometry)
-        if odd := sorted(expected.keys() ^ self._tensors.keys()):
-            problem = "unknown" if odd[0] in self._tensors else "missing"
-            raise self._damaged(f"{len(odd)} tensors differ from config.json's, among them {odd[0]} ({problem})")
-        for name, shape in expected.items():
-            for problem in _problems(self._tensors[name], shape, len(self._files)):
-                raise self._damaged(f"tensor {name}: {problem}")
+    def _parsed(self, name: str, entry: Any, shape: tuple[int, ...]) -> _StoredTensor:
+        """An entry of the index, checked: all that can be found out without opening a file of tensors."""
+
+        def damaged(problem: str) -> ConfigError:
+            return self._damaged(f"tensor {name}: {problem}")
+
+        if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
+            raise damaged("no entry with shape, kinds and regions")
+        kinds, found = entry["kinds"], entry["regions"]
+        if entry["shape"] != list(shape):
+            raise damaged(f"shape {entry['shape']}, but config.json asks for {list(shape)}")
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= set(KINDS):
+            raise damaged(f"kinds {kinds} are not of {list(KINDS)}")
+        if not isinstance(found, list):
+            raise damaged("regions are no list")
+        full, parsed = whole(shape), []
+        for region in found:
+            if (rectangle := _rectangle_of(region)) is None or not full.contains(rectangle):
+                raise damaged(f"{region} is no region of it")
+            if type(region[0]) is not int or not 0 <= region[0] < len(self._files):
+                raise damaged(f"{region} is no region of it")
+            parsed.append((region[0], rectangle))
+        return _StoredTensor(kinds, parsed)
 
     def _damaged(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.directory / STATE_INDEX}: {problem}. {_REMEDY}")
+        return ConfigError(f"{self._path}: {problem}. {_REMEDY}")
 
 
-def _problems(entry: Any, shape: tuple[int, ...], num_files: int) -> Iterator[str]:
-    if not isinstance(entry, dict) or entry.keys() != {"shape", "kinds", "regions"}:
-        yield "no entry with shape, kinds and regions"
-        return
-    if entry["shape"] != list(shape):
-        yield f"shape {entry['shape']}, but config.json asks for {list(shape)}"
-    if not isinstance(entry["kinds"], list) or not set(map(str, entry["kinds"])) <= set(KINDS):
-        yield f"kinds {entry['kinds']} are not of {list(KINDS)}"
-    if not isinstance(entry["regions"], list):
-        yield "regions are no list"
-        return
-    for region in entry["regions"]:
-        if not _is_region(region, shape, num_files):
-            yield f"{region} is no region of it"
-
-
-def _is_region(region: Any, shape: tuple[int, ...], num_files: int) -> bool:
+def _rectangle_of(region: Any) -> Rectangle | None:
+    """The rectangle of a region ``[file, start, shape]`` of an index; None where it is none, or empty."""
     if not isinstance(region, list) or len(region) != 3:
-        return False
-    number, start, extent = region
-    if type(number) is not int or not 0 <= number < num_files:
-        return False
-    if not all(isinstance(part, list) and len(part) == len(shape) for part in (start, extent)):
-        return False
-    whole = all(type(value) is int for value in (*start, *extent))
-    return whole and all(a >= 0 and n > 0 and a + n <= size for a, n, size in zip(start, extent, shape, strict=True))
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    index = read_json(path, limits=INDEX, remedy="choose another checkpoint")
-    if set(index) != {"format", "files", "tensors", "scalars"}:
-        raise ConfigError(f"{path}: not an index of an optimizer's state. {_REMEDY}")
-    if index.integer("format") != _FORMAT:
-        raise ConfigError(f"{path}: format {index.integer('format')}, this version reads {_FORMAT}. {_REMEDY}")
-    found = {"files": index.texts("files")}
-    return {**found, **{key: dict(index.object(key).content) for key in ("tensors", "scalars")}}
-
-
-def _intersection(a: Rectangle, b: Rectangle) -> Rectangle | None:
-    start = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    end = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
-    if any(low >= high for low, high in zip(start, end, strict=True)):
         return None
-    return start, tuple(high - low for low, high in zip(start, end, strict=True))
-
-
-def _within(rectangle: Rectangle, origin: Sequence[int]) -> tuple[slice, ...]:
-    """A rectangle as an index into a tensor whose first element is at ``origin``."""
-    return tuple(slice(begin - o, begin - o + size) for begin, size, o in zip(*rectangle, origin, strict=True))
+    _, start, shape = region
+    if not isinstance(start, list) or not isinstance(shape, list):
+        return None
+    if not all(type(value) is int for value in (*start, *shape)) or not all(size > 0 for size in shape):
+        return None
+    return Rectangle(tuple(start), tuple(shape))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 
-Index = tuple[int, ...]
-Rectangle = tuple[Index, Index]  # start, shape
+from rlhf_mcore.bridge.map.rectangles import Index, Rectangle
+
 _Label = tuple[int, int]  # bit masks of the sources and destinations that cover a cell
 
 
@@ -40,41 +40,6 @@ def cut(sources: Sequence[Rectangle], destinations: Sequence[Rectangle]) -> list
             have[index] = have.get(index, 0) | 1 << number
     boxes = _merge({index: (have.get(index, 0), wanted) for index, wanted in need.items()}, len(breaks))
     return [_cell(low, high, label, breaks) for low, high, label in boxes]
-
-
-def clip(rectangle: Rectangle, window: Rectangle) -> Rectangle | None:
-    """The part of a rectangle inside a window, relative to the window's start; None where they do not meet."""
-    low, extent = [], []
-    for begin, size, first, length in zip(*rectangle, *window, strict=True):
-        inside = max(begin - first, 0)
-        rest = min(begin + size - first, length) - inside
-        if rest <= 0:
-            return None
-        low.append(inside)
-        extent.append(rest)
-    return tuple(low), tuple(extent)
-
-
-def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """The smallest rectangle that contains all given ones."""
-    low = tuple(min(axis) for axis in zip(*(start for start, _ in rectangles), strict=True))
-    ends = [tuple(a + n for a, n in zip(start, shape, strict=True)) for start, shape in rectangles]
-    high = tuple(max(axis) for axis in zip(*ends, strict=True))
-    return low, tuple(b - a for a, b in zip(low, high, strict=True))
-
-
-def slabs(window: Rectangle, axis: int, count: int) -> list[Rectangle]:
-    """A window cut across an axis into ``count`` nearly equal parts, or as many as the axis has elements."""
-    start, shape = window
-    count = min(count, shape[axis])
-    borders = [shape[axis] * part // count for part in range(count + 1)]
-    return [
-        (
-            (*start[:axis], start[axis] + low, *start[axis + 1 :]),
-            (*shape[:axis], high - low, *shape[axis + 1 :]),
-        )
-        for low, high in pairwise(borders)
-    ]
 
 
 def _breaks(rectangles: Sequence[Rectangle]) -> list[list[int]]:

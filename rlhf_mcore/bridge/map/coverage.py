@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.cells import Cell, Rectangle, cut
+from rlhf_mcore.bridge.map.cells import Cell, cut
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle, whole
 
-Intervals = tuple[tuple[int, int], ...]
+Intervals = tuple[Interval, ...]
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
@@ -52,10 +53,7 @@ def _check_inside(place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ..
     shape = shapes.get(piece.hf_name)
     if shape is None:
         raise CoverageError(f"{place.buffer}: {piece.hf_name} is not a tensor of this model")
-    fits = len(shape) == len(piece.start) and all(
-        begin >= 0 and begin + size <= full for begin, size, full in zip(piece.start, piece.shape, shape, strict=True)
-    )
-    if not fits:
+    if not whole(shape).contains(piece.rectangle):
         raise CoverageError(
             f"{place.buffer}: start {piece.start}, shape {piece.shape} reach outside {piece.hf_name} of shape {shape}"
         )
@@ -65,12 +63,12 @@ def _check_sources(sources: Sequence[Place], shapes: Mapping[str, tuple[int, ...
     held: dict[str, list[Rectangle]] = defaultdict(list)
     for place in sources:
         for piece in place.pieces:
-            held[piece.hf_name].append((piece.start, piece.shape))
+            held[piece.hf_name].append(piece.rectangle)
     known: dict[object, Cell | None] = {}
     for name, shape in shapes.items():
         key = (shape, tuple(dict.fromkeys(held[name])))
         if key not in known:
-            cells = cut(key[1], [((0,) * len(shape), shape)])
+            cells = cut(key[1], [whole(shape)])
             known[key] = next((cell for cell in cells if not cell.holders), None)
         if (gap := known[key]) is not None:
             raise CoverageError(f"{name}: no source holds the elements from {gap.start} of shape {gap.shape}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from rlhf_mcore.bridge.map.rectangles import Rectangle
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -31,9 +33,13 @@ class Piece:
         return prod(self.shape)
 
     @property
+    def rectangle(self) -> Rectangle:
+        return Rectangle(self.start, self.shape)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The rectangle as an index into the full Hugging Face tensor."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.start, self.shape, strict=True))
+        return self.rectangle.slices()
 
 
 @dataclass(frozen=True, slots=True)

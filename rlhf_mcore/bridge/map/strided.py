@@ -1,4 +1,4 @@
-"""From copies between strided views to rectangles: what a weight loader did, said in Hugging Face coordinates.
+"""From copies between strided views to rectangles: what a weight loader did, in Hugging Face coordinates.
 
 Pure Python. Strides and offsets count elements; full tensors are contiguous.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
-from math import prod
 
 from rlhf_mcore.bridge.map.pieces import Piece
+from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle, contiguous_strides, gaps, to_intervals
 
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # start, shape
-Interval = tuple[int, int]  # of elements, half-open
 _Dim = tuple[int, int, int]  # size, source stride, destination stride
 _Copied = tuple[tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]  # a piece without its name
 
@@ -26,12 +23,6 @@ class View:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-
-@cache
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destination: View) -> list[Piece]:
@@ -46,7 +37,7 @@ def copied_pieces(hf_name: str, hf_shape: tuple[int, ...], source: View, destina
 def covered(piece: Piece, shape: tuple[int, ...]) -> list[Rectangle]:
     """The part of a contiguous local tensor of ``shape`` that a piece fills, in the tensor's own coordinates."""
     local = View(piece.offset, piece.shape, piece.strides)
-    return [(start, extent) for start, extent, _, _ in _copied(shape, local, local)]
+    return [Rectangle(start, extent) for start, extent, _, _ in _copied(shape, local, local)]
 
 
 @cache  # layers are alike, and so are the copies into them
@@ -73,44 +64,12 @@ def _copied(hf_shape: tuple[int, ...], source: View, destination: View) -> list[
 
 @cache
 def unfilled(shape: tuple[int, ...], filled: tuple[Rectangle, ...]) -> tuple[Interval, ...]:
-    """The elements of a contiguous tensor that rectangles of it leave, as ascending runs that do not touch.
+    """The elements of a contiguous tensor that rectangles of it leave, as ascending intervals that do not touch.
 
     Raises:
         ValueError: two rectangles overlap.
     """
-    return intervals(shape, gaps(shape, filled))
-
-
-def gaps(shape: tuple[int, ...], filled: Iterable[Rectangle]) -> list[Rectangle]:
-    """What the rectangles leave of a tensor.
-
-    Raises:
-        ValueError: two of them overlap.
-    """
-    free: list[Rectangle] = [((0,) * len(shape), shape)]
-    for rectangle in filled:
-        taken, rest = 0, []
-        for box in free:
-            parts = _subtract(box, rectangle)
-            taken += prod(box[1]) - sum(prod(part[1]) for part in parts)
-            rest += parts
-        if taken != prod(rectangle[1]):
-            raise ValueError(f"the rectangle {rectangle} is written twice")
-        free = rest
-    return free
-
-
-def intervals(shape: tuple[int, ...], rectangles: Iterable[Rectangle]) -> tuple[Interval, ...]:
-    """The elements of rectangles of a contiguous tensor, as ascending runs that do not touch."""
-    strides = contiguous_strides(shape)
-    runs = sorted(run for rectangle in rectangles for run in _runs(shape, strides, rectangle))
-    joined: list[Interval] = []
-    for begin, end in runs:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((begin, end))
-    return tuple(joined)
+    return to_intervals(shape, gaps(shape, filled))
 
 
 def _joined(dims: Iterable[_Dim]) -> list[_Dim]:
@@ -168,33 +127,3 @@ def _rectangle(start: tuple[int, ...], placed: dict[int, tuple[int, int]], offse
         strides.append(stride)
         packed = stride * size
     return start, tuple(reversed(extents)), offset, tuple(reversed(strides))
-
-
-def _subtract(box: Rectangle, hole: Rectangle) -> list[Rectangle]:
-    """The box without the hole, as disjoint boxes."""
-    low, high = list(box[0]), [a + n for a, n in zip(*box, strict=True)]
-    hole_high = [a + n for a, n in zip(*hole, strict=True)]
-    if any(h <= a or b <= g for a, b, g, h in zip(low, high, hole[0], hole_high, strict=True)):
-        return [box]
-    parts: list[Rectangle] = []
-    for axis in range(len(low)):
-        for begin, end in ((low[axis], hole[0][axis]), (hole_high[axis], high[axis])):
-            if begin < end:
-                bounds = [*zip(low, high, strict=True)]
-                bounds[axis] = (begin, end)
-                parts.append((tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)))
-        low[axis], high[axis] = max(low[axis], hole[0][axis]), min(high[axis], hole_high[axis])
-    return parts
-
-
-def _runs(shape: tuple[int, ...], strides: tuple[int, ...], rectangle: Rectangle) -> Iterator[Interval]:
-    start, extent = rectangle
-    whole = len(shape)  # axes from here on are whole
-    while whole > 0 and extent[whole - 1] == shape[whole - 1]:
-        whole -= 1
-    outer = max(whole - 1, 0)
-    length = prod(extent[outer:])
-    base = sum(a * s for a, s in zip(start, strides, strict=True))
-    for index in product(*(range(n) for n in extent[:outer])):
-        first = base + sum(i * s for i, s in zip(index, strides, strict=False))
-        yield first, first + length

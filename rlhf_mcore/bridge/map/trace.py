@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.strided import Interval, Rectangle, View, copied_pieces, covered, unfilled
+from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
+from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered, unfilled
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.plan.routes import Ranks
-from rlhf_mcore.bridge.plan.schedule import Deal, Schedule, Unit
+from rlhf_mcore.bridge.plan.schedule import CellGroup, Schedule, Unit
 
 Bytes = NDArray[np.int64]
 
@@ -41,13 +41,13 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
     total = PlanBytes(*(np.zeros(size, dtype=np.int64) for _ in range(7)))
     for units in schedule.buckets:
         sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-        for deal, first, count in _runs(units):
-            received[deal.route.receivers] += deal.nbytes * count
-            if len(deal.route.far):
-                imported = _add_far(sent, deal, first, count)
-                total.imported[deal.route.far] += imported
-            if len(deal.route.near):
-                _add_near(sent, deal, first, count)
+        for group, first, turns in _runs(units):
+            received[group.route.receivers] += group.nbytes * turns
+            if len(group.route.far):
+                imported = _add_far(sent, group, first, turns)
+                total.imported[group.route.far] += imported
+            if len(group.route.near):
+                _add_near(sent, group, first, turns)
         total.sent += sent
         total.received += received
         np.maximum(total.peak_sent, sent, out=total.peak_sent)
@@ -56,40 +56,40 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
     return total
 
 
-def _runs(units: list[Unit]) -> Iterator[tuple[Deal, int, int]]:
-    """The deals of a bucket, each with its first position and its number of positions, which are consecutive."""
+def _runs(units: list[Unit]) -> Iterator[tuple[CellGroup, int, int]]:
+    """The groups of cells of a bucket, each with its first turn and its number of turns, which are consecutive."""
     firsts: dict[int, Unit] = {}
     counts: dict[int, int] = {}
     for unit in units:
         firsts.setdefault(id(unit.pattern), unit)
         counts[id(unit.pattern)] = counts.get(id(unit.pattern), 0) + 1
     for key, unit in firsts.items():
-        for deal in unit.pattern.deals:
-            yield deal, deal.base + unit.number * len(deal.cells), counts[key] * len(deal.cells)
+        for group in unit.pattern.groups:
+            yield group, group.first_turn + unit.number * len(group.cells), counts[key] * len(group.cells)
 
 
-def _dealt(candidates: Ranks, seats: Ranks | int, first: Ranks | int, cards: Ranks | int) -> Ranks:
-    """How many of ``cards`` consecutive cards, the first going to seat ``first``, each candidate's seat gets."""
-    full, rest = np.divmod(cards, seats)
-    counts: Ranks = full + ((candidates - first) % seats < rest)
+def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: Ranks | int) -> Ranks:
+    """How many of ``turns`` consecutive turns each of ``members`` has, of ``size`` that take turns; ``first`` counts turns before."""
+    full, rest = np.divmod(turns, size)
+    counts: Ranks = full + ((members - first) % size < rest)
     return counts
 
 
-def _add_far(sent: Bytes, deal: Deal, first: int, count: int) -> Bytes:
+def _add_far(sent: Bytes, group: CellGroup, first: int, turns: int) -> Bytes:
     """Adds what holders send to importing nodes and what importers forward; returns what each of ``route.far`` imports."""
-    route, groups = deal.route, deal.route.imports
+    route, nodes = group.route, group.route.imports
     holders = np.arange(len(route.holders))
-    sent[route.holders] += deal.nbytes * _dealt(holders, len(holders), first * len(groups), count * len(groups))
-    imported = deal.nbytes * _dealt(groups.ordinals, groups.company, first, count)
-    sent[route.far] += imported * (groups.company - 1)
+    sent[route.holders] += group.nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
+    imported = group.nbytes * _round_robin(nodes.local_ranks, nodes.local_sizes, first, turns)
+    sent[route.far] += imported * (nodes.local_sizes - 1)
     return imported
 
 
-def _add_near(sent: Bytes, deal: Deal, first: int, count: int) -> None:
+def _add_near(sent: Bytes, group: CellGroup, first: int, turns: int) -> None:
     """Adds what holders send to ranks of their own node."""
-    near = deal.route.near_holders
-    each = near.spread(deal.route.near_receivers.sizes)
-    sent[near.ranks] += deal.nbytes * _dealt(near.ordinals, near.company, first * each, count * each)
+    near = group.route.near_holders
+    each = near.spread(group.route.near_receivers.sizes)
+    sent[near.ranks] += group.nbytes * _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:
@@ -97,9 +97,9 @@ def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:
     seen: dict[int, Unit] = {id(unit.pattern): unit for units in schedule.buckets for unit in units}
     needed = np.zeros_like(total.local)
     for unit in seen.values():
-        for deal in unit.pattern.deals:
-            nbytes = deal.nbytes * len(deal.cells) * unit.pattern.count
-            needers, holders = schedule.sets.union(deal.needer_sets), schedule.sets.union(deal.holder_sets)
+        for group in unit.pattern.groups:
+            nbytes = group.nbytes * len(group.cells) * unit.pattern.count
+            needers, holders = schedule.sets.union(group.needer_sets), schedule.sets.union(group.holder_sets)
             needed[needers] += nbytes
             total.local[np.intersect1d(needers, holders, assume_unique=True)] += nbytes
     total.lower_bound += needed - total.local

@@ -12,8 +12,8 @@ from math import prod
 
 from rlhf_mcore.bridge.map.cells import Cell
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.plan.routes import Actor
-from rlhf_mcore.bridge.plan.schedule import Deal, Entries, Pattern, Schedule, Unit
+from rlhf_mcore.bridge.plan.routes import RankRoute
+from rlhf_mcore.bridge.plan.schedule import CellGroup, PlacedPieces, Schedule, Unit
 
 
 @dataclass(slots=True)
@@ -112,14 +112,14 @@ class RankPlan:
 
 
 @dataclass(slots=True)
-class _Part:
-    """This rank's part in one cell of a pattern: which entries are its own."""
+class _OwnCell:
+    """A cell of a pattern that this rank holds or needs. ``source`` and ``destinations`` number the pieces that are its own."""
 
     cell: Cell
-    deal: Deal
+    group: CellGroup
     item_bytes: int
-    number: int
-    actor: Actor
+    number: int  # in the group
+    route: RankRoute
     source: int | None
     destinations: list[int]
 
@@ -135,21 +135,21 @@ class _BucketBuilder:
         self._sends: tuple[dict[int, Message], ...] = ({}, {})
         self._receives: tuple[dict[int, Message], ...] = ({}, {})
 
-    def add(self, unit: Unit, part: _Part) -> None:
+    def add(self, unit: Unit, own: _OwnCell) -> None:
         """What this rank does with one cell of a unit."""
-        position = part.deal.base + unit.number * len(part.deal.cells) + part.number
-        needed = [_entry(unit.destinations, number) for number in part.destinations]
-        if part.source is not None:
-            held = _entry(unit.sources, part.source)
-            _append(self._sends[0], part.actor.targets(position), unit, part, held)
+        turn = own.group.first_turn + unit.number * len(own.group.cells) + own.number
+        needed = [_local(unit.destinations, number) for number in own.destinations]
+        if own.source is not None:
+            held = _local(unit.sources, own.source)
+            _append(self._sends[0], own.route.receivers(turn), unit, own, held)
             for entry in needed:
-                self._add_local(unit, part, held, entry)
+                self._add_local(unit, own, held, entry)
         elif needed:
-            source, phase = part.actor.source(position)
-            _append(self._receives[phase], (source,), unit, part, needed[0])
+            source, phase = own.route.sender(turn)
+            _append(self._receives[phase], (source,), unit, own, needed[0])
             for entry in needed[1:]:
-                _again(self._receives[phase][source], unit, part, entry)
-            _append(self._sends[1], part.actor.forwards(position), unit, part, needed[0])
+                _again(self._receives[phase][source], unit, own, entry)
+            _append(self._sends[1], own.route.forwarded_to(turn), unit, own, needed[0])
 
     def finish(self) -> Bucket:
         """The bucket, messages by ascending peer."""
@@ -158,8 +158,8 @@ class _BucketBuilder:
             phase.receives = [receives[peer] for peer in sorted(receives)]
         return self._bucket
 
-    def _add_local(self, unit: Unit, part: _Part, held: _Local, needed: _Local) -> None:
-        source, destination = _copy(unit, part, held, 0), _copy(unit, part, needed, 0)
+    def _add_local(self, unit: Unit, own: _OwnCell, held: _Local, needed: _Local) -> None:
+        source, destination = _copy(unit, own, held, 0), _copy(unit, own, needed, 0)
         local = self._bucket.local
         if local and _adjoins(local[-1].source, source) and _adjoins(local[-1].destination, destination):
             last = local[-1]
@@ -171,8 +171,8 @@ class _BucketBuilder:
 def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
     """The plan of one rank; takes no longer for more ranks of the same kind."""
     own_sets = schedule.sets.containing(rank)
-    parts: dict[int, list[_Part]] = {}
-    actors: dict[int, Actor] = {}
+    cells: dict[int, list[_OwnCell]] = {}
+    routes: dict[int, RankRoute] = {}
     buckets = []
     for index, units in enumerate(schedule.buckets):
         builder = _BucketBuilder(index)
@@ -180,33 +180,33 @@ def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
             if unit.pattern.sets.isdisjoint(own_sets):
                 continue
             key = id(unit.pattern)
-            if key not in parts:
-                parts[key] = list(_parts(unit, own_sets, rank, actors))
-            for part in parts[key]:
-                builder.add(unit, part)
+            if key not in cells:
+                cells[key] = list(_own_cells(unit, own_sets, rank, routes))
+            for own in cells[key]:
+                builder.add(unit, own)
         buckets.append(builder.finish())
     return RankPlan(rank, buckets)
 
 
-def _parts(unit: Unit, own_sets: frozenset[int], rank: int, actors: dict[int, Actor]) -> Iterator[_Part]:
-    pattern: Pattern = unit.pattern
-    for deal in pattern.deals:
-        if own_sets.isdisjoint(deal.holder_sets) and own_sets.isdisjoint(deal.needer_sets):
+def _own_cells(unit: Unit, own_sets: frozenset[int], rank: int, routes: dict[int, RankRoute]) -> Iterator[_OwnCell]:
+    held, needed = unit.sources.sets, unit.destinations.sets
+    for group in unit.pattern.groups:
+        if own_sets.isdisjoint(group.holder_sets) and own_sets.isdisjoint(group.needer_sets):
             continue
-        if id(deal.route) not in actors:
-            actors[id(deal.route)] = Actor(deal.route, rank)
-        for number, cell in enumerate(deal.cells):
-            source = next((n for n in cell.holders if unit.sources[3 * n] in own_sets), None)
-            destinations = [n for n in cell.needers if unit.destinations[3 * n] in own_sets]
-            yield _Part(cell, deal, pattern.item_bytes, number, actors[id(deal.route)], source, destinations)
+        if id(group.route) not in routes:
+            routes[id(group.route)] = RankRoute(group.route, rank)
+        route = routes[id(group.route)]
+        for number, cell in enumerate(group.cells):
+            source = next((n for n in cell.holders if held[n] in own_sets), None)
+            destinations = [n for n in cell.needers if needed[n] in own_sets]
+            yield _OwnCell(cell, group, unit.pattern.item_bytes, number, route, source, destinations)
 
 
-def _entry(entries: Entries, number: int) -> _Local:
-    """Buffer and piece of one entry."""
-    return entries[3 * number + 1], entries[3 * number + 2]
+def _local(placed: PlacedPieces, number: int) -> _Local:
+    return placed.buffers[number], placed.pieces[number]
 
 
-def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part: _Part, entry: _Local) -> None:
+def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own: _OwnCell, entry: _Local) -> None:
     """Adds a rectangle to the end of each peer's message, or lengthens its last copy where the rectangle continues it.
 
     Units of a bucket come by falling element size, a power of two, so every offset is naturally aligned. Messages that have the
@@ -218,8 +218,8 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part
         if message is None:
             message = messages[peer] = Message(peer, 0, [])
         if new is None or new.message_offset != message.nbytes:
-            new = _copy(unit, part, entry, message.nbytes)
-        message.nbytes += part.deal.nbytes
+            new = _copy(unit, own, entry, message.nbytes)
+        message.nbytes += own.group.nbytes
         last = message.copies[-1] if message.copies else None
         if last and _adjoins(last, new) and last.message_offset + last.nbytes == new.message_offset:
             message.copies[-1] = _joined(last, new)
@@ -227,9 +227,9 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, part
             message.copies.append(new)
 
 
-def _again(message: Message, unit: Unit, part: _Part, entry: _Local) -> None:
+def _again(message: Message, unit: Unit, own: _OwnCell, entry: _Local) -> None:
     """A second place for the rectangle that was added last."""
-    message.copies.append(_copy(unit, part, entry, message.nbytes - part.deal.nbytes))
+    message.copies.append(_copy(unit, own, entry, message.nbytes - own.group.nbytes))
 
 
 def _adjoins(last: Copy, new: Copy) -> bool:
@@ -250,20 +250,20 @@ def _joined(last: Copy, new: Copy) -> Copy:
     return replace(last, shape=(last.shape[0] + new.shape[0], *last.shape[1:]))
 
 
-def _copy(unit: Unit, part: _Part, entry: _Local, message_offset: int) -> Copy:
+def _copy(unit: Unit, own: _OwnCell, entry: _Local, message_offset: int) -> Copy:
     """A cell's view within the piece that contains it."""
     buffer, piece = entry
-    start = part.cell.start
+    start = own.cell.start
     if unit.start is not None:
         start = tuple([a + b for a, b in zip(unit.start, start, strict=True)])
     return Copy(
         unit.hf_name,
         start,
-        part.cell.shape,
+        own.cell.shape,
         buffer,
         _offset(piece, start),
         piece.strides,
-        part.item_bytes,
+        own.item_bytes,
         message_offset,
     )
 

@@ -1,8 +1,9 @@
 """Who sends a cell to whom: closed-form arithmetic over the sorted holders and needers, so every rank finds its own part alone.
 
 A needing rank takes a cell from itself if it holds it; else from a holder on its node; else the node imports the cell once, at one
-of its needing ranks, which forwards it to the others (a second phase). Choices are dealt like cards: the k-th cell of a route goes
-on where cell k - 1 stopped, so after any run of consecutive cells the shares of two equal candidates differ by at most one.
+of its needing ranks, which forwards it to the others (a second phase). Senders and importers take turns (round-robin): the k-th
+cell of a route continues where cell k - 1 stopped, so after any run of consecutive cells the shares of two equal candidates differ
+by at most one.
 Without nodes every rank is a node of its own: nothing is forwarded.
 """
 
@@ -67,7 +68,7 @@ class RankSets:
 
 
 class Route:
-    """The deal between ranks that hold a cell and ranks that need it (both ascending)."""
+    """Between the ranks that hold a cell and those that need it (both ascending). Cells with the same ranks share a route."""
 
     def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int):
         self.holders = holders
@@ -78,20 +79,20 @@ class Route:
         self.near, self.far = self.receivers[is_near], self.receivers[~is_near]
 
     @cached_property
-    def imports(self) -> Groups:
+    def imports(self) -> NodeGroups:
         """The receivers of the nodes that have to import, by node."""
-        return Groups.by_node(self.far, self.ranks_per_node)
+        return NodeGroups.by_node(self.far, self.ranks_per_node)
 
     @cached_property
-    def near_receivers(self) -> Groups:
+    def near_receivers(self) -> NodeGroups:
         """The receivers that share a node with a holder, by node."""
-        return Groups.by_node(self.near, self.ranks_per_node)
+        return NodeGroups.by_node(self.near, self.ranks_per_node)
 
     @cached_property
-    def near_holders(self) -> Groups:
+    def near_holders(self) -> NodeGroups:
         """The holders on the nodes of ``near_receivers``; same number of groups, same order."""
         wanted = _found(self.holders // self.ranks_per_node, self.near_receivers.nodes)
-        return Groups.by_node(self.holders[wanted], self.ranks_per_node)
+        return NodeGroups.by_node(self.holders[wanted], self.ranks_per_node)
 
     def most_sent(self, count: int) -> int:
         """Upper bound on the copies that one holder sends over ``count`` consecutive cells."""
@@ -107,7 +108,7 @@ class Route:
 
 
 @dataclass
-class Groups:
+class NodeGroups:
     """Ascending ranks, cut into runs of the same node."""
 
     ranks: Ranks
@@ -117,8 +118,8 @@ class Groups:
     distinct_sizes: list[int]
 
     @classmethod
-    def by_node(cls, ranks: Ranks, ranks_per_node: int) -> Groups:
-        """Groups of the ranks that share a node."""
+    def by_node(cls, ranks: Ranks, ranks_per_node: int) -> NodeGroups:
+        """NodeGroups of the ranks that share a node."""
         node = ranks // ranks_per_node
         starts = np.flatnonzero(np.diff(node, prepend=-1))
         sizes = np.diff(starts, append=len(ranks))
@@ -128,88 +129,84 @@ class Groups:
         return len(self.nodes)
 
     def find(self, node: int) -> int | None:
-        """The number of a node's group."""
+        """The position of a node."""
         at = int(np.searchsorted(self.nodes, node))
         return at if at < len(self.nodes) and self.nodes[at] == node else None
 
     def members(self, number: int) -> list[int]:
-        """Ranks of one group."""
+        """Ranks of the node at a position."""
         start = int(self.starts[number])
         members: list[int] = self.ranks[start : start + int(self.sizes[number])].tolist()
         return members
 
     @cached_property
-    def ordinals(self) -> Ranks:
-        """For each rank, its place within its group."""
+    def local_ranks(self) -> Ranks:
+        """For each rank, its place among those of its node."""
         return np.arange(len(self.ranks)) - self.spread(self.starts)
 
     @cached_property
-    def company(self) -> Ranks:
-        """For each rank, the size of its group."""
+    def local_sizes(self) -> Ranks:
+        """For each rank, the number of those of its node."""
         return self.spread(self.sizes)
 
     def spread(self, values: Ranks) -> Ranks:
-        """For each rank, the value of its group."""
+        """For each rank, the value of its node."""
         return np.repeat(values, self.sizes)
 
 
-class Actor:
-    """One rank's part in a route. ``k`` is the position of a cell in the route's deal."""
+class RankRoute:
+    """A route as one rank sees it: whom it receives the cell of a turn from, and whom it sends it to. Turns count from 0."""
 
     __slots__ = (
-        "_far_members",
-        "_far_starts",
-        "_group",
         "_holder",
         "_holders",
         "_imports",
-        "_near",
-        "_node_holders",
+        "_near_holders",
+        "_near_receivers",
+        "_node",
+        "_node_receivers",
         "_rank",
     )
 
     def __init__(self, route: Route, rank: int):
-        self._rank = rank
-        self._imports = len(route.imports)
-        self._holders = route.holders
+        self._rank, self._holders, self._imports = rank, route.holders, route.imports
         at = int(np.searchsorted(route.holders, rank))
         self._holder = at if at < len(route.holders) and route.holders[at] == rank else None
         node = rank // route.ranks_per_node
         near = route.near_receivers.find(node) if len(route.near) else None
-        self._near = [] if near is None else route.near_receivers.members(near)
-        self._node_holders = [] if near is None else route.near_holders.members(near)
-        self._group = route.imports.find(node)
-        self._far_members = [] if self._group is None else route.imports.members(self._group)
-        self._far_starts = route.imports
+        self._near_receivers = [] if near is None else route.near_receivers.members(near)
+        self._near_holders = [] if near is None else route.near_holders.members(near)
+        self._node = route.imports.find(node)
+        self._node_receivers = [] if self._node is None else route.imports.members(self._node)
 
-    def source(self, k: int) -> tuple[int, int]:
-        """For a receiver: the rank that the k-th cell comes from, and the phase in which it comes."""
-        if self._near:
-            at = self._near.index(self._rank) + k * len(self._near)
-            return self._node_holders[at % len(self._node_holders)], 0
-        assert self._group is not None
-        importer = self._far_members[k % len(self._far_members)]
+    def sender(self, turn: int) -> tuple[int, int]:
+        """For a receiver: the rank that sends it the cell, and the phase in which it comes."""
+        if self._near_receivers:
+            at = self._near_receivers.index(self._rank) + turn * len(self._near_receivers)
+            return self._near_holders[at % len(self._near_holders)], 0
+        assert self._node is not None
+        importer = self._node_receivers[turn % len(self._node_receivers)]
         if importer != self._rank:
             return importer, 1
-        return int(self._holders[(self._group + k * self._imports) % len(self._holders)]), 0
+        return int(self._holders[(self._node + turn * len(self._imports)) % len(self._holders)]), 0
 
-    def targets(self, k: int) -> list[int]:
-        """For a holder: the ranks that take the k-th cell from it."""
+    def receivers(self, turn: int) -> list[int]:
+        """For a holder: the ranks that it sends the cell to."""
         assert self._holder is not None
-        targets = []
-        if self._near:
-            count = len(self._node_holders)
-            first = (self._node_holders.index(self._rank) - k * len(self._near)) % count
-            targets = self._near[first::count]
-        groups, count = self._far_starts, len(self._holders)
-        for number in range((self._holder - k * self._imports) % count, self._imports, count):
-            targets.append(int(groups.ranks[groups.starts[number] + k % int(groups.sizes[number])]))
-        return targets
+        receivers = []
+        if self._near_receivers:
+            count = len(self._near_holders)
+            first = (self._near_holders.index(self._rank) - turn * len(self._near_receivers)) % count
+            receivers = self._near_receivers[first::count]
+        nodes, count = self._imports, len(self._holders)
+        for node in range((self._holder - turn * len(nodes)) % count, len(nodes), count):
+            receivers.append(int(nodes.ranks[nodes.starts[node] + turn % int(nodes.sizes[node])]))
+        return receivers
 
-    def forwards(self, k: int) -> list[int]:
-        """For a receiver: the ranks of its node that it hands the k-th cell on to."""
-        members = self._far_members
-        if len(members) < 2 or members[k % len(members)] != self._rank:
+    def forwarded_to(self, turn: int) -> list[int]:
+        """For a receiver: the ranks of its node that it forwards the cell to."""
+        members = self._node_receivers
+        if len(members) < 2 or members[turn % len(members)] != self._rank:
             return []
         return [member for member in members if member != self._rank]
 

@@ -1,8 +1,8 @@
-"""The part of a plan that all ranks share: which cells travel, in which order, in which bucket, and their positions in the deal.
+"""The part of a plan that all ranks share: which cells travel, in which order, in which bucket, and whose turn it is to send them.
 
-Tensors whose pieces lie alike (the same matrix of all layers of a stage, all experts of a rank) share one pattern, which is worked
-out once. A unit is a tensor, or a window of one that had to be cut to fit a bucket. Bucket limits are kept for the worst rank by
-upper bounds that hold wherever in the deal a bucket begins.
+Tensors whose pieces have the same rectangles on the same ranks (the same matrix of all layers of a stage, all experts of a rank)
+share one pattern, which is worked out once. A unit is a tensor, or a window of one that had to be cut to fit a bucket. Bucket
+limits are kept for the worst rank by upper bounds that hold whoever is the first to send in a bucket.
 """
 
 from __future__ import annotations
@@ -11,45 +11,84 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.cells import Cell, Rectangle, bounding_box, clip, cut, slabs
-from rlhf_mcore.bridge.map.pieces import Place
+from rlhf_mcore.bridge.map.cells import Cell, cut
+from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import Index, Rectangle, bounding_box
 from rlhf_mcore.bridge.plan.routes import RankSets, Route
 
-Entries = list[
-    Any
-]  # flat, three items each: number of the rank set, buffer, piece. Tuples would keep the garbage collector busy
 Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, by ranks of each profile
-_Key = tuple[int, Any, Any, Any, Any, Any, Any]
+# Of the pieces of a tensor on one side: numbers of their rank sets, starts, shapes.
+_Tiling = tuple[tuple[int, ...], tuple[Index, ...], tuple[Index, ...]]
+_Key = tuple[int, _Tiling, _Tiling]  # bytes of an element, sources, destinations
+
+
+@dataclass(slots=True)
+class PlacedPieces:
+    """The pieces of one tensor on one side: the number of the rank set, the buffer and the piece, in three columns.
+
+    One object a row would keep the garbage collector busy: there are hundreds of thousands.
+    """
+
+    sets: list[int] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    def meeting(self, window: Rectangle) -> PlacedPieces:
+        """Those that have elements in a window."""
+        rows = zip(self.sets, self.buffers, self.pieces, strict=True)
+        kept = [row for row in rows if row[2].rectangle.intersection(window) is not None]
+        return PlacedPieces(*map(list, zip(*kept, strict=True))) if kept else PlacedPieces()
+
+    def tiling(self, window: Rectangle | None) -> _Tiling:
+        """Rank sets, starts and shapes, relative to a window that meets all pieces."""
+        pieces = self.pieces
+        if window is None:
+            return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
+        inside = [part for piece in pieces if (part := piece.rectangle.clipped_to(window)) is not None]
+        assert len(inside) == len(pieces)
+        return tuple(self.sets), tuple([part.start for part in inside]), tuple([part.shape for part in inside])
+
+
+@dataclass(slots=True)
+class TensorPieces:
+    """All pieces of one Hugging Face tensor."""
+
+    item_bytes: int
+    sources: PlacedPieces
+    destinations: PlacedPieces
+
+    def meeting(self, window: Rectangle) -> TensorPieces:
+        """The pieces that have elements in a window."""
+        return TensorPieces(self.item_bytes, self.sources.meeting(window), self.destinations.meeting(window))
 
 
 @dataclass(slots=True, eq=False)
-class Deal:
-    """The cells of a pattern that share a route and a size: they are dealt together, ``len(cells)`` positions per unit."""
+class CellGroup:
+    """The cells of a pattern that share a route and a size. Their senders take turns: ``len(cells)`` turns per unit."""
 
     route: Route
     nbytes: int
     holder_sets: frozenset[int]
     needer_sets: frozenset[int]
     cells: list[Cell] = field(default_factory=list)
-    base: int = 0  # position of the first cell of the pattern's first unit
+    first_turn: int = 0  # of the first cell of the pattern's first unit
 
 
 @dataclass(slots=True, eq=False)
 class Pattern:
-    """What tensors have in common whose pieces lie alike on the same ranks."""
+    """What tensors have in common whose pieces have the same rectangles on the same ranks."""
 
     item_bytes: int
-    deals: list[Deal]
+    groups: list[CellGroup]
     sets: frozenset[int]
     count: int = 0  # units of this pattern
     loads: list[Load] = field(default_factory=list)  # what the n-th of consecutive units adds to the bounds
     total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the sum of ``loads``
-    windows: list[Rectangle] | None = None  # how a tensor of this layout is cut to fit a bucket
+    windows: list[Rectangle] | None = None  # how a tensor of this pattern is cut to fit a bucket
 
 
 @dataclass(slots=True)
@@ -57,20 +96,11 @@ class Unit:
     """A tensor, or a window of one from ``start``. ``number`` counts the units of the same pattern."""
 
     hf_name: str
-    start: tuple[int, ...] | None  # None: the whole tensor
+    start: Index | None  # None: the whole tensor
     pattern: Pattern
     number: int
-    sources: Entries
-    destinations: Entries
-
-
-@dataclass(slots=True)
-class Tensor:
-    """All pieces of one Hugging Face tensor."""
-
-    item_bytes: int
-    sources: Entries = field(default_factory=list)
-    destinations: Entries = field(default_factory=list)
+    sources: PlacedPieces
+    destinations: PlacedPieces
 
 
 class Schedule:
@@ -80,7 +110,7 @@ class Schedule:
         ValueError: a needed element has no source, or one element's messages do not fit a bucket.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], sets: RankSets, bucket_bytes: int, ranks_per_node: int):
+    def __init__(self, tensors: Mapping[str, TensorPieces], sets: RankSets, bucket_bytes: int, ranks_per_node: int):
         self.sets = sets
         self.bucket_bytes = bucket_bytes
         self.ranks_per_node = ranks_per_node
@@ -91,9 +121,9 @@ class Schedule:
         self.buckets = list(self._fill(tensors))
         for units in self.buckets:  # larger elements first, so that messages need no padding to be aligned
             units.sort(key=lambda unit: -unit.pattern.item_bytes)
-        self._set_bases()
+        self._set_first_turns()
 
-    def _fill(self, tensors: Mapping[str, Tensor]) -> Iterator[list[Unit]]:
+    def _fill(self, tensors: Mapping[str, TensorPieces]) -> Iterator[list[Unit]]:
         bucket: list[Unit] = []
         load = self._no_load()
         numbers: dict[int, int] = defaultdict(int)  # units of a pattern in this bucket
@@ -112,74 +142,74 @@ class Schedule:
         if bucket:
             yield bucket
 
-    def _units(self, name: str, tensor: Tensor) -> Iterator[Unit]:
+    def _units(self, name: str, tensor: TensorPieces) -> Iterator[Unit]:
         whole = self._pattern(name, tensor)
         if whole.windows is None:
             whole.windows = [] if self._fits(whole) else list(self._cut(name, tensor))
         if not whole.windows:
             yield _unit(name, None, whole, tensor)
         for window in whole.windows:
-            part = _inside(tensor, window)
-            yield _unit(name, window[0], self._pattern(name, part, window), part)
+            part = tensor.meeting(window)
+            yield _unit(name, window.start, self._pattern(name, part, window), part)
 
-    def _cut(self, name: str, tensor: Tensor) -> Iterator[Rectangle]:
+    def _cut(self, name: str, tensor: TensorPieces) -> Iterator[Rectangle]:
         """Windows of a tensor that fit a bucket each."""
-        box = bounding_box([(piece.start, piece.shape) for piece in tensor.destinations[2::3]])
+        box = bounding_box([piece.rectangle for piece in tensor.destinations.pieces])
         work = [box]
         while work:
             window = work.pop()
-            part = _inside(tensor, window)
-            if not part.destinations:
+            part = tensor.meeting(window)
+            if not part.destinations.pieces:
                 continue
             worst = self._worst(name, tensor, window)
             if worst <= self.bucket_bytes:
                 yield window
             else:
                 axis = self._best_axis(name, tensor, window, worst)
-                work.extend(reversed(slabs(window, axis, -(-worst // self.bucket_bytes))))
+                work.extend(reversed(window.slabs(axis, -(-worst // self.bucket_bytes))))
 
-    def _best_axis(self, name: str, tensor: Tensor, window: Rectangle, worst: int) -> int:
+    def _best_axis(self, name: str, tensor: TensorPieces, window: Rectangle, worst: int) -> int:
         """The axis across which a cut spreads the load over most ranks."""
-        axes = [axis for axis, size in enumerate(window[1]) if size > 1]
+        axes = [axis for axis, size in enumerate(window.shape) if size > 1]
         if not axes:
             raise ValueError(
                 f"bucket_bytes is {self.bucket_bytes}, but the copies of a single element of {name} take "
                 f"{worst} bytes on one rank: make bucket_bytes larger"
             )
-        return min(axes, key=lambda axis: max(self._worst(name, tensor, half) for half in slabs(window, axis, 2)))
+        return min(axes, key=lambda axis: max(self._worst(name, tensor, half) for half in window.slabs(axis, 2)))
 
-    def _worst(self, name: str, tensor: Tensor, window: Rectangle) -> int:
-        part = _inside(tensor, window)
-        return int(self._added(self._pattern(name, part, window), 0).max()) if part.destinations else 0
+    def _worst(self, name: str, tensor: TensorPieces, window: Rectangle) -> int:
+        part = tensor.meeting(window)
+        return int(self._added(self._pattern(name, part, window), 0).max()) if part.destinations.pieces else 0
 
     def _fits(self, pattern: Pattern) -> bool:
         return bool(self._added(pattern, 0).max() <= self.bucket_bytes)
 
-    def _pattern(self, name: str, tensor: Tensor, window: Rectangle | None = None) -> Pattern:
-        key = (tensor.item_bytes, *_lying(tensor.sources, window), *_lying(tensor.destinations, window))
+    def _pattern(self, name: str, tensor: TensorPieces, window: Rectangle | None = None) -> Pattern:
+        key = (tensor.item_bytes, tensor.sources.tiling(window), tensor.destinations.tiling(window))
         pattern = self._patterns.get(key)
         if pattern is None:
             pattern = self._patterns[key] = self._new_pattern(key, name)
         return pattern
 
     def _new_pattern(self, key: _Key, name: str) -> Pattern:
-        item_bytes, held, needed = key[0], key[1], key[4]
-        geometry = key[2:4] + key[5:7]
+        item_bytes, (held, *sources), (needed, *destinations) = key
+        geometry = (*sources, *destinations)
         cells = self._geometries.get(geometry)
         if cells is None:
-            rectangles = [list(zip(*pair, strict=True)) for pair in (key[2:4], key[5:7])]
-            cells = self._geometries[geometry] = cut(*rectangles)
-        deals: dict[tuple[frozenset[int], frozenset[int], int], Deal] = {}
+            cells = cut(list(map(Rectangle, *sources)), list(map(Rectangle, *destinations)))
+            self._geometries[geometry] = cells
+        groups: dict[tuple[frozenset[int], frozenset[int], int], CellGroup] = {}
         for cell in cells:
             if not cell.holders:
                 raise ValueError(f"{name}: no source holds the elements from {cell.start} of shape {cell.shape}")
             have = frozenset(held[number] for number in cell.holders)
             want = frozenset(needed[number] for number in cell.needers)
             nbytes = item_bytes * prod(cell.shape)
-            if (have, want, nbytes) not in deals:
-                deals[have, want, nbytes] = Deal(self._route(have, want), nbytes, have, want)
-            deals[have, want, nbytes].cells.append(cell)
-        return Pattern(item_bytes, list(deals.values()), frozenset(held) | frozenset(needed))
+            if (have, want, nbytes) not in groups:
+                groups[have, want, nbytes] = CellGroup(self._route(have, want), nbytes, have, want)
+            groups[have, want, nbytes].cells.append(cell)
+        return Pattern(item_bytes, list(groups.values()), frozenset(held) | frozenset(needed))
 
     def _route(self, have: frozenset[int], want: frozenset[int]) -> Route:
         if (have, want) not in self._routes:
@@ -200,67 +230,51 @@ class Schedule:
     def _load(self, pattern: Pattern, count: int) -> Load:
         load = self._no_load()
         sent, received = np.split(load, 2)
-        for deal in pattern.deals:
-            total = count * len(deal.cells)
-            holds = self._profiles[:, list(deal.holder_sets)].any(axis=1)
-            receives = self._profiles[:, list(deal.needer_sets)].any(axis=1) & ~holds
-            sent += deal.nbytes * (holds * deal.route.most_sent(total) + receives * deal.route.most_forwarded(total))
-            received += deal.nbytes * total * receives
+        for group in pattern.groups:
+            turns = count * len(group.cells)
+            holds = self._profiles[:, list(group.holder_sets)].any(axis=1)
+            receives = self._profiles[:, list(group.needer_sets)].any(axis=1) & ~holds
+            copies = holds * group.route.most_sent(turns) + receives * group.route.most_forwarded(turns)
+            sent += group.nbytes * copies
+            received += group.nbytes * turns * receives
         return load
 
-    def _set_bases(self) -> None:
-        """Lets each deal of a route begin where the one before it ends."""
+    def _set_first_turns(self) -> None:
+        """The turns of each group of cells begin where those of the group before it on the same route end."""
         ends: dict[int, int] = {}
         for pattern in self._patterns.values():
-            for deal in pattern.deals:
-                deal.base = ends.get(id(deal.route), 0)
-                ends[id(deal.route)] = deal.base + pattern.count * len(deal.cells)
+            for group in pattern.groups:
+                group.first_turn = ends.get(id(group.route), 0)
+                ends[id(group.route)] = group.first_turn + pattern.count * len(group.cells)
 
 
 def gather_tensors(
     sources: Sequence[Place], destinations: Sequence[Place], element_sizes: Mapping[str, int], order: Sequence[str]
-) -> tuple[dict[str, Tensor], RankSets]:
+) -> tuple[dict[str, TensorPieces], RankSets]:
     """All pieces by tensor, for the tensors of ``order`` that a destination needs, and the rank sets that hold them."""
     sets = RankSets()
     held, needed = _by_tensor(sources, order, sets), _by_tensor(destinations, order, sets)
-    tensors = {name: Tensor(element_sizes[name], held[name], needed[name]) for name in order if needed[name]}
+    tensors = {
+        name: TensorPieces(element_sizes[name], held[name], needed[name]) for name in order if needed[name].pieces
+    }
     return tensors, sets
 
 
-def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, Entries]:
-    """Entries of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
-    found: dict[str, Entries] = {name: [] for name in order}
+def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) -> dict[str, PlacedPieces]:
+    """Pieces of the tensors of ``order``. The one loop over all pieces of all places, so it is kept lean."""
+    found = {name: PlacedPieces() for name in order}
     find = found.get
     for place in places:
         number, buffer = sets.number(place.ranks), place.buffer
         for piece in place.pieces:
-            entries = find(piece.hf_name)
-            if entries is not None:
-                entries += (number, buffer, piece)
+            entry = find(piece.hf_name)
+            if entry is not None:
+                entry.sets.append(number)
+                entry.buffers.append(buffer)
+                entry.pieces.append(piece)
     return found
 
 
-def _unit(name: str, start: tuple[int, ...] | None, pattern: Pattern, tensor: Tensor) -> Unit:
+def _unit(name: str, start: Index | None, pattern: Pattern, tensor: TensorPieces) -> Unit:
     pattern.count += 1
     return Unit(name, start, pattern, pattern.count - 1, tensor.sources, tensor.destinations)
-
-
-def _inside(tensor: Tensor, window: Rectangle) -> Tensor:
-    """The entries that meet a window."""
-    part = Tensor(tensor.item_bytes)
-    for entries, kept in ((tensor.sources, part.sources), (tensor.destinations, part.destinations)):
-        for at in range(0, len(entries), 3):
-            if clip((entries[at + 2].start, entries[at + 2].shape), window) is not None:
-                kept += entries[at : at + 3]
-    return part
-
-
-def _lying(entries: Entries, window: Rectangle | None) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
-    """Rank sets, starts and shapes of entries, relative to a window that meets all of them."""
-    pieces = entries[2::3]
-    if window is None:
-        return tuple(entries[::3]), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
-    parts = [clip((piece.start, piece.shape), window) for piece in pieces]
-    inside = [part for part in parts if part is not None]
-    assert len(inside) == len(parts)
-    return tuple(entries[::3]), tuple([start for start, _ in inside]), tuple([shape for _, shape in inside])

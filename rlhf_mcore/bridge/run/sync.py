@@ -16,6 +16,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
@@ -312,8 +313,7 @@ def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Engin
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Piece:
-    strides = torch.empty(shape, device="meta").stride()
-    return Piece(name, (0,) * len(shape), shape, 0, tuple(strides))
+    return Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
 
 
 def _agree(plan: Plan) -> None:

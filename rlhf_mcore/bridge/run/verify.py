@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.protocols import SyncMismatch
 
 CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd 64-bit constants of splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"), as signed integers.
 _GAMMA, _MIX1, _MIX2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-_Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def piece_digest(flat: Tensor, piece: Piece, hf_shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -65,19 +65,19 @@ def tensor_digests(
         SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
     """
     by_rank = _gather(mine)
-    known: dict[_Rectangle, int] = {}
+    known: dict[tuple[str, Rectangle], int] = {}
     for rank, values in enumerate(by_rank):
         held = (piece for place in places if rank in place.ranks for piece in place.pieces)
         for piece, value in zip(held, values, strict=True):
-            if known.setdefault((piece.hf_name, piece.start, piece.shape), value) != value:
+            if known.setdefault((piece.hf_name, piece.rectangle), value) != value:
                 raise SyncMismatch(
                     f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
                 )
     totals: dict[str, int] = defaultdict(int)
     sizes: dict[str, int] = defaultdict(int)
-    for (name, _, shape), value in known.items():
+    for (name, rectangle), value in known.items():
         totals[name] += value
-        sizes[name] += prod(shape)
+        sizes[name] += rectangle.numel
     for name, size in sizes.items():
         if size != prod(shapes[name]):
             raise SyncMismatch(f"the pieces of {name} have {size} elements, the tensor has {prod(shapes[name])}")

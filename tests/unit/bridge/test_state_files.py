@@ -18,10 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, make_index, state_file
+from rlhf_mcore.bridge.files.state_files import (
+    STATE_INDEX,
+    RankState,
+    StateReader,
+    make_index,
+    regions,
+    state_file,
+    writes,
+)
 from rlhf_mcore.bridge.files.tensor_files import FileImage
+from rlhf_mcore.bridge.map.rectangles import of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.map.state_regions import boxes, regions, writes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
@@ -80,7 +88,7 @@ def save(
     ],
 )
 def test_an_interval_of_a_matrix_is_few_rectangles(shape: Any, begin: int, end: int, expected: Any) -> None:
-    assert list(boxes(shape, begin, end)) == expected
+    assert list(of_interval(shape, begin, end)) == expected
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
@@ -90,7 +98,7 @@ def test_rectangles_hold_exactly_the_interval_in_order(shape: list[int], data: s
     numbers = torch.arange(prod(shape)).view(shape)
     found = [
         numbers[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))].reshape(-1)
-        for start, size in boxes(tuple(shape), begin, end)
+        for start, size in of_interval(tuple(shape), begin, end)
     ]
     assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(begin, end))
     assert len(found) <= 2 * len(shape) - 1
@@ -99,7 +107,7 @@ def test_rectangles_hold_exactly_the_interval_in_order(shape: list[int], data: s
 def test_padding_of_the_vocabulary_is_nobodys() -> None:
     # 13 rows of 8 in two parts of 7: the last row of the second part is padding.
     held = pieces("embedding.word_embeddings.weight", GEOMETRY, Shard(1, 2))
-    assert [(r.start, r.shape, r.offset) for r in regions(held, 44, 56)] == [((12, 4), (1, 4), 0)]
+    assert [(r.rectangle, r.offset) for r in regions(held, 44, 56)] == [(((12, 4), (1, 4)), 0)]
     assert regions(held, 48, 56) == []
 
 
@@ -207,7 +215,9 @@ NORM = "model.norm.weight"
         (lambda i: i["files"].__setitem__(0, "/etc/passwd"), "not a plain file"),
         (lambda i: i["files"].__setitem__(0, "state-00009.safetensors"), "state-00009.safetensors is missing"),
         (lambda i: i["files"].__setitem__(0, 3), r"index\.json has files=.*, not a list of texts"),
-        (lambda i: i.__setitem__("format", 2), "format 2, this version reads 1"),
+        (lambda i: i.__setitem__("format", 3), "format 3, this version reads 1 and 2"),
+        (lambda i: i.__setitem__("format", 2), "format 2 without covers"),
+        (lambda i: i.__setitem__("covers", [NORM]), "format 1 with covers"),
         (lambda i: i.pop("scalars"), "not an index"),
         (lambda i: i["tensors"].pop(NORM), "model.norm.weight .missing"),
         (lambda i: i["tensors"].__setitem__("other", {}), "other .unknown"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.strided import View, contiguous_strides, copied_pieces, covered, gaps, intervals
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered
 
 
 def as_view(tensor: torch.Tensor) -> View:
@@ -123,21 +123,3 @@ def test_what_a_piece_covers_in_local_coordinates() -> None:
     assert covered(piece, (10, 4)) == [((6, 0), (2, 4))]
     expert = Piece("w", (0, 0), (2, 3), 6, (3, 1))
     assert covered(expert, (4, 2, 3)) == [((1, 0, 0), (1, 2, 3))]
-
-
-def test_gaps_are_what_is_left() -> None:
-    left = gaps((4, 4), [((0, 0), (4, 2)), ((0, 2), (1, 2))])
-    assert left == [((1, 2), (3, 2))]
-    assert gaps((2, 2), [((0, 0), (2, 2))]) == []
-
-
-def test_what_is_written_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="written twice"):
-        gaps((4,), [((0,), (3,)), ((2,), (2,))])
-
-
-def test_intervals_of_a_vocabulary_and_of_columns() -> None:
-    # 97 rows of 128 are real: 97 * 64 = 6208, 128 * 64 = 8192.
-    assert intervals((128, 64), [((97, 0), (31, 64))]) == ((6208, 8192),)
-    assert intervals((2, 4), [((0, 3), (2, 1))]) == ((3, 4), (7, 8))
-    assert intervals((2, 4), [((0, 2), (1, 2)), ((1, 0), (1, 1))]) == ((2, 5),)

@@ -15,10 +15,8 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.coverage import CoverageError, padding_of
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.strided import contiguous_strides
+from rlhf_mcore.bridge.map.rectangles import Index, Rectangle, contiguous_strides, whole
 from rlhf_mcore.config.errors import ConfigError
-
-Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,10 @@ class Tile:
     shape: Index
     file: str
     load: Callable[[tuple[slice, ...]], Tensor]
+
+    @property
+    def rectangle(self) -> Rectangle:
+        return Rectangle(self.start, self.shape)
 
 
 @dataclass(slots=True)
@@ -42,15 +44,12 @@ class Tiled:
 
     def read_into(self, out: Tensor, lead: Index, start: Index) -> None:
         """Fill a contiguous tensor with the rectangle of ``tensor[lead]`` that begins at ``start``."""
-        start, full = (*lead, *start), (*(1 for _ in lead), *out.shape)
-        out = out.view(full)
+        wanted = Rectangle((*lead, *start), (*(1 for _ in lead), *out.shape))
+        out = out.view(wanted.shape)
         for tile in self._near(lead):
-            begin = tuple(map(max, start, tile.start))
-            end = tuple(min(a + n, b + m) for a, n, b, m in zip(start, full, tile.start, tile.shape, strict=True))
-            if all(low < high for low, high in zip(begin, end, strict=True)):
-                inside = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, tile.start, strict=True))
-                here = tuple(slice(low - o, high - o) for low, high, o in zip(begin, end, start, strict=True))
-                out[here] = tile.load(inside)
+            shared = wanted.intersection(tile.rectangle)
+            if shared is not None:
+                out[shared.slices(wanted.start)] = tile.load(shared.slices(tile.start))
 
     def _near(self, lead: Index) -> Sequence[Tile]:
         """The tiles that meet ``tensor[lead]``: a stack of layers and experts has thousands."""
@@ -73,7 +72,7 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
     if _is_grid(tensor):
         return
     held, total = sum(prod(tile.shape) for tile in tensor.tiles), prod(tensor.shape)
-    if not all(_fits(tile, tensor.shape) for tile in tensor.tiles):
+    if not all(whole(tensor.shape).contains(tile.rectangle) for tile in tensor.tiles):
         raise ConfigError(f"{where}: a part of {name} reaches outside of it. It is damaged.")
     if held < total:
         raise ConfigError(f"{where}: {total - held} of the {total} elements of {name} are in no file.")
@@ -88,13 +87,6 @@ def check_tiles(name: str, tensor: Tiled, where: Path) -> None:
         held = total + 1
     if held > total or gaps:
         raise ConfigError(f"{where}: parts of {name} overlap. It is damaged.")
-
-
-def _fits(tile: Tile, shape: Index) -> bool:
-    return len(tile.start) == len(tile.shape) == len(shape) and all(
-        min(begin, size) >= 0 and begin + size <= full
-        for begin, size, full in zip(tile.start, tile.shape, shape, strict=True)
-    )
 
 
 def _is_grid(tensor: Tiled) -> bool:

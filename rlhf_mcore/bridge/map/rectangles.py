@@ -1,0 +1,167 @@
+"""Rectangles of tensors: a start and a shape along every axis. All intersections, differences and cuts of them. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+Index = tuple[int, ...]
+Interval = tuple[int, int]  # of elements in flat order, half-open
+
+
+class Rectangle(NamedTuple):
+    """``tensor[start : start + shape]``."""
+
+    start: Index
+    shape: Index
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> Index:
+        """Exclusive."""
+        return tuple([begin + size for begin, size in zip(self.start, self.shape, strict=True)])
+
+    def slices(self, origin: Index | None = None) -> tuple[slice, ...]:
+        """The rectangle as an index into a tensor whose first element is at ``origin``, by default at zero."""
+        low = self.start if origin is None else self.relative_to(origin).start
+        return tuple([slice(begin, begin + size) for begin, size in zip(low, self.shape, strict=True)])
+
+    def relative_to(self, origin: Index) -> Rectangle:
+        """The same rectangle in the coordinates of a tensor whose first element is at ``origin``."""
+        return Rectangle(tuple([begin - first for begin, first in zip(self.start, origin, strict=True)]), self.shape)
+
+    def contains(self, other: Rectangle) -> bool:
+        """Whether another rectangle has as many axes and nowhere reaches outside."""
+        if len({len(self.start), len(other.start), len(other.shape)}) > 1:
+            return False
+        axes = zip(*self, *other, strict=True)
+        return all(low <= begin and size >= 0 and begin + size <= low + full for low, full, begin, size in axes)
+
+    def intersection(self, other: Rectangle) -> Rectangle | None:
+        """The elements of both; None where there are none."""
+        start, shape = [], []
+        for low, size, begin, length in zip(*self, *other, strict=True):
+            first = max(low, begin)
+            extent = min(low + size, begin + length) - first
+            if extent <= 0:
+                return None
+            start.append(first)
+            shape.append(extent)
+        return Rectangle(tuple(start), tuple(shape))
+
+    def clipped_to(self, window: Rectangle) -> Rectangle | None:
+        """The part inside a window, relative to the window's start; None where they do not meet."""
+        inside = self.intersection(window)
+        return None if inside is None else inside.relative_to(window.start)
+
+    def without(self, hole: Rectangle) -> list[Rectangle]:
+        """The elements that are not in ``hole``, as disjoint rectangles."""
+        inside = self.intersection(hole)
+        if inside is None:
+            return [self]
+        low, high = list(self.start), list(self.end)
+        parts = []
+        for axis, (begin, end) in enumerate(zip(inside.start, inside.end, strict=True)):
+            for first, last in ((low[axis], begin), (end, high[axis])):
+                if first < last:
+                    start, stop = (*low[:axis], first, *low[axis + 1 :]), (*high[:axis], last, *high[axis + 1 :])
+                    parts.append(Rectangle(start, tuple([b - a for a, b in zip(start, stop, strict=True)])))
+            low[axis], high[axis] = begin, end
+        return parts
+
+    def slabs(self, axis: int, count: int) -> list[Rectangle]:
+        """``count`` nearly equal parts, cut across an axis; or as many as the axis has elements."""
+        start, shape = self
+        count = min(count, shape[axis])
+        borders = [shape[axis] * part // count for part in range(count + 1)]
+        return [
+            Rectangle(
+                (*start[:axis], start[axis] + low, *start[axis + 1 :]),
+                (*shape[:axis], high - low, *shape[axis + 1 :]),
+            )
+            for low, high in pairwise(borders)
+        ]
+
+
+def whole(shape: Index) -> Rectangle:
+    """All of a tensor."""
+    return Rectangle((0,) * len(shape), shape)
+
+
+def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
+    """The smallest rectangle that contains all given ones."""
+    low = tuple(map(min, zip(*(rectangle.start for rectangle in rectangles), strict=True)))
+    high = tuple(map(max, zip(*(rectangle.end for rectangle in rectangles), strict=True)))
+    return Rectangle(low, tuple([b - a for a, b in zip(low, high, strict=True)]))
+
+
+def gaps(shape: Index, filled: Iterable[Rectangle]) -> list[Rectangle]:
+    """What rectangles leave of a tensor of ``shape``.
+
+    Raises:
+        ValueError: two of them overlap.
+    """
+    free = [whole(shape)]
+    for rectangle in filled:
+        rest = [part for box in free for part in box.without(rectangle)]
+        if sum(box.numel for box in free) - sum(part.numel for part in rest) != rectangle.numel:
+            raise ValueError(f"start {rectangle.start}, shape {rectangle.shape} is written twice")
+        free = rest
+    return free
+
+
+@cache
+def contiguous_strides(shape: Index) -> Index:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def of_interval(shape: Index, begin: int, end: int) -> Iterator[Rectangle]:
+    """Elements ``begin`` to ``end`` of a row-major tensor as rectangles, in order.
+
+    An interval of a matrix is up to three: the rest of a row, whole rows, a part of a row.
+    """
+    row = prod(shape[1:])
+    while begin < end:
+        index, within = divmod(begin, row)
+        if within == 0 and end - begin >= row:
+            count = (end - begin) // row
+            yield Rectangle((index, *(0,) * (len(shape) - 1)), (count, *shape[1:]))
+            begin += count * row
+            continue
+        stop = min(end, (index + 1) * row)
+        for start, extent in of_interval(shape[1:], within, within + stop - begin):
+            yield Rectangle((index, *start), (1, *extent))
+        begin = stop
+
+
+def to_intervals(shape: Index, rectangles: Iterable[Rectangle]) -> tuple[Interval, ...]:
+    """The elements of rectangles of a contiguous tensor, as ascending intervals that do not touch."""
+    strides = contiguous_strides(shape)
+    joined: list[Interval] = []
+    for begin, end in sorted(run for rectangle in rectangles for run in _runs(shape, strides, rectangle)):
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def _runs(shape: Index, strides: Index, rectangle: Rectangle) -> Iterator[Interval]:
+    """The contiguous runs of a rectangle of a contiguous tensor."""
+    start, extent = rectangle
+    whole_from = len(shape)  # axes from here on are whole
+    while whole_from > 0 and extent[whole_from - 1] == shape[whole_from - 1]:
+        whole_from -= 1
+    outer = max(whole_from - 1, 0)
+    length = prod(extent[outer:])
+    base = sum(a * s for a, s in zip(start, strides, strict=True))
+    for index in product(*(range(n) for n in extent[:outer])):
+        first = base + sum(i * s for i, s in zip(index, strides, strict=False))
+        yield first, first + length
