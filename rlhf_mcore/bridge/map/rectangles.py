@@ -47,8 +47,8 @@ class Rectangle(NamedTuple):
         """The elements of both; None where there are none."""
         start, shape = [], []
         for low, size, begin, length in zip(*self, *other, strict=True):
-            first = max(low, begin)
-            extent = min(low + size, begin + length) - first
+            first = low if low > begin else begin  # planning intersects by the ten thousand: min and max are slower
+            extent = (low + size if low + size < begin + length else begin + length) - first
             if extent <= 0:
                 return None
             start.append(first)

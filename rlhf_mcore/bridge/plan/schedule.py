@@ -37,20 +37,20 @@ class PlacedPieces:
     buffers: list[str] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
-    def meeting(self, window: Rectangle) -> PlacedPieces:
-        """Those that have elements in a window."""
-        rows = zip(self.sets, self.buffers, self.pieces, strict=True)
-        kept = [row for row in rows if row[2].rectangle.intersection(window) is not None]
-        return PlacedPieces(*map(list, zip(*kept, strict=True))) if kept else PlacedPieces()
-
-    def tiling(self, window: Rectangle | None) -> _Tiling:
-        """Rank sets, starts and shapes, relative to a window that meets all pieces."""
+    def tiling(self) -> _Tiling:
+        """The rectangles in the tensor's own coordinates."""
         pieces = self.pieces
-        if window is None:
-            return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
-        inside = [part for piece in pieces if (part := piece.rectangle.clipped_to(window)) is not None]
-        assert len(inside) == len(pieces)
-        return tuple(self.sets), tuple([part.start for part in inside]), tuple([part.shape for part in inside])
+        return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
+
+    def clipped_to(self, window: Rectangle) -> tuple[PlacedPieces, _Tiling]:
+        """The pieces that have elements in a window, and what they hold of it, relative to the window's start."""
+        rows = zip(self.sets, self.buffers, self.pieces, strict=True)
+        inside = [(*row, part) for row in rows if (part := row[2].rectangle.clipped_to(window)) is not None]
+        if not inside:
+            return PlacedPieces(), ((), (), ())
+        sets, buffers, pieces, parts = map(list, zip(*inside, strict=True))
+        starts, shapes = zip(*parts, strict=True)
+        return PlacedPieces(sets, buffers, pieces), (tuple(sets), starts, shapes)
 
 
 @dataclass(slots=True)
@@ -60,10 +60,6 @@ class TensorPieces:
     item_bytes: int
     sources: PlacedPieces
     destinations: PlacedPieces
-
-    def meeting(self, window: Rectangle) -> TensorPieces:
-        """The pieces that have elements in a window."""
-        return TensorPieces(self.item_bytes, self.sources.meeting(window), self.destinations.meeting(window))
 
 
 @dataclass(slots=True, eq=False)
@@ -143,25 +139,26 @@ class Schedule:
             yield bucket
 
     def _units(self, name: str, tensor: TensorPieces) -> Iterator[Unit]:
-        whole = self._pattern(name, tensor)
-        if whole.windows is None:
-            whole.windows = [] if self._fits(whole) else list(self._cut(name, tensor))
-        if not whole.windows:
-            yield _unit(name, None, whole, tensor)
-        for window in whole.windows:
-            part = tensor.meeting(window)
-            yield _unit(name, window.start, self._pattern(name, part, window), part)
+        key = (tensor.item_bytes, tensor.sources.tiling(), tensor.destinations.tiling())
+        pattern = self._pattern(name, key)
+        if pattern.windows is None:
+            fits = self._worst(pattern) <= self.bucket_bytes
+            pattern.windows = [] if fits else list(self._cut(name, tensor))
+        if not pattern.windows:
+            yield _unit(name, None, pattern, tensor)
+        for window in pattern.windows:
+            part, of_window = self._clipped(name, tensor, window)
+            yield _unit(name, window.start, of_window, part)
 
     def _cut(self, name: str, tensor: TensorPieces) -> Iterator[Rectangle]:
         """Windows of a tensor that fit a bucket each."""
-        box = bounding_box([piece.rectangle for piece in tensor.destinations.pieces])
-        work = [box]
+        work = [bounding_box([piece.rectangle for piece in tensor.destinations.pieces])]
         while work:
             window = work.pop()
-            part = tensor.meeting(window)
+            part, pattern = self._clipped(name, tensor, window)
             if not part.destinations.pieces:
                 continue
-            worst = self._worst(name, tensor, window)
+            worst = self._worst(pattern)
             if worst <= self.bucket_bytes:
                 yield window
             else:
@@ -176,17 +173,24 @@ class Schedule:
                 f"bucket_bytes is {self.bucket_bytes}, but the copies of a single element of {name} take "
                 f"{worst} bytes on one rank: make bucket_bytes larger"
             )
-        return min(axes, key=lambda axis: max(self._worst(name, tensor, half) for half in window.slabs(axis, 2)))
 
-    def _worst(self, name: str, tensor: TensorPieces, window: Rectangle) -> int:
-        part = tensor.meeting(window)
-        return int(self._added(self._pattern(name, part, window), 0).max()) if part.destinations.pieces else 0
+        def worst_half(axis: int) -> int:
+            return max(self._worst(self._clipped(name, tensor, half)[1]) for half in window.slabs(axis, 2))
 
-    def _fits(self, pattern: Pattern) -> bool:
-        return bool(self._added(pattern, 0).max() <= self.bucket_bytes)
+        return min(axes, key=worst_half)
 
-    def _pattern(self, name: str, tensor: TensorPieces, window: Rectangle | None = None) -> Pattern:
-        key = (tensor.item_bytes, tensor.sources.tiling(window), tensor.destinations.tiling(window))
+    def _worst(self, pattern: Pattern) -> int:
+        """Most bytes that a rank sends or receives of one unit of a pattern."""
+        return int(self._added(pattern, 0).max(initial=0))
+
+    def _clipped(self, name: str, tensor: TensorPieces, window: Rectangle) -> tuple[TensorPieces, Pattern]:
+        """The pieces of a tensor that meet a window, and their pattern."""
+        sources, held = tensor.sources.clipped_to(window)
+        destinations, needed = tensor.destinations.clipped_to(window)
+        pattern = self._pattern(name, (tensor.item_bytes, held, needed))
+        return TensorPieces(tensor.item_bytes, sources, destinations), pattern
+
+    def _pattern(self, name: str, key: _Key) -> Pattern:
         pattern = self._patterns.get(key)
         if pattern is None:
             pattern = self._patterns[key] = self._new_pattern(key, name)
@@ -197,8 +201,8 @@ class Schedule:
         geometry = (*sources, *destinations)
         cells = self._geometries.get(geometry)
         if cells is None:
-            cells = cut(list(map(Rectangle, *sources)), list(map(Rectangle, *destinations)))
-            self._geometries[geometry] = cells
+            needs = list(map(Rectangle, *destinations))
+            cells = self._geometries[geometry] = cut(list(map(Rectangle, *sources)), needs) if needs else []
         groups: dict[tuple[frozenset[int], frozenset[int], int], CellGroup] = {}
         for cell in cells:
             if not cell.holders:
