@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -249,7 +250,7 @@ class _BaseFiles:
         if name is None:
             return None
         if name not in self._mapped:
-            path = (self._base / name).resolve()
+            path = Path(os.path.realpath(self._base / name))
             if self._base not in path.parents:
                 raise ConfigError(f"{name} leads out of {self._base}; the checkpoint is damaged, choose another")
             self._mapped[name] = _mapped(path)

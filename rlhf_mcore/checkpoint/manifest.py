@@ -215,7 +215,7 @@ def files_below(directory: Path) -> list[str]:
 
 def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem | None:
     path = root / name
-    if root not in path.resolve().parents:
+    if root not in Path(os.path.realpath(path)).parents:
         return Problem(name, "outside", "leads out of the checkpoint")
     try:
         size = path.stat().st_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,11 +50,8 @@ def capture() -> dict[str, Tensor]:
 
 def restore(states: Mapping[str, Tensor]) -> None:
     """Set this process's generators to what :func:`capture` has found. A GPU's is left alone where the file has none."""
-    gauss = states["python.gauss"].tolist()
-    random.setstate((3, tuple(states["python.words"].tolist()), gauss[0] if gauss else None))
-    position, has_gauss = states["numpy.place"].tolist()
-    keys = states["numpy.keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, position, has_gauss, float(states["numpy.gauss"])))
+    random.setstate(_python_state(states))
+    np.random.set_state(_numpy_state(states))
     torch.set_rng_state(states["torch.cpu"])
     if "torch.cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["torch.cuda"])
@@ -76,13 +74,47 @@ def read_states(directory: Path, rank: int, world_size: int) -> dict[str, Tensor
     """What a rank had, or None when the file was written by another number of ranks: then there is nothing to go on with.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or holds what is no state of a generator.
     """
+    held = _by_rank(directory)
+    return held[f"rank-{rank}"] if held.keys() == {f"rank-{r}" for r in range(world_size)} else None
+
+
+def check_states(directory: Path) -> None:
+    """Whether generators can be set to what the file holds.
+
+    Raises:
+        ConfigError: as ``read_states``.
+    """
+    _by_rank(directory)
+
+
+def _by_rank(directory: Path) -> dict[str, dict[str, Tensor]]:
+    path, by_rank = directory / RNG_FILE, dict[str, dict[str, Tensor]]()
     try:
-        held = load_file(directory / RNG_FILE)
+        for name, tensor in load_file(path).items():
+            rank, _, generator = name.partition("/")
+            by_rank.setdefault(rank, {})[generator] = tensor
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{directory / RNG_FILE}: not a readable safetensors file ({error})") from error
-    if {name.split("/", 1)[0] for name in held} != {f"rank-{r}" for r in range(world_size)}:
-        return None
-    prefix = f"rank-{rank}/"
-    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+        raise ConfigError(f"{path}: not a readable safetensors file ({error}); choose another checkpoint") from error
+    for rank, states in by_rank.items():
+        try:
+            random.Random().setstate(_python_state(states))
+            np.random.RandomState().set_state(_numpy_state(states))
+            torch.Generator().set_state(states["torch.cpu"])
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise ConfigError(
+                f"{path}: {rank} holds no state of random generators ({error}); choose another checkpoint"
+            ) from error
+    return by_rank
+
+
+def _python_state(states: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    gauss = states["python.gauss"].tolist()
+    return 3, tuple(states["python.words"].tolist()), gauss[0] if gauss else None
+
+
+def _numpy_state(states: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    position, has_gauss = states["numpy.place"].tolist()
+    keys = states["numpy.keys"].numpy().astype(np.uint32)
+    return "MT19937", keys, position, has_gauss, float(states["numpy.gauss"])

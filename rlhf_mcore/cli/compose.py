@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from rlhf_mcore.cli.beginning import SAVED_AS, continues_text, finished_text, is
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.roles import BuiltRoles, build_roles
+from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.saving import build_saving, saved_roles
 from rlhf_mcore.config.derive import is_supervised
 from rlhf_mcore.config.errors import ConfigError
@@ -109,7 +111,8 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: in
     if dist.get_rank() != 0:
         return Start()
     directory = stack.enter_context(closing(RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)))
-    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg))
+    check = partial(check_saved, values=cfg.checkpoint.verify)
+    start = find_start(directory.path, cfg.checkpoint, to_yaml(cfg), fingerprints(cfg), check)
     directory.write_config(to_yaml(cfg), Permissions(cfg.checkpoint.mode).of("config.yaml"))
     notes = list(start.notes)
     over = start.continues and is_over(cfg, directory.path, start.step)

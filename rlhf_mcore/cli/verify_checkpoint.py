@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.delta import verify_chain
+from rlhf_mcore.checkpoint.contents import model_names
+from rlhf_mcore.checkpoint.delta import base_of, verify_chain
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
-from rlhf_mcore.checkpoint.manifest import Problem
+from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
@@ -96,13 +97,31 @@ def _checkpoints(directory: Path) -> list[Path]:
 def _check(path: Path, *, hashes: bool) -> Report:
     if not path.is_symlink():
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
-        return Report(path, verify_chain(path, hashes=hashes), pins)
+        report = Report(path, verify_chain(path, hashes=hashes), pins)
+        if hashes and report.is_intact:
+            report.problems.extend(_unusable(path, report.problems))
+        return report
     if path.name not in (LATEST, BEST):
         detail = f"a link to {path.readlink()}: no run resumes from it; move the checkpoint here"
         return Report(path, [Problem(path.name, "outside", detail)])
     if linked_step(path.parent, path.name) is None:
         return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])
     return Report(path, [])
+
+
+def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:
+    """Why no run could resume from a full checkpoint with intact files. Models with files that are not loaded are left out."""
+    from rlhf_mcore.cli.saved_checkpoint import check_saved  # imports torch
+
+    if base_of(checkpoint) is not None:
+        return []  # its weights would have to be put together first
+    models = model_names(read_manifest(checkpoint).files)
+    added = {problem.path.split("/")[0] for problem in extra}
+    try:
+        check_saved(checkpoint, {model: checkpoint / model for model in models if model not in added})
+    except ConfigError as error:
+        return [Problem(checkpoint.name, "content", str(error))]
+    return []
 
 
 if __name__ == "__main__":

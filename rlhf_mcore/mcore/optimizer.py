@@ -22,15 +22,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
 from rlhf_mcore.types import LocalParameter, StateShard
-
-_REMEDY = "choose another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +159,8 @@ class Optimizer:
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
         """Set what :func:`scalars` has returned. The moments must have been made (:func:`shards`).
 
-        Raises:
-            ConfigError: they are not what that function returns.
+        Who reads ``scalars`` from a file checks them; they may hold more.
         """
-        check_scalars(scalars)
         step, scale = scalars["step"], scalars["loss_scale"]
         for part in self._parts():
             for _, stepped in _stepped(part):
@@ -211,33 +206,6 @@ def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         megatron_optimizer.torch = before
-
-
-def check_scalars(scalars: Mapping[str, Any]) -> None:
-    """Refuse scalars that no optimizer can have.
-
-    Raises:
-        ConfigError: they are not what :func:`Optimizer.scalars` returns.
-    """
-    if scalars.keys() != {"step", "loss_scale"}:
-        raise ConfigError(f"the optimizer's state has scalars {dict(scalars)}, expected step and loss_scale; {_REMEDY}")
-    step, state = scalars["step"], scalars["loss_scale"]
-    if type(step) is not int or step < 0:
-        raise ConfigError(f"the optimizer's state has step={step!r}, which is no count of updates; {_REMEDY}")
-    if state is None:
-        return
-    counts = ("growth_tracker", "hysteresis_tracker")
-    if not isinstance(state, Mapping) or state.keys() != {"scale", *counts}:
-        raise ConfigError(
-            f"the optimizer's state has loss_scale={state!r}, expected scale, {' and '.join(counts)}; {_REMEDY}"
-        )
-    scale = state["scale"]
-    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
-        raise ConfigError(f"the optimizer's state has a loss scale of {scale!r}, not a positive number; {_REMEDY}")
-    if any(type(state[name]) is not int for name in counts):
-        raise ConfigError(
-            f"the optimizer's state has loss_scale={dict(state)}, whose trackers are no counts; {_REMEDY}"
-        )
 
 
 def _stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
+from rlhf_mcore.bridge.files.state_files import (
+    STATE_INDEX,
+    RankState,
+    StateReader,
+    check_scalars,
+    gather_index,
+    state_file,
+)
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
@@ -89,15 +96,10 @@ class RoleFiles:
             return
         directory = checkpoint / self.name
         reader = StateReader(directory / TRAINING, self._geometry)
-        scalars = dict(reader.scalars)
-        role.num_updates, role.num_bad = (_count(scalars.pop(name, None), name, directory) for name in _COUNTS)
-        if type(step := scalars.get("step")) is int and step > role.num_updates:
-            raise ConfigError(
-                f"{directory / TRAINING / STATE_INDEX}: Adam's step={step} is more than num_updates={role.num_updates}; "
-                "choose another checkpoint"
-            )
+        check_scalars(reader.scalars)
         reader.read_into(optimizer.shards())
-        optimizer.load_scalars(scalars)
+        optimizer.load_scalars(reader.scalars.content)
+        role.num_updates, role.num_bad = map(reader.scalars.integer, _COUNTS)
         if wrong := optimizer.unrounded_masters():
             raise ConfigError(
                 f"{directory}: the weights of {wrong[0]} are not its fp32 master weights in {TRAINING}/, rounded. "
@@ -129,14 +131,6 @@ class RoleFiles:
             pinned = self._role.model.platform.device().type == "cuda"
             self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
         return self._image
-
-
-def _count(value: Any, name: str, directory: Path) -> int:
-    if type(value) is not int or value < 0:
-        raise ConfigError(
-            f"{directory / TRAINING / STATE_INDEX}: {name}={value!r} is no count; choose another checkpoint"
-        )
-    return value
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:

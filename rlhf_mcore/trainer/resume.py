@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, Checkpoint, linked_checkpoints, scan, without_manifest
+from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, scan, without_manifest
 from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
@@ -20,6 +22,7 @@ from rlhf_mcore.foreign import SMALL, read_text
 from rlhf_mcore.trainer.documents import check_counts, read_inputs, read_step
 from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
 
+CheckSaved = Callable[[Path, Mapping[str, Path]], None]  # a checkpoint, and by model the directory with its weights
 MAX_NOTED = 20
 
 
@@ -41,11 +44,17 @@ class Start:
 
 
 def find_start(
-    run: Path, cfg: CheckpointConfig, config_yaml: str, inputs: Inputs | None = None, disk: Disk | None = None
+    run: Path,
+    cfg: CheckpointConfig,
+    config_yaml: str,
+    inputs: Inputs | None = None,
+    check_saved: CheckSaved | None = None,
+    disk: Disk | None = None,
 ) -> Start:
     """Bring a run directory in order and choose the checkpoint to go on from. For one process, which holds the directory's lock.
 
-    ``inputs``: fingerprints of what the run is made from, as its configuration names it.
+    ``inputs``: fingerprints of what the run is made from, as its configuration names it. ``check_saved`` raises
+    ConfigError for a checkpoint whose files are those of its manifest and hold what no run can have saved.
 
     Raises:
         ConfigError: a checkpoint was asked for and is damaged, none of several is intact, or the configuration, or the content of
@@ -64,9 +73,9 @@ def find_start(
                 "experiment, or move them away"
             )
         return Start(notes=notes, inputs=inputs)
-    if cfg.resume != AUTO and (not own or Path(cfg.resume).resolve().parent == run.resolve()):
-        chosen = Path(cfg.resume).resolve()
-        extra = _check(chosen, cfg)
+    if cfg.resume != AUTO and (not own or os.path.dirname(os.path.realpath(cfg.resume)) == os.path.realpath(run)):
+        chosen = Path(os.path.realpath(cfg.resume))
+        weights, extra = _check(chosen, cfg, run, check_saved)
     else:
         unread = without_manifest(run)
         if unread and not own:
@@ -75,48 +84,51 @@ def find_start(
                 "move the directory away"
             )
         notes += [f"{name} is not used: it has no {MANIFEST} that can be read" for name in unread]
-        found, skipped, extra = _newest_intact(own, cfg)
-        notes += skipped
-        if found is None:
+        if not own:
             return Start(notes=notes, inputs=inputs)
-        chosen = found.path
+        damaged: list[str] = []
+        for checkpoint in reversed(own):
+            try:
+                weights, extra = _check(chosen := checkpoint.path, cfg, run, check_saved)
+            except ConfigError as error:
+                if cfg.on_damaged == "error":
+                    raise
+                damaged.append(f"{error} Falling back to the checkpoint before it.")
+            else:
+                break
+        else:
+            none = f"none of the {len(own)} checkpoints in {run} is intact; start a new experiment"
+            raise ConfigError.many([none, *damaged])
+        notes += damaged
     if extra:
         notes.append(f"not loaded from {chosen.name}: {_list(extra)}")
     notes += [*_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
         notes += set_aside(run, steps_after(run, step), rule, disk)
-    weights = {model: readable(chosen, model, run) for model in model_names(read_manifest(chosen).files)}
     return Start(chosen, step, weights, inside, notes=notes, inputs=inputs)
 
 
-def _newest_intact(own: list[Checkpoint], cfg: CheckpointConfig) -> tuple[Checkpoint | None, list[str], list[Problem]]:
-    """The checkpoint, what is to be said about those after it, and the files in it that are not loaded."""
-    notes: list[str] = []
-    for checkpoint in reversed(own):
-        try:
-            extra = _check(checkpoint.path, cfg)
-        except ConfigError as error:
-            if cfg.on_damaged == "error":
-                raise
-            notes.append(f"{error} Falling back to the checkpoint before it.")
-        else:
-            return checkpoint, notes, extra
-    if own:
-        raise ConfigError.many(
-            [f"none of the {len(own)} checkpoints in {own[0].path.parent} is intact; start a new experiment", *notes]
-        )
-    return None, notes, []
+def _check(
+    checkpoint: Path, cfg: CheckpointConfig, run: Path, check_saved: CheckSaved | None
+) -> tuple[dict[str, Path], list[Problem]]:
+    """By model the directory with its weights, and the files that are not in the manifest.
 
-
-def _check(checkpoint: Path, cfg: CheckpointConfig) -> list[Problem]:
-    """Files that are not in the manifest."""
+    Raises:
+        ConfigError: it is damaged.
+    """
     problems = verify_chain(checkpoint, hashes=cfg.verify)
     damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
         raise ConfigError(f"{checkpoint} is damaged: {_list(damaged)}.")
     check_counts(checkpoint)
-    return problems
+    weights = {model: readable(checkpoint, model, run) for model in model_names(read_manifest(checkpoint).files)}
+    try:
+        if check_saved is not None:
+            check_saved(checkpoint, weights)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint} is damaged: {error}") from error
+    return weights, problems
 
 
 def _list(problems: list[Problem]) -> str:
@@ -172,7 +184,7 @@ def _refuse_linked(run: Path) -> None:
         raise ConfigError.many(
             [
                 f"{path} is a link to {path.readlink()}, and a run uses directories of its own only; move the checkpoint here, or go "
-                f"on from it in another experiment (checkpoint.resume={path.resolve()})"
+                f"on from it in another experiment (checkpoint.resume={os.path.realpath(path)})"
                 for path in found
             ]
         )

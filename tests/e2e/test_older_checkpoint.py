@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "checkpoint_v1"
 
@@ -19,21 +23,13 @@ def rows(path: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
-def test_a_checkpoint_of_format_1_goes_on_to_the_same_end(tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_goes_on_to_the_same_end_and_past_a_damaged_one(tmp_path: Path) -> None:
     for name in ("run.yaml", "train.jsonl", "reward.py"):
         shutil.copy(SAMPLE / name, tmp_path)
     shutil.copytree(SAMPLE / "model", tmp_path / "model")
     run = tmp_path / "outputs" / "sample" / "run"
     shutil.copytree(SAMPLE / "checkpoint-2", run / "checkpoint-2")
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = train(tmp_path)
     assert "the run continues after step 2 of" in done.stdout and "holds no fingerprints" in done.stdout
     expected, found = rows(SAMPLE / "expected" / "metrics.jsonl"), rows(run / "metrics.jsonl")
     assert sorted(found) == [3, 4]
@@ -44,3 +40,39 @@ def test_a_checkpoint_of_format_1_goes_on_to_the_same_end(tmp_path: Path) -> Non
     weights = load_file(run / "checkpoint-4" / "actor" / "model.safetensors")
     for name, tensor in load_file(SAMPLE / "expected" / "actor.safetensors").items():
         assert weights[name] == pytest.approx(tensor, abs=1e-4), name
+    a_state_with_a_nan_is_passed_over(tmp_path, run)
+
+
+def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
+    """Its files are those of its manifest: a release that did not look at what it saved would have written it."""
+    last = run / "checkpoint-4"
+    file = next((last / "critic" / "training").glob("*.safetensors"))
+    tensors = {name: np.array(tensor) for name, tensor in load_file(file).items()}
+    name = next(name for name in tensors if name.startswith("exp_avg/"))
+    tensors[name].flat[0] = np.nan
+    save_file(tensors, file)
+    names = [name for name in files_below(last) if name != "manifest.json"]
+    write_manifest(last, hash_files(last, names), About(4), Disk())
+    expected = (last / "actor" / "model.safetensors").read_bytes()
+    done = train(directory, "trainer.num_steps=5")
+    assert (
+        "checkpoint-4 is damaged" in done.stdout
+        and f"{name.split('[')[0].replace('/', ' of tensor ')} has" in done.stdout
+    )
+    assert "the run continues after step 3 of 5" in done.stdout
+    assert [path.name for path in (run / "quarantine").glob("checkpoint-4-*/manifest.json")] == ["manifest.json"]
+    assert sorted(rows(run / "metrics.jsonl")) == [3, 4, 5]
+    assert (last / "actor" / "model.safetensors").read_bytes() == expected  # the step was made again
+
+
+def train(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done

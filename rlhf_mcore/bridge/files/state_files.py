@@ -27,13 +27,13 @@ from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides, gaps, of_interval, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import INDEX, read_json
+from rlhf_mcore.foreign import INDEX, Fields, read_json
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 
 STATE_INDEX = "index.json"
-SECOND_MOMENT = "exp_avg_sq"
-KINDS = ("master", "exp_avg", SECOND_MOMENT)
+MASTER, SECOND_MOMENT = "master", "exp_avg_sq"
+KINDS = (MASTER, "exp_avg", SECOND_MOMENT)
 _OF_ALL, _OF_SOME = 1, 2  # formats: of an index that covers all tensors of the model, and of one that declares which
 _REMEDY = "Resume from another checkpoint, or start from the weights alone (model.path)."
 
@@ -210,10 +210,10 @@ class StateReader:
         if ("covers" in index) != (found == _OF_SOME):
             raise self._damaged(f"format {found} {'without' if found == _OF_SOME else 'with'} covers")
         self._files = index.texts("files")
-        self.scalars = dict(index.object("scalars").content)
+        self.scalars = index.object("scalars")
         for name in self._files:
             path = self.directory / name
-            if Path(name).name != name or path.resolve().parent != self.directory:
+            if Path(name).name != name or os.path.dirname(os.path.realpath(path)) != str(self.directory):
                 raise self._damaged(f"file {name!r} is not a plain file in this directory")
             if not path.is_file():
                 raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
@@ -227,6 +227,32 @@ class StateReader:
             source = "config.json's" if found == _OF_ALL else "those that it covers"
             raise self._damaged(f"{len(odd)} tensors differ from {source}, among them {odd[0]} ({problem})")
         self._tensors = {name: self._parsed(name, entry, shapes[name]) for name, entry in stored.items()}
+
+    def check_whole(self) -> None:
+        """Whether the files hold both moments of every tensor, each element once. Headers are read, no values.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        shapes = hf_shapes(self._geometry)
+        for name, stored in self._tensors.items():
+            if absent := [kind for kind in KINDS[1:] if kind not in stored.kinds]:
+                raise self._damaged(f"tensor {name}: no {absent[0]}")
+            self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
+        for _ in self.stored():
+            pass  # the header of its file is compared with the index
+
+    def stored(self) -> Iterator[tuple[str, str, Rectangle, Tensor]]:
+        """Every rectangle that is stored: kind, Hugging Face name, place in that tensor, values (mapped from the file).
+
+        Raises:
+            ConfigError: it is not in the file that the index names, or of another shape or dtype.
+        """
+        for name, stored in self._tensors.items():
+            for kind in stored.kinds:
+                for number, rectangle in stored.regions:
+                    key = region_key(kind, name, rectangle)
+                    yield kind, name, rectangle, self._mapped(self._files[number], key, rectangle.shape)
 
     def read_into(self, shards: Sequence[StateShard]) -> None:
         """Fill the tensors of ``shards`` in place; what is padding becomes zero.
@@ -242,14 +268,9 @@ class StateReader:
                     tensor.zero_()
                 for region in wanted:
                     self._read_region(kind, region, values := region.of(tensor))
-                    low, high = (float(value) for value in values.aminmax())  # both NaN if any is
-                    problem = ""
-                    if not (math.isfinite(low) and math.isfinite(high)):
-                        problem = "has values that are not finite"
-                    elif kind == SECOND_MOMENT and low < 0:
-                        problem = f"is a mean of squares and has a value of {low:g}"
-                    if problem:
-                        raise ConfigError(f"{self.directory}: {kind} of tensor {region.hf_name} {problem}. {_REMEDY}")
+                    called = f"{self.directory}: {kind} of tensor {region.hf_name}"
+                    if problem := value_problem(called, values, kind == SECOND_MOMENT):
+                        raise ConfigError(problem)
 
     def _read_region(self, kind: str, region: Region, target: Tensor) -> None:
         """Put together a rectangle from the parts of the stored ones that are in it."""
@@ -268,8 +289,11 @@ class StateReader:
                 part = self._mapped(self._files[number], region_key(kind, name, stored), stored.shape)
                 target[shared.slices(wanted.start)].copy_(part[shared.slices(stored.start)])
                 filled.append(shared.relative_to(wanted.start))
+        self._check_filled(name, wanted.shape, filled)
+
+    def _check_filled(self, name: str, shape: Sequence[int], filled: Sequence[Rectangle]) -> None:
         try:
-            missing = gaps(wanted.shape, filled)
+            missing = gaps(tuple(shape), filled)
         except ValueError as error:
             raise self._damaged(f"tensor {name}: some elements are stored twice") from error
         if missing:
@@ -331,3 +355,39 @@ def _rectangle_of(region: Any) -> Rectangle | None:
     if not all(type(value) is int for value in (*start, *shape)) or not all(size > 0 for size in shape):
         return None
     return Rectangle(tuple(start), tuple(shape))
+
+
+def value_problem(name: str, values: Tensor, is_mean_of_squares: bool = False) -> str | None:
+    """What no training can have come to: a value that is not finite, a mean of squares below zero. None where there is none.
+
+    ``name``: what the message calls the tensor.
+    """
+    low, high = (float(value) for value in values.aminmax())  # both NaN if any is
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{name} has values that are not finite. {_REMEDY}"
+    if is_mean_of_squares and low < 0:
+        return f"{name} is a mean of squares and has a value of {low:g}. {_REMEDY}"
+    return None
+
+
+def check_scalars(scalars: Fields) -> None:
+    """Whether an optimizer and its role can have these counts and this loss scale.
+
+    Raises:
+        ConfigError: they cannot, or one of them is missing.
+    """
+    expected = {"step", "loss_scale", "num_updates", "num_bad_updates"}
+    if set(scalars) != expected:
+        raise ConfigError(f"{scalars.where}: scalars {sorted(scalars)}, expected {sorted(expected)}. {_REMEDY}")
+    step, updates, _ = map(scalars.integer, ("step", "num_updates", "num_bad_updates"))
+    if step > updates:
+        raise ConfigError(f"{scalars.where}: Adam's step={step} is more than num_updates={updates}. {_REMEDY}")
+    scaler = scalars.object("loss_scale", None)
+    if scaler is None:
+        return
+    if set(scaler) != {"scale", "growth_tracker", "hysteresis_tracker"}:
+        raise scalars.wrong("loss_scale", "an object with scale, growth_tracker and hysteresis_tracker")
+    if scaler.number("scale") <= 0:
+        raise scaler.wrong("scale", "a positive number")
+    for tracker in ("growth_tracker", "hysteresis_tracker"):
+        scaler.integer(tracker, minimum=-(2**31))  # Megatron counts hysteresis down, below zero too

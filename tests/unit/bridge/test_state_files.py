@@ -22,6 +22,7 @@ from rlhf_mcore.bridge.files.state_files import (
     STATE_INDEX,
     RankState,
     StateReader,
+    check_scalars,
     make_index,
     regions,
     state_file,
@@ -31,6 +32,7 @@ from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.bridge.map.rectangles import of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import Fields
 from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 from tests.unit.bridge.geometry import GEOMETRY, geometries, hf_tensors, mcore_tensors
 
@@ -142,7 +144,7 @@ def test_any_cut_is_read_back_at_any_other(
         wanted = make_shards(g, other_tp, other_dp, kinds, fill=True)
         found = make_shards(g, other_tp, other_dp, kinds, fill=False)
         reader = StateReader(directory, g)
-        assert reader.scalars == {"step": 7}
+        assert reader.scalars.content == {"step": 7}
         for rank, shards in enumerate(found):
             reader.read_into(shards)
             for shard, expected in zip(shards, wanted[rank], strict=True):
@@ -206,6 +208,7 @@ def read_all(directory: Path, kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
 
 NORM = "model.norm.weight"
+DELETED = object()
 
 
 @pytest.mark.parametrize(
@@ -262,6 +265,37 @@ def test_a_state_that_no_optimizer_can_have_come_to_is_refused(
     shards = make_shards(GEOMETRY, 1, 1, ("exp_avg", "exp_avg_sq"), fill=False)[0]
     with pytest.raises(ConfigError, match=message):
         StateReader(tmp_path, GEOMETRY).read_into(shards)
+
+
+SCALER = {"scale": 65536.0, "growth_tracker": 3, "hysteresis_tracker": -2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_scale": DELETED}, "expected .*'loss_scale'"),
+        ({"more": 1}, "scalars .*'more'"),
+        ({"step": -1}, "scalars.step=-1, not an integer"),
+        ({"step": 1.0}, r"scalars.step=1\.0, not an integer"),
+        ({"step": True}, "scalars.step=True, not an integer"),
+        ({"step": 6}, "Adam's step=6 is more than num_updates=5"),
+        ({"num_updates": None}, "has no scalars.num_updates"),
+        ({"num_bad_updates": -1}, "scalars.num_bad_updates=-1, not an integer"),
+        ({"loss_scale": 65536.0}, r"scalars.loss_scale=65536\.0, not an object"),
+        ({"loss_scale": {"scale": 1.0}}, "an object with scale, growth_tracker and hysteresis_tracker"),
+        ({"loss_scale": {**SCALER, "scale": float("nan")}}, "scale=nan, not a number"),
+        ({"loss_scale": {**SCALER, "scale": 0}}, "scale=0, not a positive number"),
+        ({"loss_scale": {**SCALER, "scale": "1"}}, "scale='1', not a number"),
+        ({"loss_scale": {**SCALER, "growth_tracker": 0.5}}, r"growth_tracker=0\.5, not an integer"),
+    ],
+)
+def test_counts_and_loss_scales_that_no_optimizer_can_have_are_refused(change: dict[str, Any], message: str) -> None:
+    good = {"step": 4, "num_updates": 5, "num_bad_updates": 0, "loss_scale": SCALER}
+    check_scalars(Fields(good, "index.json", "remedy"))
+    check_scalars(Fields({**good, "loss_scale": None}, "index.json", "remedy"))
+    content = {name: value for name, value in {**good, **change}.items() if value is not DELETED}
+    with pytest.raises(ConfigError, match=message):
+        check_scalars(Fields(content, "index.json", "remedy", "scalars."))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{" * 100_000, '{"format": 1}', "\xff"])

@@ -58,10 +58,12 @@ def test_ranks_start_at_different_places_of_the_same_seed() -> None:
 
 
 def test_each_rank_gets_its_own_and_another_number_of_ranks_none(tmp_path: Path) -> None:
-    states = {f"rank-{r}/torch.cpu": torch.tensor([r], dtype=torch.uint8) for r in range(12)}
+    mine = rng.capture()
+    states = {f"rank-{r}/{name}": state.clone() for r in range(12) for name, state in mine.items()}
+    states["rank-1/numpy.gauss"] = torch.tensor([0.5], dtype=torch.float64)
     (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(states))
     found = rng.read_states(tmp_path, rank=1, world_size=12)
-    assert found is not None and found["torch.cpu"].tolist() == [1]
+    assert found is not None and found["numpy.gauss"].tolist() == [0.5]
     assert rng.read_states(tmp_path, rank=1, world_size=4) is None
     assert rng.read_states(tmp_path, rank=1, world_size=16) is None
 
@@ -71,4 +73,24 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         rng.read_states(tmp_path, 0, 1)
     (tmp_path / rng.RNG_FILE).write_bytes(b"\x80\x04K\x01.")
     with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        rng.read_states(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("python.gauss", None),
+        ("python.words", torch.zeros(3, dtype=torch.int64)),
+        ("python.words", torch.full((625,), -1)),
+        ("numpy.place", torch.zeros(1, dtype=torch.int64)),
+        ("numpy.keys", torch.zeros(7, dtype=torch.int64)),
+        ("torch.cpu", torch.zeros(4, dtype=torch.uint8)),
+    ],
+)
+def test_a_state_that_no_generator_can_have_is_named(tmp_path: Path, name: str, state: torch.Tensor | None) -> None:
+    states = {f"rank-0/{own}": tensor for own, tensor in rng.capture().items() if own != name}
+    if state is not None:
+        states[f"rank-0/{name}"] = state
+    (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(states))
+    with pytest.raises(ConfigError, match=r"rng\.safetensors: rank-0 holds no state of random generators"):
         rng.read_states(tmp_path, 0, 1)

@@ -1,4 +1,4 @@
-"""The learning-rate schedules, scalars of a saved state, and what Megatron sees while it builds an optimizer."""
+"""The learning-rate schedules, and what Megatron sees while it builds an optimizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 
-from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import ScheduleConfig
-from rlhf_mcore.mcore.optimizer import aligned_within, check_scalars, learning_rate
+from rlhf_mcore.mcore.optimizer import aligned_within, learning_rate
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
 
@@ -48,29 +47,6 @@ def test_runs_that_end_in_or_right_after_the_warm_up(name: str) -> None:
     assert rates(1, name=name, total_updates=1) == [8.0]
     assert rates(2, name=name, warmup_updates=2, total_updates=2) == [4.0, 8.0]
     assert rates(3, name=name, warmup_updates=2, total_updates=3) == [4.0, 8.0, 8.0]
-
-
-SCALER = {"scale": 65536.0, "growth_tracker": 3, "hysteresis_tracker": 2}
-
-
-@pytest.mark.parametrize(
-    ("scalars", "message"),
-    [
-        ({"step": 1}, "expected step and loss_scale"),
-        ({"step": -1, "loss_scale": None}, "has step=-1, which is no count"),
-        ({"step": 1.0, "loss_scale": None}, r"has step=1\.0, which is no count"),
-        ({"step": True, "loss_scale": None}, "has step=True, which is no count"),
-        ({"step": 1, "loss_scale": 65536.0}, "expected scale, growth_tracker and hysteresis_tracker"),
-        ({"step": 1, "loss_scale": {"scale": 1.0}}, "expected scale, growth_tracker and hysteresis_tracker"),
-        ({"step": 1, "loss_scale": {**SCALER, "scale": float("nan")}}, "loss scale of nan, not a positive"),
-        ({"step": 1, "loss_scale": {**SCALER, "scale": 0}}, "loss scale of 0, not a positive"),
-        ({"step": 1, "loss_scale": {**SCALER, "scale": "1"}}, "loss scale of '1', not a positive"),
-        ({"step": 1, "loss_scale": {**SCALER, "growth_tracker": 0.5}}, "whose trackers are no counts"),
-    ],
-)
-def test_scalars_that_cannot_be_are_refused(scalars: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_scalars(scalars)
 
 
 def test_only_megatrons_optimizer_module_sees_other_collectives_and_only_in_the_block() -> None:

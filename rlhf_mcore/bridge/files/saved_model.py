@@ -1,0 +1,79 @@
+"""Whether a model of a checkpoint is one that a run could have saved: read before anything is built from it, by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.state_files import (
+    MASTER,
+    SECOND_MOMENT,
+    StateReader,
+    check_scalars,
+    value_problem,
+)
+from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
+from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.geometry import read_geometry
+
+_MAX_THREADS = min(8, os.cpu_count() or 1)
+
+
+def check_saved_model(weights: Path, training: Path | None, *, values: bool = True) -> None:
+    """Compare the weights and the optimizer's state of a model with its config.json, and look at every value of both.
+
+    Args:
+        weights: the Hugging Face directory.
+        training: the directory of the optimizer's state; None: the model is not trained.
+        values: false: compare names, shapes and places only; headers and indexes are read, no tensor.
+
+    Raises:
+        ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no
+            optimizer can have come to. The message names file and tensor.
+    """
+    geometry = read_geometry(weights)
+    reader = HFReader(weights)
+    reader.check_index()
+    for name, shape in hf_shapes(geometry).items():
+        found = reader.shape(name)
+        if found != shape or reader.dtype(name) not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"{weights}: tensor {name} is {reader.dtype(name)} {list(found)}, config.json asks for {list(shape)} of "
+                f"{', '.join(WEIGHT_DTYPES)}; choose another checkpoint"
+            )
+    state = StateReader(training, geometry) if training is not None else None
+    if state is not None:
+        check_scalars(state.scalars)
+        state.check_whole()
+    if values:
+        _check_values(reader, sorted(hf_shapes(geometry)), state)
+
+
+def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | None) -> None:
+    def look_at_weights(name: str) -> str | None:
+        whole = (slice(None),) * len(reader.shape(name))
+        return value_problem(f"{reader.directory}: tensor {name}", reader.read(name, whole))
+
+    def look_at_state(kind: str, name: str, rectangle: Rectangle, values: Tensor) -> str | None:
+        called = f"{reader.directory}: {kind} of tensor {name}"
+        if kind == MASTER:
+            weights = reader.read(name, rectangle.slices((0,) * len(rectangle.shape)))
+            if not torch.equal(values.to(weights.dtype), weights):
+                return f"{called} is not what the weights were rounded from; choose another checkpoint"
+        return value_problem(called, values, kind == SECOND_MOMENT)
+
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        found = pool.map(look_at_weights, names)
+        stored = pool.map(lambda region: look_at_state(*region), state.stored() if state is not None else ())
+        for problem in chain(found, stored):
+            if problem is not None:
+                raise ConfigError(problem)

@@ -1,0 +1,160 @@
+"""A checkpoint whose files are those of its manifest, and which holds what no run can have saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.layout import scan
+from rlhf_mcore.checkpoint.manifest import files_below, hash_files, read_manifest, write_manifest
+from rlhf_mcore.cli.main import main
+from rlhf_mcore.cli.saved_checkpoint import check_saved
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import CheckpointConfig
+from rlhf_mcore.trainer.resume import Start, find_start
+
+SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
+STATE = "actor/training/state-00000.safetensors"
+INDEX = "actor/training/index.json"
+NORM = "model.norm.weight"
+
+
+def change_tensor(file: str, name: str, change: Callable[[np.ndarray[Any, Any]], Any]) -> Callable[[Path], None]:
+    def apply(checkpoint: Path) -> None:
+        tensors = {key: np.array(tensor) for key, tensor in load_file(checkpoint / file).items()}
+        (key,) = (key for key in tensors if key.startswith(name))
+        if (changed := change(tensors.pop(key))) is not None:
+            tensors[key] = changed
+        save_file(tensors, checkpoint / file)
+
+    return apply
+
+
+def change_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(checkpoint: Path) -> None:
+        index = json.loads((checkpoint / INDEX).read_text())
+        change(index)
+        (checkpoint / INDEX).write_text(json.dumps(index))
+
+    return apply
+
+
+def nan_at_two(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values[2] = np.nan
+    return values
+
+
+def no_training(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "actor" / "training")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "NaN in the weights": (
+        change_tensor("actor/model.safetensors", NORM, nan_at_two),
+        rf"tensor {NORM} has values that are not finite",
+    ),
+    "NaN in a moment": (
+        change_tensor(STATE, f"exp_avg/{NORM}", nan_at_two),
+        rf"exp_avg of tensor {NORM} has values that are not finite",
+    ),
+    "a sign": (
+        change_tensor(STATE, f"exp_avg_sq/{NORM}", lambda values: values - 1),
+        rf"exp_avg_sq of tensor {NORM} is a mean of squares",
+    ),
+    "another shape": (
+        change_tensor("actor/model.safetensors", NORM, lambda values: values[:-1]),
+        rf"tensor {NORM} is F32 \[\d+\], config.json asks for",
+    ),
+    "integers": (
+        change_tensor("actor/model.safetensors", NORM, lambda values: values.astype(np.int32)),
+        rf"tensor {NORM} is I32",
+    ),
+    "a tensor less": (
+        change_tensor("actor/model.safetensors", NORM, lambda values: None),
+        rf"tensor {NORM} is missing",
+    ),
+    "a moment less": (
+        change_tensor(STATE, f"exp_avg/{NORM}", lambda values: None),
+        rf"exp_avg/{NORM}\[0:\d+\] is missing",
+    ),
+    "a region less": (
+        change_index(lambda index: index["tensors"][NORM]["regions"].clear()),
+        rf"tensor {NORM}: \d+ elements are missing",
+    ),
+    "a kind less": (
+        change_index(lambda index: index["tensors"][NORM].update(kinds=["exp_avg"])),
+        rf"tensor {NORM}: no exp_avg_sq",
+    ),
+    "a count": (change_index(lambda index: index["scalars"].update(step=10**6)), r"Adam's step=1000000 is more than"),
+    "no state": (no_training, r"training is missing: the state of the optimizer"),
+    "random generators": (
+        change_tensor("rng.safetensors", "rank-0/numpy.place", lambda values: None),
+        r"rank-0 holds no state of random generators",
+    ),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Checkpoints of steps 1 and 2. They are one, but for the number of the step."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SAMPLE, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "outputs"
+    for step in (1, 2):
+        shutil.copytree(SAMPLE / "checkpoint-2", run / f"checkpoint-{step}")
+    for name in ("trainer_state.json", "dataloader.json"):
+        path = run / "checkpoint-1" / name
+        content = json.loads(path.read_text())
+        content["step"] = 1
+        if "counters" in content["state"]:
+            content["state"]["counters"]["steps"] = 1
+        path.write_text(json.dumps(content))
+    seal_again(run / "checkpoint-1", step=1)
+    return run
+
+
+def seal_again(checkpoint: Path, step: int = 2) -> None:
+    """As a release would have that did not look at what it saved."""
+    about = read_manifest(checkpoint).about
+    names = [name for name in files_below(checkpoint) if name != "manifest.json"]
+    write_manifest(checkpoint, hash_files(checkpoint, names), type(about)(step, metrics=about.metrics), Disk())
+
+
+def start(run: Path, **settings: Any) -> Start:
+    config = (run / "checkpoint-2" / "config.yaml").read_text()
+    return find_start(run, CheckpointConfig(**settings), config, check_saved=check_saved)
+
+
+def test_what_a_run_has_saved_is_fine(run: Path) -> None:
+    assert start(run).step == 2
+    assert main(["verify-checkpoint", str(run)]) == 0
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_resume_falls_back_says_why_and_keeps_it_aside(
+    run: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = DAMAGES[kind]
+    damage(run / "checkpoint-2")
+    seal_again(run / "checkpoint-2")
+    assert main(["verify-checkpoint", str(run / "checkpoint-2")]) == 2
+    capsys.readouterr()
+    with pytest.raises(ConfigError, match=message):
+        start(run, resume=str(run / "checkpoint-2"))
+    with pytest.raises(ConfigError, match=message):
+        start(run, on_damaged="error")
+    assert [checkpoint.step for checkpoint in scan(run)] == [1, 2], "nothing was touched"
+    found = start(run)
+    assert found.step == 1 and found.continues
+    (note,) = (note for note in found.notes if "is damaged" in note)
+    assert "checkpoint-2 is damaged" in note and note.endswith("Falling back to the checkpoint before it.")
+    assert [checkpoint.step for checkpoint in scan(run)] == [1]
+    assert [path.name.startswith("checkpoint-2-") for path in (run / "quarantine").iterdir()] == [True]
