@@ -10,7 +10,7 @@ from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.derive import balanced_stages
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning import engine
+from rlhf_mcore.planning import sync
 from rlhf_mcore.types import ModelGeometry
 
 
@@ -52,4 +52,4 @@ def sources(model: Model, layout: ParallelLayout) -> list[Place]:
 
 def destinations(model: Model, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
     """What engine ranks need."""
-    return engine.destinations(model.geometry, tp, num_engines, first_rank)
+    return sync.destinations(model.geometry, tp, num_engines, first_rank)

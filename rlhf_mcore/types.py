@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The sizes of a decoder that decide where every weight is stored. Read from a Hugging Face config, needs no weights."""
+    """The sizes of a decoder, read from a Hugging Face config. Without ``max_positions`` they decide where every weight is stored."""
 
-    family: str  # llama | mistral | qwen2 | qwen3 | qwen3_moe | mixtral
+    family: str  # name of a module of rlhf_mcore/families
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -32,6 +32,13 @@ class ModelGeometry:
     expert_ffn_size: int = 0
     dense_layers: tuple[int, ...] = ()  # layers of a mixture-of-experts model that have a dense MLP
     head: str = "lm"  # lm: logits | token: a scalar per token, with a bias | sequence: a scalar per token, no bias
+    experts_per_token: int = 0
+    shared_expert_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
+    max_positions: int = 0  # tokens of the longest sequence; 0: unknown
+
+    @property
+    def has_dense_mlp(self) -> bool:
+        return self.num_experts == 0 or bool(self.dense_layers)
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers

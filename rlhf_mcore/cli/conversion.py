@@ -25,8 +25,8 @@ from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import read_geometry
-from rlhf_mcore.config.model_files import read_config, rope_type
+from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.types import ModelGeometry
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

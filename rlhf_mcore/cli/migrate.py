@@ -71,7 +71,7 @@ def _planned(cfg: Config, output: Path) -> str:
     """What the run will need, where the model is here; else what it takes to find out."""
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
-    from rlhf_mcore.planning.hardware import GPUS, Assumptions
+    from rlhf_mcore.planning.inputs import GPUS, Assumptions
     from rlhf_mcore.planning.plan import make_plan
     from rlhf_mcore.planning.report import as_text, refusal
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config import Config, ConfigError
-from rlhf_mcore.planning.hardware import GPUS, Assumptions, Gpu
+from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType
 
-_RATES = [field.name for field in fields(Gpu) if field.name != "name"]
+_RATES = [field.name for field in fields(GpuType) if field.name != "name"]
 _ASSUMED = [field.name for field in fields(Assumptions)]
 
 
@@ -84,7 +84,7 @@ def _plan(args: argparse.Namespace) -> int:
     return exit_codes.USER_ERROR
 
 
-def _settings(name: str, changes: Sequence[str]) -> tuple[Gpu, Assumptions]:
+def _settings(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
     """The device and the assumptions with the user's changes."""
     gpu, assumed = GPUS[name], Assumptions()
     for change in changes:
@@ -104,7 +104,9 @@ def _settings(name: str, changes: Sequence[str]) -> tuple[Gpu, Assumptions]:
     return gpu, assumed
 
 
-def _suggestions(cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions, *, fits: bool) -> list[dict[str, Any]]:
+def _suggestions(
+    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions, *, fits: bool
+) -> list[dict[str, Any]]:
     """The fastest layouts that fit, in this world or, where none does, in the next larger one that has one."""
     from rlhf_mcore.planning.suggest import smallest_world, suggest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import RoleLayout, balanced_stages
-from rlhf_mcore.config.model_files import ModelShape
 from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.types import ModelGeometry
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 
@@ -52,14 +52,14 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
         )
 
 
-def cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, model: str) -> Iterator[str]:
+def cut_problems(role: str, layout: LayoutConfig, shape: ModelGeometry, model: str) -> Iterator[str]:
     """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
     yield from tensor_cut_problems(shape, f"{role}.layout.tp", layout.tp, model)
     yield from _expert_cut_problems(role, layout, shape, model)
     yield from _stage_problems(role, layout, shape.num_layers, model)
 
 
-def balance_problems(role: str, coef: float, shape: ModelShape, model: str) -> Iterator[str]:
+def balance_problems(role: str, coef: float, shape: ModelGeometry, model: str) -> Iterator[str]:
     """A load-balancing loss needs experts."""
     if coef and not shape.num_experts:
         yield f"{role}.moe.aux_loss_coef={coef:g}, but {model} has no experts; set it to 0"
@@ -89,7 +89,7 @@ def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str
         )
 
 
-def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, model: str) -> Iterator[str]:
+def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelGeometry, model: str) -> Iterator[str]:
     if shape.num_experts == 0:
         if layout.ep > 1:
             yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
@@ -100,10 +100,10 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, mod
             f"choose a divisor of {shape.num_experts}"
         )
     etp = layout.tp if layout.etp is None else layout.etp
-    if shape.expert_size % etp:
+    if shape.expert_ffn_size % etp:
         yield (
-            f"{role}.layout.etp={etp} does not divide the intermediate size {shape.expert_size} of an expert of {model}; "
-            f"choose a divisor of {shape.expert_size}"
+            f"{role}.layout.etp={etp} does not divide the intermediate size {shape.expert_ffn_size} of an expert of {model}; "
+            f"choose a divisor of {shape.expert_ffn_size}"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         yield (
@@ -112,11 +112,13 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelShape, mod
         )
 
 
-def tensor_cut_problems(shape: ModelShape, field: str, tp: int, model: str) -> Iterator[str]:
+def tensor_cut_problems(shape: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
     """Whether heads and MLP of a model can be cut in ``tp`` parts; ``field`` is the key that asks for it."""
     sizes = {"num_attention_heads": shape.num_heads}
     if shape.has_dense_mlp:
-        sizes["intermediate_size"] = shape.intermediate_size
+        sizes["intermediate_size"] = shape.ffn_size
+    if shape.shared_expert_ffn_size:
+        sizes["shared_expert_intermediate_size"] = shape.shared_expert_ffn_size
     for name, size in sizes.items():
         if size % tp:
             yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"

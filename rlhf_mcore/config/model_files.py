@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.weight_files import SINGLE_FILE, tensor_problems
-from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, read_json, shorten
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
+from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, rope_type, rotary, size
+from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
+from rlhf_mcore.types import ModelGeometry
 
-_MODELS = {  # as the names of Hugging Face architectures begin -> model family
-    "Llama": "llama",
-    "Mistral": "mistral",
-    "Qwen2": "qwen2",
-    "Qwen3": "qwen3",
-    "Qwen3Moe": "qwen3_moe",
-    "Mixtral": "mixtral",
-}
-HEADS = {  # kind of head -> how the names of architectures with it end
-    "lm": "ForCausalLM",
-    "token": "ForTokenClassification",
-    "sequence": "ForSequenceClassification",
-}
-ARCHITECTURES = {  # architecture of a Hugging Face config -> model family and kind of head
-    model + suffix: (family, head) for head, suffix in HEADS.items() for model, family in _MODELS.items()
-}
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -44,57 +29,30 @@ COMPANIONS = (
     *TOKENIZER_FILES,
     *CHAT_TEMPLATE_FILES,
 )
-# What transformers takes for a key that the file leaves out, where it matters here.
-_HEAD_DIM = {"qwen3": 128}  # elsewhere hidden_size / num_attention_heads
-_MISTRAL_WINDOW = 4096
-_QWEN_MAX_WINDOW_LAYERS = 28
-TOP_K = {"qwen3_moe": 8, "mixtral": 2}
-# Two to eight times the largest that is published. Tables of layers, heads, experts and tokens are made before any weight is
-# read, so beyond these a config.json that is damaged, or wants to be, would take the memory of the machine.
-MAX_SIZES = {
-    "num_hidden_layers": 1024,
-    "num_attention_heads": 1024,
-    "num_key_value_heads": 1024,
-    "head_dim": 4096,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "moe_intermediate_size": 2**20,
-    "num_experts": 4096,
-    "num_local_experts": 4096,
-    "num_experts_per_tok": 4096,
-    "vocab_size": 2**20,
-    "max_position_embeddings": 2**31,
-}
-MAX_EXPERTS = 2**15  # of all layers together
-MAX_KV_HEADS = (
-    2**14
-)  # of all layers together, nearly twice the most that are published; a plan places each of them on its own
-_EXPORT = "export the model again"
+_REMEDY = "download or export the model again"
+_SHOWN = 3  # tensors that a message names
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes that layouts and lengths are checked against."""
+def read_geometry(directory: str | Path, head: str | None = None) -> ModelGeometry:
+    """The geometry that ``config.json`` of a Hugging Face directory describes: under its own kind of head, or another one.
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    vocab_size: int
-    max_positions: int
-    num_experts: int = 0  # 0: a dense model
-    expert_size: int = 0  # intermediate size of an expert
-    has_dense_mlp: bool = True
-
-
-def architecture_name(architecture: str, head: str) -> str:
-    """The architecture of the same model with another head."""
-    _, own = ARCHITECTURES[architecture]
-    return architecture.removesuffix(HEADS[own]) + HEADS[head]
+    Raises:
+        ConfigError: there is none, a size is absent or cannot be, or the architecture is not supported.
+    """
+    hf_config = read_config(directory, str(directory))
+    name = architecture(hf_config)
+    if name not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ConfigError(
+            f"{hf_config.where}: architecture {shorten(name)} is not supported; supported are: {supported}"
+        )
+    family, own = ARCHITECTURES[name]
+    found = family.geometry(hf_config, own)
+    return found if head is None else replace(found, head=head, tied_embeddings=found.tied_embeddings and head == "lm")
 
 
-def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelShape | None, list[str]]:
-    """The shape of the model in directory ``path`` (None if it cannot be known), and what is wrong with the directory.
+def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tuple[ModelGeometry | None, list[str]]:
+    """The sizes of the model in directory ``path`` (None if they cannot be known), and what is wrong with the directory.
 
     ``field`` is the config key that names the directory, ``heads`` the kinds of head that it may have.
     """
@@ -106,14 +64,20 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     try:
         hf_config = read_config(path, prefix)
         problems += _config_problems(hf_config, prefix, heads)
-        shape = _shape(hf_config)
+        geometry = _sizes(hf_config)
     except ConfigError as error:
         return None, [*error.problems, *problems]
     try:
-        different = [] if problems else list(_tensor_problems(Path(path), prefix, hf_config))
+        different = [] if problems else list(_tensor_problems(Path(path), prefix, geometry))
     except ConfigError as error:
         different = error.problems
-    return shape, [*problems, *map(FileProblem, different)]
+    return geometry, [*problems, *map(FileProblem, different)]
+
+
+def _sizes(hf_config: Fields) -> ModelGeometry:
+    family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
+    size(hf_config, "max_position_embeddings")  # lengths are compared with it
+    return family.geometry(hf_config)
 
 
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
@@ -126,11 +90,11 @@ def tokenizer_problems(path: str, field: str) -> Iterator[str]:
         )
 
 
-def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelShape | None, list[str]]:
+def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> tuple[ModelGeometry | None, list[str]]:
     """As ``inspect_model``, of a directory that only has to generate: any architecture will do that the engine knows.
 
     ``needs_weights``: whether it holds the weights too.
-    The shape is None also where config.json does not have it under the usual keys.
+    The sizes are None also where config.json does not have them under the usual keys.
     """
     prefix = f"{field}={path}"
     is_delta = any(Path(path).glob("*.safetensors.delta"))  # of our own checkpoints: made whole before it is read
@@ -146,7 +110,7 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
             f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
         )
     try:
-        return _shape(hf_config), problems
+        return _sizes(hf_config), problems
     except ConfigError:
         return None, problems
 
@@ -162,7 +126,7 @@ def read_config(directory: str | Path, prefix: str) -> Fields:
 
 def _read(file: Path, prefix: str, limits: Limits) -> Fields:
     try:
-        return read_json(file, limits=limits, where=f"{prefix}: {file.name}", remedy=f"download or {_EXPORT}")
+        return read_json(file, limits=limits, where=f"{prefix}: {file.name}", remedy=_REMEDY)
     except MissingFile as error:
         raise ConfigError(f"{prefix} has no {file.name}; it is not a Hugging Face model directory") from error
 
@@ -176,40 +140,57 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
         yield f"{prefix} has no *.safetensors{found}; save the model with safe_serialization=True"
 
 
-def _tensor_problems(folder: Path, prefix: str, hf_config: Fields) -> Iterator[str]:
-    """Whether the weights are those of config.json: their first and last layer, and the tables around them."""
+def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iterator[str]:
+    """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers."""
     weight_map = _read(folder / INDEX_FILE, prefix, INDEX).object("weight_map") if isfile(folder / INDEX_FILE) else None
-    if weight_map is None and not isfile(folder / SINGLE_FILE):
-        return
     shard_of = None if weight_map is None else {name: weight_map.text(name) for name in weight_map}
-    num_layers = size(hf_config, "num_hidden_layers")
-    yield from tensor_problems(folder, prefix, shard_of, num_layers, _some_shapes(hf_config))
+    files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
+    if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
+        return  # reported by others
+    headers: dict[str, Fields] = {}
+    names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
+    if f"model.layers.{geometry.num_layers}.input_layernorm.weight" in names:
+        yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
+    different = []
+    for name, shape in _some_shapes(geometry).items():
+        file = SINGLE_FILE if shard_of is None else shard_of.get(name)
+        entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
+        if entry is None:
+            different.append(f"{name} is missing")
+        elif tuple(found := entry.integers("shape")) != shape:
+            different.append(f"{name} is {found[:8]}, config.json asks for {list(shape)}")
+    if different:
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        yield f"{prefix}: the weights are not those that config.json describes: {'; '.join(different[:_SHOWN])}{more}; {_REMEDY}"
 
 
-def _some_shapes(hf_config: Fields) -> dict[str, tuple[int, ...]]:
-    """Tensors that tell one model from another, as Hugging Face names them."""
-    family, _ = ARCHITECTURES[architecture(hf_config)]
-    hidden, num_layers = size(hf_config, "hidden_size"), size(hf_config, "num_hidden_layers")
-    queries = size(hf_config, "num_attention_heads") * head_dim(hf_config, family)
-    keys = num_kv_heads(hf_config) * head_dim(hf_config, family)
-    first = "model.layers.0."
-    found = {
-        "model.embed_tokens.weight": (size(hf_config, "vocab_size"), hidden),
-        f"{first}self_attn.q_proj.weight": (queries, hidden),
-        f"{first}self_attn.k_proj.weight": (keys, hidden),
-        f"{first}self_attn.o_proj.weight": (hidden, queries),
-    }
-    if family == "mixtral":
-        experts, expert, rows = f"{first}block_sparse_moe.", "w1", size(hf_config, "intermediate_size")
-    elif family == "qwen3_moe" and 0 not in dense_layers(hf_config):
-        experts, expert, rows = f"{first}mlp.", "gate_proj", size(hf_config, "moe_intermediate_size")
-    else:
-        found[f"{first}mlp.gate_proj.weight"] = (size(hf_config, "intermediate_size"), hidden)
-        experts = ""
-    if experts:
-        found[f"{experts}gate.weight"] = (num_experts(hf_config), hidden)
-        found[f"{experts}experts.0.{expert}.weight"] = (rows, hidden)
-    return {**found, f"model.layers.{num_layers - 1}.input_layernorm.weight": (hidden,), "model.norm.weight": (hidden,)}
+def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+    """Tensors that tell one model from another: the first layer (with its first expert), the last norms, the embedding."""
+    family, last = FAMILIES[geometry.family], geometry.num_layers - 1
+    around = [rule for rule in family.rules if "{i}" not in rule.mcore]
+    first = family.layer_rules(is_moe=geometry.is_moe_layer(0))
+    found = {name: shape for rule in (*around, *first) for name, shape in rule.shapes(geometry).items()}
+    return found | {f"model.layers.{last}.input_layernorm.weight": (geometry.hidden_size,)}
+
+
+def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
+    """The header of a safetensors file: an entry for every tensor.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    if name not in known:
+        path = folder / name
+        with open_file(path, remedy=_REMEDY) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(INDEX.num_bytes, num_bytes - 8):
+                raise ConfigError(
+                    f"{path}: not a readable safetensors file (a header of {length:,} bytes in a file of {num_bytes:,}); {_REMEDY}"
+                )
+            data = file.read(length)
+        known[name] = parse_json(data, limits=INDEX, where=str(path), remedy=_REMEDY)
+    return known[name]
 
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
@@ -234,7 +215,7 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     if "quantization_config" in hf_config:
         yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
     name = architecture(hf_config)
-    family, head = ARCHITECTURES.get(name, ("", ""))
+    family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
         supported = (known for known, (_, kind) in ARCHITECTURES.items() if kind in heads)
         yield f"{prefix}: architecture {shorten(name)} is not supported; supported are: {', '.join(supported)}"
@@ -247,16 +228,8 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     if activation != "silu":
         yield f"{prefix}: hidden_act {shorten(activation)!r} is not supported, only 'silu'; use another model"
     yield from _rope_problems(hf_config, prefix)
-    for key in ("attention_bias", "mlp_bias"):
-        if hf_config.flag(key, default=False) and family in ("llama", "qwen3", "qwen3_moe"):
-            yield f"{prefix}: {key} is not supported for {name}; use another model"
     hf_config.number("rms_norm_eps", 0.0, 1.0, default=None)
-    head_dim(hf_config, family)
-    window = _active_window(hf_config, family)
-    if window is not None:
-        yield f"{prefix}: {name} with an active sliding_window {window} is not supported; use another model"
-    if family in MOE_FAMILIES:
-        yield from _routing_problems(hf_config, prefix, family)
+    yield from (f"{prefix}: {problem}" for problem in family.problems(hf_config, name))
 
 
 def _rope_problems(hf_config: Fields, prefix: str) -> Iterator[str]:
@@ -273,143 +246,7 @@ def _rope_problems(hf_config: Fields, prefix: str) -> Iterator[str]:
         rope.integer("original_max_position_embeddings", 1, MAX_SIZES["max_position_embeddings"])
 
 
-def _routing_problems(hf_config: Fields, prefix: str, family: str) -> Iterator[str]:
-    top_k = size(hf_config, "num_experts_per_tok", TOP_K[family])
-    found = num_experts(hf_config)
-    if top_k > found:
-        yield f"{prefix}: num_experts_per_tok={top_k} is not between 1 and num_experts={found}; {_EXPORT}"
-    renormalised = hf_config.flag("norm_topk_prob", default=family == "mixtral") or family == "mixtral"
-    if top_k == 1 and renormalised:
-        yield f"{prefix}: num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
-    if hf_config.integer("shared_expert_intermediate_size", default=0):
-        yield f"{prefix}: shared experts (shared_expert_intermediate_size) are not supported; use another model"
-
-
 def architecture(hf_config: Fields) -> str:
     """The name of the architecture, "none" where config.json does not have it."""
     names = hf_config.texts("architectures", default=None)
     return names[0] if names else "none"
-
-
-def size(hf_config: Fields, key: str, default: int | None = None) -> int:
-    """A size of the model, from 1 to its entry in ``MAX_SIZES``.
-
-    Raises:
-        ConfigError: it is absent without a default, no integer or out of range.
-    """
-    found = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
-    if found is None:
-        raise hf_config.wrong(key, f"an integer from 1 to {MAX_SIZES[key]}")
-    return found
-
-
-def num_experts(hf_config: Fields) -> int:
-    """Experts of a layer, under the name that transformers writes since version 5, or the one of Qwen3-MoE's authors.
-
-    Raises:
-        ConfigError: as ``size``, or all layers have too many together.
-    """
-    key = "num_local_experts" if "num_local_experts" in hf_config else "num_experts"
-    found, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
-    if found * num_layers > MAX_EXPERTS:
-        raise hf_config.wrong(
-            key, f"at most {MAX_EXPERTS // num_layers}: {num_layers} layers have up to {MAX_EXPERTS} experts"
-        )
-    return found
-
-
-def dense_layers(hf_config: Fields) -> tuple[int, ...]:
-    """Layers of a mixture-of-experts model that have a dense MLP (Qwen3-MoE's ``decoder_sparse_step``, ``mlp_only_layers``)."""
-    step = hf_config.integer("decoder_sparse_step", 1, default=1)
-    listed = set(hf_config.integers("mlp_only_layers", default=()))
-    return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
-
-
-def _active_window(hf_config: Fields, family: str) -> int | None:
-    """The sliding window if some layer of the model really uses it."""
-    window = hf_config.integer("sliding_window", default=_MISTRAL_WINDOW if family == "mistral" else 0)
-    if not window or window >= hf_config.integer("max_position_embeddings", default=window + 1):
-        return None
-    if family in ("mistral", "mixtral"):
-        return window
-    if not hf_config.flag("use_sliding_window", default=False):
-        return None
-    if family == "qwen3_moe":
-        return window
-    first = hf_config.integer("max_window_layers", default=_QWEN_MAX_WINDOW_LAYERS)
-    listed = "sliding_attention" in hf_config.texts("layer_types", default=())
-    return window if listed or first < size(hf_config, "num_hidden_layers") else None
-
-
-def rotary(hf_config: Fields) -> Fields:
-    """How rotary embeddings are scaled; empty where config.json does not have it."""
-    found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
-    return found or Fields({}, hf_config.where, hf_config.remedy)
-
-
-def rope_type(hf_config: Fields) -> str:
-    """The kind of rotary scaling."""
-    rope = rotary(hf_config)
-    return rope.text("rope_type", default=rope.text("type", default="default"))
-
-
-def _shape(hf_config: Fields) -> ModelShape:
-    num_heads = size(hf_config, "num_attention_heads")
-    expert_shape: dict[str, Any] = {}
-    family, _ = ARCHITECTURES.get(architecture(hf_config), ("", ""))
-    if family in MOE_FAMILIES:
-        expert_shape = dict(
-            num_experts=num_experts(hf_config),
-            expert_size=size(hf_config, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
-            has_dense_mlp=bool(dense_layers(hf_config)),
-        )
-    return ModelShape(
-        num_layers=size(hf_config, "num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads(hf_config),
-        intermediate_size=size(hf_config, "intermediate_size"),
-        vocab_size=size(hf_config, "vocab_size"),
-        max_positions=_max_positions(hf_config, size(hf_config, "max_position_embeddings")),
-        **expert_shape,
-    )
-
-
-def num_kv_heads(hf_config: Fields) -> int:
-    """Heads of keys and values: a divisor of the query heads.
-
-    Raises:
-        ConfigError: as ``size``, or it is no divisor.
-    """
-    num_heads = size(hf_config, "num_attention_heads")
-    found = size(hf_config, "num_key_value_heads", num_heads)
-    if num_heads % found:
-        raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
-    num_layers = size(hf_config, "num_hidden_layers")
-    if found * num_layers > MAX_KV_HEADS:
-        raise hf_config.wrong(
-            "num_key_value_heads", f"at most {MAX_KV_HEADS // num_layers} in each of {num_layers} layers"
-        )
-    return found
-
-
-def head_dim(hf_config: Fields, family: str) -> int:
-    """Elements of a head, even as rotary embeddings need them.
-
-    Raises:
-        ConfigError: as ``size``, or it is odd.
-    """
-    num_heads, hidden = size(hf_config, "num_attention_heads"), size(hf_config, "hidden_size")
-    if hidden < num_heads:
-        raise hf_config.wrong("hidden_size", f"at least num_attention_heads={num_heads}")
-    found = size(hf_config, "head_dim", _HEAD_DIM.get(family, hidden // num_heads))
-    if found % 2:
-        raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
-    return found
-
-
-def _max_positions(hf_config: Fields, stated: int) -> int:
-    """yarn and linear scaling stretch a model beyond the length in config.json; with llama3 it is stated stretched."""
-    rope = rotary(hf_config)
-    original = rope.integer("original_max_position_embeddings", 1, default=stated)
-    factor = rope.number("factor", 0.0, 1e6, default=1.0)
-    return max(stated, int(original * factor)) if rope_type(hf_config) in ("yarn", "linear") else stated

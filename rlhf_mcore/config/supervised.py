@@ -19,9 +19,9 @@ from rlhf_mcore.config.data_files import (
 from rlhf_mcore.config.data_rows import checked_prompt, checked_response, require_column
 from rlhf_mcore.config.derive import longest_example, padded_to
 from rlhf_mcore.config.errors import ConfigError, FileProblem
-from rlhf_mcore.config.model_files import ModelShape
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.types import ModelGeometry
 
 MESSAGES = "messages"  # sft: in the place of prompt and response
 
@@ -122,7 +122,7 @@ def step_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def length_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def length_problems(cfg: Config, shape: ModelGeometry) -> Iterator[str]:
     """Whether the model has positions for the longest example. Without data.max_tokens that is found out when data are read."""
     longest = cfg.data.max_tokens
     if longest is not None and longest > shape.max_positions:

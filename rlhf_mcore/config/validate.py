@@ -25,13 +25,14 @@ from rlhf_mcore.config.derive import (
 )
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import MAX_WORLD, balance_problems, cut_problems, layout_problems, tensor_cut_problems
-from rlhf_mcore.config.model_files import ModelShape, inspect_model
+from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.run_kinds import RUN_KINDS, run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 from rlhf_mcore.config.supervised import example_problems, length_problems, step_problems
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
 from rlhf_mcore.config.user_functions import function_problems
+from rlhf_mcore.types import ModelGeometry
 
 __all__ = ["default_world_size", "resolve", "validate"]
 
@@ -358,7 +359,7 @@ def needs_answer(cfg: Config) -> bool:
     return graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
 
 
-def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
+def _role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
     """The models beside the actor, each against its layout."""
     if not run_kind(cfg).generates:
         return
@@ -377,7 +378,7 @@ def _role_problems(cfg: Config, actor: ModelShape | None) -> Iterator[str]:
 
 
 def _model_problems(
-    key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelShape | None
+    key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
 ) -> Iterator[str]:
     shape, problems = inspect_model(path, key, heads)
     if key != "model.path":
@@ -409,17 +410,17 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
 
 
-def _cut_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def _cut_problems(cfg: Config, shape: ModelGeometry) -> Iterator[str]:
     yield from cut_problems("actor", cfg.actor.layout, shape, "model.path")
     yield from balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
     if not run_kind(cfg).generates:
         return
     tp = cfg.rollout.layout.tp
     yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
-    if shape.num_experts and shape.expert_size % tp:
+    if shape.num_experts and shape.expert_ffn_size % tp:
         yield (
-            f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_size} of an expert of model.path; "
-            f"choose a divisor of {shape.expert_size}"
+            f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_ffn_size} of an expert of model.path; "
+            f"choose a divisor of {shape.expert_ffn_size}"
         )
     if shape.num_experts and cfg.rollout.engine == "hf":
         yield "rollout.engine=hf does not take the experts of model.path one by one; set it to vllm"
@@ -461,7 +462,7 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def _position_problems(cfg: Config, shape: ModelShape) -> Iterator[str]:
+def _position_problems(cfg: Config, shape: ModelGeometry) -> Iterator[str]:
     if not run_kind(cfg).generates:
         yield from length_problems(cfg, shape)
         return

@@ -1,8 +1,9 @@
-"""Model families: a Hugging Face config in, the geometry and Megatron's TransformerConfig out. Anything unknown is refused by name."""
+"""Of a family what only Megatron needs: a Hugging Face config in, TransformerConfig out. Anything unknown is refused by name."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,9 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import geometry_of
-from rlhf_mcore.config.model_files import (
-    ARCHITECTURES,
-    architecture_name,
-    inspect_model,
-)
+from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.families import ARCHITECTURES, architecture_name
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.stages import UnevenStages
@@ -36,6 +33,7 @@ class ModelSpec:
 
     geometry: ModelGeometry
     hf_config: PretrainedConfig
+    megatron: Mapping[str, bool]  # settings of TransformerConfig that the family needs
     inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
 
@@ -53,19 +51,6 @@ class ModelSpec:
         labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         name = architecture_name(self.hf_config.architectures[0], head)
         return {"architectures": [name], **labels, **({"classifier_dropout": 0.0} if head == "token" else {})}
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return self.geometry.family == "qwen2"
-
-    @property
-    def has_qk_norm(self) -> bool:
-        return self.geometry.family in ("qwen3", "qwen3_moe")
-
-    @property
-    def renormalises_topk(self) -> bool:
-        """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
-        return self.geometry.family == "mixtral" or bool(self.hf_config.norm_topk_prob)
 
 
 def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> ModelSpec:
@@ -89,7 +74,11 @@ def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> 
         ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
     found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
-    return ModelSpec(geometry_of(found, family, head), hf, inv_freq, rope_scale)
+    megatron = dict(family.megatron)
+    if family.mixture is not None:
+        # Renormalised weights of the top k are the softmax over these k alone.
+        megatron["moe_router_pre_softmax"] = not family.mixture.renormalises(found)
+    return ModelSpec(family.geometry(found, head), hf, megatron, inv_freq, rope_scale)
 
 
 def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
@@ -119,6 +108,7 @@ def transformer_config(
     """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
     config = TransformerConfig(
         **_sizes(spec),
+        **spec.megatron,
         **_parallelism(groups, dtype),
         **_experts(spec, groups, fused, aux_loss_coef),
         **_recompute(recompute),
@@ -144,8 +134,6 @@ def _sizes(spec: ModelSpec) -> dict[str, Any]:
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=spec.has_qkv_bias,
-        qk_layernorm=spec.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -185,9 +173,8 @@ def _experts(spec: ModelSpec, groups: ModelGroups, fused: bool, aux_loss_coef: f
         num_moe_experts=g.num_experts,
         moe_ffn_hidden_size=g.expert_ffn_size,
         moe_layer_freq=[int(g.is_moe_layer(layer)) for layer in range(g.num_layers)],
-        moe_router_topk=spec.hf_config.num_experts_per_tok,
-        # Renormalised weights of the top k are the softmax over these k alone.
-        moe_router_pre_softmax=not spec.renormalises_topk,
+        moe_router_topk=g.experts_per_token,
+        moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
         # Which experts a token goes to must not hang on 16-bit rounding.
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if aux_loss_coef else "none",

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.hardware import Assumptions
-from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
 from rlhf_mcore.types import ModelGeometry
 
 CHUNK_TOKENS = 2048  # rows of logits that parallel/logprobs.py works on at a time
@@ -34,7 +34,7 @@ class ActivationBytes:
 
 
 def training_activations(
-    role: Role, pp: int, tokens: int, num_microbatches: int, width: int, assumed: Assumptions
+    role: PlannedRole, pp: int, tokens: int, num_microbatches: int, width: int, assumed: Assumptions
 ) -> ActivationBytes:
     """Peak of a forward and backward pass over microbatches of ``tokens`` tokens (this rank's part under context parallelism).
 
@@ -56,7 +56,7 @@ def training_activations(
     )
 
 
-def forward_activations(role: Role, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
+def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
     """Peak of a forward pass without gradients: one layer at a time, and the logits."""
     chunks = (role.layout.layers_of(role.geometry.num_layers, pp, chunk) for chunk in range(role.layout.vpp or 1))
     peak = max(_layer_bytes(role, layer, width, assumed) for layers in chunks for layer in layers)
@@ -74,7 +74,7 @@ def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
     return min(2 * (stages - pp - 1) + (chunks - 1) * stages + 1, num_microbatches * chunks) / chunks
 
 
-def _chunk_bytes(role: Role, layers: range, width: int, assumed: Assumptions) -> float:
+def _chunk_bytes(role: PlannedRole, layers: range, width: int, assumed: Assumptions) -> float:
     """Bytes a token that one microbatch leaves behind in the layers of a chunk."""
     recompute = role.recompute
     whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]
@@ -91,7 +91,7 @@ def _sequence_share(layout: ParallelLayout) -> int:
     return layout.tp if layout.sequence_parallel else 1
 
 
-def _layer_bytes(role: Role, layer: int, width: int, assumed: Assumptions) -> float:
+def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:
     """Bytes a token of one whole layer."""
     geometry, layout = role.geometry, role.layout
     share = _sequence_share(layout)
@@ -107,26 +107,33 @@ def _layer_bytes(role: Role, layer: int, width: int, assumed: Assumptions) -> fl
 def _attention(geometry: ModelGeometry) -> int:
     """Elements a token: the fused projection, queries and keys after the rotation (and before their norms), the output."""
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    rotated = (queries + keys) * (2 if geometry.family.startswith("qwen3") else 1)
+    has_norms = FAMILIES[geometry.family].megatron.get("qk_layernorm", False)
+    rotated = (queries + keys) * (2 if has_norms else 1)
     return (queries + 2 * keys) + rotated + queries
 
 
-def _dense_mlp(role: Role, width: int, assumed: Assumptions) -> float:
+def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:
     """Gate and up halves, the activated gate, the product."""
     return width * 4 * role.geometry.ffn_size / role.layout.tp
 
 
-def _experts(role: Role, width: int, assumed: Assumptions) -> float:
-    """Router logits and probabilities in fp32, and of every token's copies the input, the gated product and the output."""
+def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
+    """Router logits and probabilities in fp32, and of every token's copies the input, the gated product and the output.
+
+    Of a shared expert the gated MLP, its output and, times its gate, once more.
+    """
     geometry, layout = role.geometry, role.layout
     share = _sequence_share(layout)
     # With experts cut over more ranks than tokens are, a rank sees the tokens of all of them.
-    copies = role.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
+    copies = role.geometry.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
     per_copy = 2 * geometry.hidden_size + 4 * geometry.expert_ffn_size / layout.expert_tp
-    return width * copies * per_copy + 2 * _FP32 * geometry.num_experts / share
+    shared = 4 * geometry.shared_expert_ffn_size / layout.tp
+    if shared:
+        shared += 2 * geometry.hidden_size / share
+    return width * (copies * per_copy + shared) + 2 * _FP32 * geometry.num_experts / share
 
 
-def head_bytes(role: Role, pp: int, tokens: int, width: int, *, training: bool) -> int:
+def head_bytes(role: PlannedRole, pp: int, tokens: int, width: int, *, training: bool) -> int:
     """The last stage's logits: kept with their gradient while training, with chunks of them in fp32."""
     if pp != role.layout.pp - 1:
         return 0

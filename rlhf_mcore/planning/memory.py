@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf_mcore.config.derive import is_supervised
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import forward_activations, training_activations
-from rlhf_mcore.planning.batches import Workload, cut
-from rlhf_mcore.planning.engine import engine_numel, kv_bytes_per_token
-from rlhf_mcore.planning.hardware import Assumptions, Gpu
-from rlhf_mcore.planning.roles import Role
-from rlhf_mcore.planning.transfer import DEPTH
+from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, rank_share
+from rlhf_mcore.planning.sync import DEPTH, engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
 
 GENERATE, SYNC = "generate", "sync"
@@ -41,33 +37,16 @@ class PhaseMemory:
         return sorted(self.parts.items(), key=lambda item: -item[1])[:count]
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """All that memory depends on."""
-
-    cfg: Config
-    roles: Sequence[Role]
-    dtype: str
-    gpu: Gpu
-    assumed: Assumptions
-    work: Workload
-    world_size: int
-
-    @property
-    def available(self) -> int:
-        return int(self.gpu.memory_bytes * self.assumed.usable_memory)
-
-
-def phases(setting: Setting) -> list[PhaseMemory]:
+def phases(inputs: PlanInputs) -> list[PhaseMemory]:
     """Each phase with the rank that needs most in it."""
-    ranks = _telling_ranks(setting.roles)
-    makers: list[_Maker] = [_update(role) for role in setting.roles if role.trained]
-    if not is_supervised(setting.cfg):
-        makers = [_generate, _sync, *map(_forward, setting.roles), *makers]
-    return [max((make(setting, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
+    ranks = _telling_ranks(inputs.roles)
+    makers: list[_Maker] = [_update(role) for role in inputs.roles if role.trained]
+    if run_kind(inputs.cfg).generates:
+        makers = [_generate, _sync, *map(_forward, inputs.roles), *makers]
+    return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
 
 
-def _telling_ranks(roles: Sequence[Role]) -> list[int]:
+def _telling_ranks(roles: Sequence[PlannedRole]) -> list[int]:
     """The first rank of every combination of pipeline stages: all other ranks hold as much as one of these, or less."""
     seen: dict[tuple[int, ...], int] = {}
     for rank in range(max(role.layout.ranks.stop for role in roles)):
@@ -75,15 +54,15 @@ def _telling_ranks(roles: Sequence[Role]) -> list[int]:
     return list(seen.values())
 
 
-def _stage(role: Role, rank: int) -> int:
+def _stage(role: PlannedRole, rank: int) -> int:
     """The pipeline stage of a rank; -1 for one that holds no part of the model."""
     return role.layout.coordinates(rank)["pp"] if rank in role.layout.ranks else -1
 
 
-def resident(setting: Setting, rank: int, used: str = "") -> dict[str, int]:
+def resident(inputs: PlanInputs, rank: int, used: str = "") -> dict[str, int]:
     """What the models hold on a rank in every phase, and, offloaded otherwise, the one that is ``used`` in this one."""
     parts: dict[str, int] = {}
-    for role in setting.roles:
+    for role in inputs.roles:
         if role.offloaded and role.name != used:
             continue
         state = state_bytes(role, rank)
@@ -94,100 +73,101 @@ def resident(setting: Setting, rank: int, used: str = "") -> dict[str, int]:
             "moments": state.moments,
         }
         parts |= {f"{role.name} {name}": size for name, size in named.items() if size}
-    parts["reserve"] = setting.assumed.reserve_bytes
+    parts["reserve"] = inputs.assumed.reserve_bytes
     return parts
 
 
-def _engine_weights(setting: Setting) -> int:
-    return engine_numel(setting.roles[0].geometry, setting.cfg.rollout.layout.tp) * BYTES[setting.dtype]
+def _engine_weights(inputs: PlanInputs) -> int:
+    return engine_numel(inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp) * BYTES[inputs.dtype]
 
 
-def _idle_engine(setting: Setting) -> dict[str, int]:
+def _idle_engine(inputs: PlanInputs) -> dict[str, int]:
     """What an engine holds while others work: nothing when it sleeps."""
-    if setting.cfg.rollout.sleep or is_supervised(setting.cfg):
+    if inputs.cfg.rollout.sleep or not run_kind(inputs.cfg).generates:
         return {}
-    return {"engine": int(setting.cfg.rollout.gpu_memory_utilization * setting.gpu.memory_bytes)}
+    return {"engine": int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)}
 
 
-def kv_tokens(setting: Setting) -> int:
+def kv_tokens(inputs: PlanInputs) -> int:
     """Tokens that an engine's cache holds: what its share of the device leaves over beside weights and one prefill."""
-    rollout, geometry = setting.cfg.rollout, setting.roles[0].geometry
-    budget = int(rollout.gpu_memory_utilization * setting.gpu.memory_bytes) - _engine_weights(setting)
-    budget -= _prefill_bytes(setting)
-    return max(0, budget // kv_bytes_per_token(geometry, rollout.layout.tp, BYTES[setting.dtype]))
+    rollout, geometry = inputs.cfg.rollout, inputs.roles[0].geometry
+    budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
+    budget -= _prefill_bytes(inputs)
+    return max(0, budget // kv_bytes_per_token(geometry, rollout.layout.tp, BYTES[inputs.dtype]))
 
 
-def _prefill_bytes(setting: Setting) -> int:
+def _prefill_bytes(inputs: PlanInputs) -> int:
     """vLLM profiles one step of 8192 tokens: hidden states, the widest MLP, fp32 logits of every running sequence."""
-    geometry, tp = setting.roles[0].geometry, setting.cfg.rollout.layout.tp
-    widest = max(geometry.ffn_size, geometry.expert_ffn_size * max(setting.roles[0].experts_per_token, 1))
-    hidden = 8192 * BYTES[setting.dtype] * (4 * geometry.hidden_size + 3 * widest // tp)
-    return hidden + 4 * setting.cfg.rollout.max_num_seqs * geometry.vocab_size
+    geometry, tp = inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp
+    routed = geometry.expert_ffn_size * geometry.experts_per_token + geometry.shared_expert_ffn_size
+    widest = max(geometry.ffn_size, routed)
+    hidden = 8192 * BYTES[inputs.dtype] * (4 * geometry.hidden_size + 3 * widest // tp)
+    return hidden + 4 * inputs.cfg.rollout.max_num_seqs * geometry.vocab_size
 
 
-def _generate(setting: Setting, rank: int) -> PhaseMemory:
-    share = int(setting.cfg.rollout.gpu_memory_utilization * setting.gpu.memory_bytes)
-    weights = _engine_weights(setting)
-    parts = resident(setting, rank) | {"engine weights": weights, "engine cache": max(share - weights, 0)}
-    longest = setting.cfg.data.max_prompt_tokens + setting.cfg.rollout.sampling.max_new_tokens
-    problem, tokens = "", kv_tokens(setting)
+def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
+    share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
+    weights = _engine_weights(inputs)
+    parts = resident(inputs, rank) | {"engine weights": weights, "engine cache": max(share - weights, 0)}
+    longest = inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
+    problem, tokens = "", kv_tokens(inputs)
     if tokens < longest:
         problem = (
-            f"rollout.gpu_memory_utilization={setting.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "
+            f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "
             f"keys and values, one sequence has {longest}"
         )
-    return PhaseMemory(GENERATE, rank, parts, setting.available, problem)
+    return PhaseMemory(GENERATE, rank, parts, inputs.available, problem)
 
 
-def _sync(setting: Setting, rank: int) -> PhaseMemory:
-    share = int(setting.cfg.rollout.gpu_memory_utilization * setting.gpu.memory_bytes)
-    buckets = 2 * DEPTH * min(setting.cfg.bridge.bucket_bytes, _engine_weights(setting))
+def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
+    share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
+    buckets = 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))
     return PhaseMemory(
-        SYNC, rank, resident(setting, rank) | {"engine": share, "bridge buckets": buckets}, setting.available
+        SYNC, rank, resident(inputs, rank) | {"engine": share, "bridge buckets": buckets}, inputs.available
     )
 
 
-_Maker = Callable[[Setting, int], PhaseMemory]
+_Maker = Callable[[PlanInputs, int], PhaseMemory]
 
 
-def _forward(role: Role) -> _Maker:
-    def make(setting: Setting, rank: int) -> PhaseMemory:
-        tokens = _microbatch_tokens(setting, role)
+def _forward(role: PlannedRole) -> _Maker:
+    def make(inputs: PlanInputs, rank: int) -> PhaseMemory:
+        tokens = _microbatch_tokens(inputs, role)
         name, stage = f"{role.name} forward", _stage(role, rank)
-        parts = resident(setting, rank, role.name) | _idle_engine(setting)
+        parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
         if stage >= 0:
-            found = forward_activations(role, stage, tokens, BYTES[role.dtype], setting.assumed)
+            found = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
             parts |= {f"{role.name} activations": found.layers, f"{role.name} logits": found.logits}
-        return PhaseMemory(name, rank, parts, setting.available)
+        return PhaseMemory(name, rank, parts, inputs.available)
 
     return make
 
 
-def _update(role: Role) -> _Maker:
-    def make(setting: Setting, rank: int) -> PhaseMemory:
-        tokens, count = _microbatch_tokens(setting, role), cut(setting.work, role).num_microbatches
+def _update(role: PlannedRole) -> _Maker:
+    def make(inputs: PlanInputs, rank: int) -> PhaseMemory:
+        tokens, count = _microbatch_tokens(inputs, role), rank_share(inputs.work, role).num_microbatches
         name, stage = f"{role.name} update", _stage(role, rank)
-        parts = resident(setting, rank, role.name) | _idle_engine(setting)
+        parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
         if stage >= 0:
-            found = training_activations(role, stage, tokens, count, BYTES[role.dtype], setting.assumed)
+            found = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
             parts |= {f"{role.name} activations": found.layers, f"{role.name} logits": found.logits}
-        return PhaseMemory(name, rank, parts, setting.available)
+        return PhaseMemory(name, rank, parts, inputs.available)
 
     return make
 
 
-def _microbatch_tokens(setting: Setting, role: Role) -> int:
-    return -(-setting.work.microbatch_tokens // role.layout.cp)
+def _microbatch_tokens(inputs: PlanInputs, role: PlannedRole) -> int:
+    return -(-inputs.work.microbatch_tokens // role.layout.cp)
 
 
-def pinned_bytes(setting: Setting, rank: int) -> int:
+def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     """Pinned host memory of a rank: offloaded weights, and what asynchronous saves copy, its state and its share of the weights."""
     total = 0
-    for role in setting.roles:
+    for role in inputs.roles:
         state = state_bytes(role, rank)
         if role.offloaded:
             total += state.weights
-        if role.trained and setting.cfg.checkpoint.async_save:
+        if role.trained and inputs.cfg.checkpoint.async_save:
             share = -(-num_parameters(role.geometry) * BYTES[role.dtype] // role.layout.world_size)
             total += state.masters + state.moments + share
     return total

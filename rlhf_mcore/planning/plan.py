@@ -5,15 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rlhf_mcore.config.derive import is_supervised
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.activations import describe
-from rlhf_mcore.planning.batches import Cut, Workload, cut, workload
-from rlhf_mcore.planning.hardware import Assumptions, Gpu
-from rlhf_mcore.planning.memory import PhaseMemory, Setting, kv_tokens, phases, pinned_bytes
-from rlhf_mcore.planning.roles import Role, roles_of
+from rlhf_mcore.planning.inputs import (
+    Assumptions,
+    GpuType,
+    PlanInputs,
+    PlannedRole,
+    RankShare,
+    Workload,
+    rank_share,
+    roles_of,
+    workload,
+)
+from rlhf_mcore.planning.memory import PhaseMemory, kv_tokens, phases, pinned_bytes
+from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
-from rlhf_mcore.planning.transfer import SyncBytes, estimate_seconds, plan_sync
 from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parameters, state_bytes
 
 
@@ -28,7 +36,7 @@ class RolePlan:
     recompute: str
     state: StateBytes
     checkpoint_bytes: int
-    cut: Cut
+    cut: RankShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class RunPlan:
     """What ``rlhf-mcore plan`` reports. ``sync`` is None where it was only estimated (while comparing layouts) or there is none."""
 
     world_size: int
-    gpu: Gpu
+    gpu: GpuType
     dtype: str
     roles: list[RolePlan]
     phases: list[PhaseMemory]
@@ -56,7 +64,7 @@ class RunPlan:
 
 
 def make_plan(
-    cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions | None = None, *, exact_sync: bool = True
+    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None, *, exact_sync: bool = True
 ) -> RunPlan:
     """Plan a valid and resolved configuration (``config.validate``, ``config.derive``).
 
@@ -69,25 +77,25 @@ def make_plan(
     assumed = assumed or Assumptions()
     dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
     roles = roles_of(cfg, world_size, dtype)
-    setting = Setting(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
-    generates = not is_supervised(cfg)
+    inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
+    generates = run_kind(cfg).generates
     sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync and generates else None
     sync_s = sync.seconds if sync else estimate_seconds(roles[0], cfg.rollout.layout.tp, gpu, assumed)
     return RunPlan(
         world_size,
         gpu,
         dtype,
-        [_role_plan(role, setting) for role in roles],
-        phases(setting),
-        kv_tokens(setting) if generates else 0,
-        max(pinned_bytes(setting, rank) for rank in (0, world_size - 1)),
+        [_role_plan(role, inputs) for role in roles],
+        phases(inputs),
+        kv_tokens(inputs) if generates else 0,
+        max(pinned_bytes(inputs, rank) for rank in (0, world_size - 1)),
         sync,
-        setting.work,
-        phase_seconds(setting, sync_s),
+        inputs.work,
+        phase_seconds(inputs, sync_s),
     )
 
 
-def _role_plan(role: Role, setting: Setting) -> RolePlan:
+def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
     layout = role.layout
     named = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep}
     return RolePlan(
@@ -98,7 +106,7 @@ def _role_plan(role: Role, setting: Setting) -> RolePlan:
         describe(role.recompute),
         state_bytes(role, layout.first_rank),
         checkpoint_bytes(role) if role.trained else 0,
-        cut(setting.work, role),
+        rank_share(inputs.work, role),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rlhf_mcore.planning.hardware import GIB
+from rlhf_mcore.planning.inputs import GIB
 from rlhf_mcore.planning.plan import RolePlan, RunPlan
 
 

@@ -8,10 +8,10 @@ from itertools import product
 
 from rlhf_mcore.config.derive import balanced_stages, needs_critic
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.planning.hardware import Assumptions, Gpu
+from rlhf_mcore.planning.inputs import Assumptions, GpuType
 from rlhf_mcore.planning.memory import GENERATE, SYNC
 from rlhf_mcore.planning.plan import RunPlan, make_plan
 
@@ -30,7 +30,7 @@ class Suggestion:
 
 
 def suggest(
-    cfg: Config, world_size: int, gpu: Gpu, count: int = 5, assumed: Assumptions | None = None
+    cfg: Config, world_size: int, gpu: GpuType, count: int = 5, assumed: Assumptions | None = None
 ) -> list[Suggestion]:
     """The ``count`` fastest layouts that fit; of equally fast ones those that change fewer keys come first.
 
@@ -70,12 +70,12 @@ def _fastest_by_layout(found: Sequence[Suggestion]) -> list[Suggestion]:
     best: dict[tuple[int, ...], Suggestion] = {}
     for made in sorted(found, key=_train_s):
         layouts = (made.cfg.actor.layout, made.cfg.critic.layout)
-        best.setdefault(tuple(size for cut in layouts for size in (cut.tp, cut.pp, cut.ep)), made)
+        best.setdefault(tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.ep)), made)
     return list(best.values())
 
 
 def smallest_world(
-    cfg: Config, world_size: int, gpu: Gpu, assumed: Assumptions | None = None
+    cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None
 ) -> tuple[int, Suggestion] | None:
     """The first doubling of the world in which something fits, up to 64 times, with its fastest layout."""
     for factor in (2, 4, 8, 16, 32, 64):
@@ -89,7 +89,7 @@ def _rank(made: Suggestion) -> tuple[float, int]:
     return round(made.plan.step_s, 2), len(made.overrides)
 
 
-def _trained(cfg: Config, world_size: int, gpu: Gpu) -> Iterator[Config]:
+def _trained(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     """Layouts and recomputation of the actor; those of the critic stay, or become the same."""
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
-from rlhf_mcore.bridge.map.layouts import layer_names
-from rlhf_mcore.bridge.map.rules import HEADS, hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import layer_names, pieces
+from rlhf_mcore.families import FAMILIES, HEADS, rules_of
+from rlhf_mcore.families.base import Rule
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
-from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.types import ModelGeometry, Shard
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -33,7 +34,8 @@ _MODULES = (
     "k_layernorm",
     "pre_mlp",
     "router",
-    "experts",
+    "local_experts",
+    "shared_experts",
     "fc1",
     "fc2",
 )
@@ -61,7 +63,7 @@ class StateBytes:
         return self.weights + self.gradients + self.masters + self.moments
 
 
-def state_bytes(role: Role, rank: int) -> StateBytes:
+def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
     """Exact bytes on a rank; nothing on one that holds no part of the model."""
     if rank not in role.layout.ranks:
         return StateBytes(0)
@@ -184,28 +186,38 @@ def _output(geometry: ModelGeometry, layout: ParallelLayout) -> list[LocalTensor
     if geometry.head == "lm":
         return [LocalTensor(_OUTPUT, _vocabulary_numel(geometry, layout.tp))]
     grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
-    return [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in HEADS[geometry.head]]
+    return [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in HEADS[geometry.head].rules]
 
 
 @lru_cache(maxsize=64)
 def num_parameters(geometry: ModelGeometry) -> int:
     """Elements of the Hugging Face model."""
-    return sum(prod(shape) for shape in hf_shapes(geometry).values())
+    return _count(geometry, geometry.num_experts) - geometry.tied_embeddings * _table(geometry)
 
 
 @lru_cache(maxsize=64)
-def active_parameters(geometry: ModelGeometry, experts_per_token: int) -> int:
+def active_parameters(geometry: ModelGeometry) -> int:
     """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
-    shapes = hf_shapes(geometry)
-    total = sum(prod(shape) for name, shape in shapes.items() if not name.startswith("model.embed_tokens"))
-    if geometry.tied_embeddings:
-        total += geometry.vocab_size * geometry.hidden_size
-    idle = geometry.num_experts - experts_per_token
-    num_moe_layers = sum(geometry.is_moe_layer(layer) for layer in range(geometry.num_layers))
-    return total - num_moe_layers * idle * 3 * geometry.hidden_size * geometry.expert_ffn_size
+    return _count(geometry, geometry.experts_per_token) - _table(geometry)
 
 
-def checkpoint_bytes(role: Role) -> int:
+def _table(geometry: ModelGeometry) -> int:
+    return geometry.vocab_size * geometry.hidden_size
+
+
+def _count(geometry: ModelGeometry, num_experts: int) -> int:
+    """Elements of all rules, a tied output layer too, with so many experts in every mixture."""
+
+    def numel(rule: Rule) -> int:
+        return (num_experts if "{k}" in rule.mcore else 1) * sum(map(prod, rule.shapes(geometry).values()))
+
+    family, total = FAMILIES[geometry.family], 0
+    for layer in range(geometry.num_layers):
+        total += sum(map(numel, family.layer_rules(is_moe=geometry.is_moe_layer(layer))))
+    return total + sum(numel(rule) for rule in rules_of(geometry) if "{i}" not in rule.mcore)
+
+
+def checkpoint_bytes(role: PlannedRole) -> int:
     """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights."""
     state = 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
     return num_parameters(role.geometry) * (BYTES[role.dtype] + state)

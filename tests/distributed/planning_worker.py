@@ -13,13 +13,13 @@ from safetensors import safe_open
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.run.sync import PlannedBridge
-from rlhf_mcore.config.geometry import read_sizes
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.planning.roles import Role
-from rlhf_mcore.planning.transfer import sync_plan
+from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.sync import sync_plan
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
@@ -50,7 +50,7 @@ def main(directory: Path) -> None:
     for name, layout, dtype in CASES:
         make = moe_groups_of if "moe" in name or name == "mixtral" else groups_of
         model, actor = build(directory / name, make(layout, groups), platform, Settings(dtype=dtype))
-        role = Role("actor", *read_sizes(directory / name, "lm"), model.groups.layout, True, dtype)
+        role = PlannedRole("actor", read_geometry(directory / name, "lm"), model.groups.layout, True, dtype)
         key = f"{name}/{layout}/{dtype}"
         findings[key] = compare_state(model, actor, role)
         findings[key] |= compare_checkpoint(model, actor, role, directory / name)
@@ -61,7 +61,7 @@ def main(directory: Path) -> None:
     finish(findings, directory)
 
 
-def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, Any]:
+def compare_state(model: MegatronModel, actor: Actor, role: PlannedRole) -> dict[str, Any]:
     """By rank, what is held by live tensors and what was predicted; and for the model as a frozen one."""
     buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     shards = model.optimizer.shards()
@@ -82,7 +82,7 @@ def compare_state(model: MegatronModel, actor: Actor, role: Role) -> dict[str, A
     }
 
 
-def compare_checkpoint(model: MegatronModel, actor: Actor, role: Role, source: Path) -> dict[str, Any]:
+def compare_checkpoint(model: MegatronModel, actor: Actor, role: PlannedRole, source: Path) -> dict[str, Any]:
     path = source.with_name(f"{source.name}-{role.dtype}-checkpoint")
     exporter = Exporter(model.local_parameters(), role.geometry, [str(source)], bucket_bytes=BUCKET_BYTES)
     RoleFiles("actor", actor.model, exporter).write(path)
@@ -95,7 +95,7 @@ def tensor_bytes(file: Path) -> int:
         return sum(content.get_tensor(name).nbytes for name in content.keys())  # noqa: SIM118 - not a mapping
 
 
-def compare_sync(model: MegatronModel, role: Role, path: Path) -> dict[str, Any]:
+def compare_sync(model: MegatronModel, role: PlannedRole, path: Path) -> dict[str, Any]:
     """The plan of a bridge between this model and a transformers model on every rank, as the engine ``hf`` is one."""
     engine: Any = SimpleNamespace(model=load_hf(path))
     bridge = PlannedBridge(model.local_parameters(), role.geometry, engine, bucket_bytes=BUCKET_BYTES)

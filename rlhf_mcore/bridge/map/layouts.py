@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, zip_longest
 from math import prod
 from typing import Protocol
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rules import FAMILIES, HEADS, pieces
+from rlhf_mcore.bridge.map.rules import layer_names, pieces
+from rlhf_mcore.families import HEADS
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
-
-_NORMS = (".input_layernorm.weight", ".pre_mlp_layernorm.weight", ".layer_norm_weight")
 
 
 def trainer_places(
@@ -113,26 +112,8 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
     stages[0].insert(0, "embedding.word_embeddings.weight")
     stages[-1].append("decoder.final_layernorm.weight")
     if not geometry.tied_embeddings or layout.pp > 1:
-        stages[-1] += [rule.mcore for rule in HEADS[geometry.head]]
+        stages[-1] += [rule.mcore for rule in HEADS[geometry.head].rules]
     return stages
-
-
-def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bool = False) -> Iterator[str]:
-    """Parameters of one layer on a rank that has ``num_experts`` of its experts."""
-    kind = "moe" if geometry.is_moe_layer(layer) else "dense"
-    # The norm before a mixture stands alone: there is no single linear layer to be fused with.
-    norms = (
-        ".linear_qkv.layer_norm_weight" if fused else ".input_layernorm.weight",
-        ".linear_fc1.layer_norm_weight" if fused and kind == "dense" else ".pre_mlp_layernorm.weight",
-    )
-    experts = ".experts.linear_fc" if fused else ".experts.local_experts."
-    for rule in FAMILIES[geometry.family]:
-        name, is_repeated = rule.mcore, "{k}" in rule.mcore
-        if "{i}" not in name or rule.layers not in ("all", kind):
-            continue
-        if (name.endswith(_NORMS) and not name.endswith(norms)) or (is_repeated and experts not in name):
-            continue
-        yield from (name.format(i=layer, k=k) for k in range(num_experts if is_repeated else 1))
 
 
 def spread_order(order: Sequence[str], sources: Sequence[Place], *, keep_layers: bool = True) -> list[str]:

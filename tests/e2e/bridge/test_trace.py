@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.geometry import geometry_of
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
-from rlhf_mcore.planning.engine import engine_tensors
+from rlhf_mcore.planning.sync import engine_tensors
 from tests.e2e.bridge.models import CASES, HIDDEN, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
 
@@ -68,7 +68,7 @@ def test_pieces_are_disjoint_and_only_padding_is_left(both: tuple[Case, int, See
 
 def test_the_planner_describes_the_same_tensors_without_an_engine(both: tuple[Case, int, Seen]) -> None:
     case, tp, seen = both
-    geometry = geometry_of(Fields(hf_config(case).to_dict(), "config.json", ""), case.family, "lm")
+    geometry = FAMILIES[case.family].geometry(Fields(hf_config(case).to_dict(), "config.json", ""))
     for rank, found in enumerate(seen):
         planned = [
             _held(t.shape, [(p.hf_name, p.start, p.shape) for p in t.pieces])

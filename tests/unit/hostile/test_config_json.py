@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import read_geometry, read_sizes
-from rlhf_mcore.config.model_files import inspect_generator, inspect_model
+from rlhf_mcore.config.model_files import inspect_generator, inspect_model, read_geometry
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
 from tests.unit.hostile.refusals import refusal
 
@@ -67,7 +66,7 @@ def test_sizes_that_no_model_has(tmp_path: Path, key: str, value: int) -> None:
         folder
     ) or "bits, beyond 128" in problems(folder)
     if key != "max_position_embeddings":
-        assert key in refusal(lambda: read_sizes(folder, "lm"))
+        assert key in refusal(lambda: read_geometry(folder, "lm"))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def _check_every_reader(folder: Path) -> None:
     inspect_generator(str(folder), "evaluate.checkpoint")
     list(token_problems(str(folder), tokenizer_size(str(folder)), "model.path", str(folder)))
     list(token_problems(str(folder), 50, "model.path", str(folder)))
-    for read in (read_geometry, lambda path: read_sizes(path, "token")):
+    for read in (read_geometry, lambda path: read_geometry(path, "token")):
         try:
             read(folder)
         except ConfigError as error:

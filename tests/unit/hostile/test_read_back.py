@@ -103,19 +103,31 @@ LAYER = {
     "model.layers.1.input_layernorm.weight": [64],
     "model.layers.0.self_attn.q_proj.weight": [64, 64],
     "model.layers.0.self_attn.k_proj.weight": [32, 64],
+    "model.layers.0.self_attn.v_proj.weight": [32, 64],
     "model.layers.0.self_attn.o_proj.weight": [64, 64],
+    "model.layers.0.input_layernorm.weight": [64],
+    "model.layers.0.post_attention_layernorm.weight": [64],
 }
-DENSE = {**LAYER, "model.layers.0.mlp.gate_proj.weight": [128, 64]}
+DENSE = {
+    **LAYER,
+    "model.layers.0.mlp.gate_proj.weight": [128, 64],
+    "model.layers.0.mlp.up_proj.weight": [128, 64],
+    "model.layers.0.mlp.down_proj.weight": [64, 128],
+}
 SPARSE = {
     **LAYER,
+    "model.layers.0.self_attn.q_norm.weight": [16],
+    "model.layers.0.self_attn.k_norm.weight": [16],
     "model.layers.0.mlp.gate.weight": [4, 64],
     "model.layers.0.mlp.experts.0.gate_proj.weight": [32, 64],
+    "model.layers.0.mlp.experts.0.up_proj.weight": [32, 64],
+    "model.layers.0.mlp.experts.0.down_proj.weight": [64, 32],
 }
 
 
 def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
     assert inspect_model(model(tmp_path / "dense", LLAMA, DENSE), "model.path")[1] == []
-    assert inspect_model(model(tmp_path / "sparse", QWEN_MOE, SPARSE), "model.path")[1] == []
+    assert inspect_model(model(tmp_path / "sparse", {**QWEN_MOE, "head_dim": 16}, SPARSE), "model.path")[1] == []
 
 
 @pytest.mark.parametrize(

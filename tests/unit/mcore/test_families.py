@@ -95,6 +95,7 @@ def test_geometry_by_hand(tmp_path: Path, family: str, tied: bool) -> None:
         ffn_size=96,
         vocab_size=97,
         tied_embeddings=tied,
+        max_positions=128,
     )
 
 

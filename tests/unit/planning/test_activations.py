@@ -10,22 +10,21 @@ import pytest
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import forward_activations, head_bytes, training_activations
-from rlhf_mcore.planning.hardware import Assumptions
-from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
 from rlhf_mcore.types import ModelGeometry
 
 DENSE = ModelGeometry("llama", 8, 64, 4, 2, 16, 192, 1000, False)
-EXPERTS = replace(DENSE, family="mixtral", num_experts=8, expert_ffn_size=96)
+EXPERTS = replace(DENSE, family="mixtral", num_experts=8, expert_ffn_size=96, experts_per_token=2)
 EVEN = Assumptions(expert_imbalance=1.0)
 # A token of a layer in bf16: norms 4 h; q, k, v (64 + 2 * 32), rotated q and k (96), output 64; 4 halves of the MLP; 4 fp32 numbers.
 LAYER = 2 * (4 * 64) + 2 * (128 + 96 + 64) + 2 * 4 * 192 + 4 * 4
 
 
-def role(layout: ParallelLayout, geometry: ModelGeometry = DENSE, **changes: Any) -> Role:
-    return Role("actor", geometry, 2 if geometry.num_experts else 0, layout, True, **changes)
+def role(layout: ParallelLayout, geometry: ModelGeometry = DENSE, **changes: Any) -> PlannedRole:
+    return PlannedRole("actor", geometry, layout, True, **changes)
 
 
-def layers(made: Role, pp: int, num_microbatches: int) -> float:
+def layers(made: PlannedRole, pp: int, num_microbatches: int) -> float:
     """Bytes a token of all that training keeps in layers."""
     return training_activations(made, pp, 100, num_microbatches, 2, EVEN).layers / 100
 

@@ -11,7 +11,7 @@ from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.planning.hardware import GPUS
+from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.planning.report import refusal
 

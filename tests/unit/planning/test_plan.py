@@ -11,7 +11,7 @@ from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.planning.hardware import GIB, GPUS, Assumptions
+from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions
 from rlhf_mcore.planning.memory import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, refusal

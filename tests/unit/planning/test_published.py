@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.planning.hardware import GPUS
+from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.config.geometry import read_sizes
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.roles import Role
+from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.weights import active_parameters, checkpoint_bytes, num_parameters, state_bytes
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -25,8 +25,10 @@ PARAMETERS = {
 }
 
 
-def role(name: str, layout: ParallelLayout, *, trained: bool = True, dtype: str = "bf16", head: str = "lm") -> Role:
-    return Role("actor", *read_sizes(MODELS / name, head), layout, trained, dtype)
+def role(
+    name: str, layout: ParallelLayout, *, trained: bool = True, dtype: str = "bf16", head: str = "lm"
+) -> PlannedRole:
+    return PlannedRole("actor", read_geometry(MODELS / name, head), layout, trained, dtype)
 
 
 def test_every_described_model_is_known() -> None:
@@ -35,16 +37,16 @@ def test_every_described_model_is_known() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_the_published_ones(name: str) -> None:
-    geometry, _ = read_sizes(MODELS / name, "lm")
+    geometry = read_geometry(MODELS / name, "lm")
     assert num_parameters(geometry) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22)])
 def test_active_parameters_are_what_the_names_say(name: str, billions: float) -> None:
     # The reports count the embedding too (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B).
-    geometry, top_k = read_sizes(MODELS / name, "lm")
+    geometry = read_geometry(MODELS / name, "lm")
     embedding = geometry.vocab_size * geometry.hidden_size
-    assert (active_parameters(geometry, top_k) + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
+    assert (active_parameters(geometry) + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_one_rank_holds_18_bytes_a_parameter_in_bf16_and_16_in_fp32() -> None:

@@ -117,7 +117,7 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
     if name in shapes:
         yield name, Rows(0, shapes[name][0], name, (), 0)
         return
-    parameter = in_memory(name)
+    parameter = in_memory(name, geometry)
     try:
         if parameter is None:
             raise KeyError(name)

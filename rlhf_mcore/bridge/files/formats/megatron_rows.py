@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhf_mcore.bridge.map.rules import pieces
+from rlhf_mcore.bridge.map.rules import find_rule, pieces
 from rlhf_mcore.types import ModelGeometry, Shard
 
 _WHOLE = Shard(0, 1)
@@ -39,6 +39,4 @@ def runs(parameter: str, geometry: ModelGeometry) -> tuple[list[Run], tuple[int,
 
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
     """Whether a file may have more rows of a parameter than the model: those of a vocabulary."""
-    return parameter == "embedding.word_embeddings.weight" or (
-        parameter == "output_layer.weight" and geometry.head == "lm"
-    )
+    return find_rule(geometry, parameter)[0].kind == "vocab_parallel"

@@ -29,7 +29,8 @@ from rlhf_mcore.bridge.files.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import parameter_names
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import rope_type, rotary, size
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.sizes import rope_type, rotary, size
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.types import ModelGeometry
 
@@ -172,7 +173,8 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dt
 
 
 def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
-    g = geometry
+    g, family = geometry, FAMILIES[geometry.family]
+    mixture = family.mixture
     rope, positions = rotary(hf_config), size(hf_config, "max_position_embeddings")
     return dict(
         num_layers=g.num_layers,
@@ -192,15 +194,16 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
         use_rope_scaling=rope_type(hf_config) == "llama3",
         rope_scaling_factor=rope.number("factor", default=8.0),
         untie_embeddings_and_output_weights=not g.tied_embeddings,
-        add_qkv_bias=g.family == "qwen2",
-        qk_layernorm=g.family in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=False,
+        qk_layernorm=False,
         num_experts=g.num_experts or None,
         moe_ffn_hidden_size=g.expert_ffn_size or None,
         moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
-        moe_router_topk=size(hf_config, "num_experts_per_tok", 2),
-        moe_router_pre_softmax=g.family == "qwen3_moe" and not hf_config.flag("norm_topk_prob", default=False),
+        moe_router_topk=g.experts_per_token or 2,
+        moe_router_pre_softmax=mixture is not None and not mixture.renormalises(hf_config),
         moe_grouped_gemm=g.num_experts > 0,
-    )
+        moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
+    ) | dict(family.megatron)
 
 
 def _fixed(dtype: torch.dtype) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.config.model_files import read_geometry
 
 SIZES = dict(vocab_size=101, hidden_size=512, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8)
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -11,18 +11,18 @@ import pytest
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.geometry import read_sizes
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.engine import destinations, engine_numel, kv_bytes_per_token
-from rlhf_mcore.planning.hardware import GPUS, Assumptions
-from rlhf_mcore.planning.roles import Role
-from rlhf_mcore.planning.transfer import plan_sync
+from rlhf_mcore.planning.inputs import GPUS, Assumptions, PlannedRole
+from rlhf_mcore.planning.sync import destinations, engine_numel, kv_bytes_per_token, plan_sync
 from rlhf_mcore.types import ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 SMALL = ModelGeometry("qwen2", 2, 64, 4, 2, 16, 96, 100, True)
-MIXTURE = ModelGeometry("mixtral", 2, 64, 4, 2, 16, 96, 100, False, num_experts=4, expert_ffn_size=96)
+MIXTURE = ModelGeometry(
+    "mixtral", 2, 64, 4, 2, 16, 96, 100, False, num_experts=4, expert_ffn_size=96, experts_per_token=2
+)
 
 
 @pytest.mark.parametrize("geometry", [SMALL, MIXTURE, replace(SMALL, family="qwen3", tied_embeddings=False)])
@@ -34,13 +34,13 @@ def test_engines_need_every_element_once_a_replica_and_padding_is_declared(geome
 
 
 def test_key_heads_are_replicated_where_there_are_fewer_than_ranks() -> None:
-    geometry, _ = read_sizes(MODELS / "Llama-3-8B", "lm")  # 8 key heads of 128, 32 layers
+    geometry = read_geometry(MODELS / "Llama-3-8B", "lm")  # 8 key heads of 128, 32 layers
     assert kv_bytes_per_token(geometry, 1, 2) == 128 * 1024  # 2 * 32 * 8 * 128 * 2
     assert kv_bytes_per_token(geometry, 8, 2) == kv_bytes_per_token(geometry, 16, 2) == 16 * 1024
 
 
 def test_an_engine_rank_holds_its_share_of_the_model() -> None:
-    geometry, _ = read_sizes(MODELS / "Qwen3-30B-A3B", "lm")
+    geometry = read_geometry(MODELS / "Qwen3-30B-A3B", "lm")
     total = sum(prod(shape) for shape in hf_shapes(geometry).values())
     assert engine_numel(geometry, 1) == total  # 151936 rows are a multiple of 64: nothing is padded
     assert 8 * engine_numel(geometry, 8) == pytest.approx(
@@ -50,7 +50,7 @@ def test_an_engine_rank_holds_its_share_of_the_model() -> None:
 
 def test_nothing_moves_where_engines_are_cut_as_the_actor() -> None:
     cfg = Config()
-    actor = Role("actor", replace(SMALL, vocab_size=128), 0, ParallelLayout(1), True)
+    actor = PlannedRole("actor", replace(SMALL, vocab_size=128), ParallelLayout(1), True)
     sync = plan_sync(cfg, actor, 1, GPUS["H100"], Assumptions())
     assert (sync.received, sync.received_total, sync.seconds) == (0, 0, 0.0)
     assert sync.local_total == 2 * sum(prod(shape) for shape in hf_shapes(actor.geometry).values())
@@ -58,7 +58,7 @@ def test_nothing_moves_where_engines_are_cut_as_the_actor() -> None:
 
 def test_an_uncut_engine_receives_what_the_other_stage_has() -> None:
     cfg = Config()
-    actor = Role("actor", MIXTURE, 2, ParallelLayout(2, pp=2), True)
+    actor = PlannedRole("actor", MIXTURE, ParallelLayout(2, pp=2), True)
     sync = plan_sync(cfg, actor, 2, GPUS["H100"], Assumptions(link_efficiency=1.0))
     total = 2 * sum(prod(shape) for shape in hf_shapes(MIXTURE).values())
     assert sync.received_total == total  # each of two engines gets the half that its rank does not have
@@ -68,7 +68,7 @@ def test_an_uncut_engine_receives_what_the_other_stage_has() -> None:
 
 def test_nodes_receive_over_the_network() -> None:
     cfg = Config()
-    actor = Role("actor", MIXTURE, 2, ParallelLayout(2, pp=2), True)
+    actor = PlannedRole("actor", MIXTURE, ParallelLayout(2, pp=2), True)
     two_nodes = replace(GPUS["H100"], per_node=1)
     sync = plan_sync(cfg, actor, 2, two_nodes, Assumptions(link_efficiency=0.5))
     assert sync.imported == sync.received

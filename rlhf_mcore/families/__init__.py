@@ -1,0 +1,56 @@
+"""Model families, one module each. A module of this package that has a ``FAMILY`` is one; nothing else names it.
+
+Nothing here imports torch, so that configuration can ask for a family's sizes and refusals.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from importlib import import_module
+
+from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
+from rlhf_mcore.types import ModelGeometry
+
+_SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN)})
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What stands after the last layer: how architectures with it end, and its parameters."""
+
+    suffix: str
+    rules: tuple[Rule, ...]
+
+
+HEADS = {
+    "lm": Head("ForCausalLM", (Rule("output_layer.weight", "vocab_parallel", {"lm_head.weight": (VOCAB, HIDDEN)}),)),
+    "token": Head("ForTokenClassification", (_SCORE, Rule("output_layer.bias", "replicated", {"score.bias": (ONE,)}))),
+    "sequence": Head("ForSequenceClassification", (_SCORE,)),
+}
+FAMILIES: dict[str, Family] = {}
+ARCHITECTURES: dict[str, tuple[Family, str]] = {}  # architecture of a Hugging Face config -> family and kind of head
+# Stands for an architecture that is not supported, where only sizes under the usual keys are asked for.
+UNSUPPORTED = Family("unsupported", "", DECODER)
+
+
+def register(family: Family) -> None:
+    """Make a family known by its name and by its architectures."""
+    FAMILIES[family.name] = family
+    ARCHITECTURES.update({family.architecture + head.suffix: (family, kind) for kind, head in HEADS.items()})
+
+
+for _module in pkgutil.iter_modules(__path__):
+    _family = getattr(import_module(f"{__name__}.{_module.name}"), "FAMILY", None)
+    if _family is not None:
+        register(_family)
+
+
+def rules_of(geometry: ModelGeometry) -> tuple[Rule, ...]:
+    """All rules of a model: its family's, then its head's."""
+    return FAMILIES[geometry.family].rules + HEADS[geometry.head].rules
+
+
+def architecture_name(architecture: str, head: str) -> str:
+    """The architecture of the same model with another head."""
+    return ARCHITECTURES[architecture][0].architecture + HEADS[head].suffix

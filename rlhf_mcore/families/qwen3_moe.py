@@ -1,0 +1,13 @@
+"""Qwen3 with a mixture of experts in every layer, or in some (Yang et al. 2025, arXiv 2505.09388)."""
+
+from rlhf_mcore.families.base import DECODER, QK_NORM, Family, Mixture, experts
+
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3Moe",
+    DECODER + QK_NORM + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    megatron={"qk_layernorm": True},
+    mixture=Mixture("moe_intermediate_size", top_k=8, has_dense_layers=True),
+    flags={"attention_bias": False, "mlp_bias": False},
+    window_switch="use_sliding_window",
+)

@@ -1,0 +1,120 @@
+"""Sizes of a model from its config.json: typed, within bounds, and with transformers' defaults where a key is absent."""
+
+from __future__ import annotations
+
+from rlhf_mcore.foreign import Fields
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Two to eight times the largest that is published. Tables of layers, heads, experts and tokens are made before any weight is
+# read, so beyond these a config.json that is damaged, or wants to be, would take the memory of the machine.
+MAX_SIZES = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "vocab_size": 2**20,
+    "max_position_embeddings": 2**31,
+}
+MAX_EXPERTS = 2**15  # of all layers together
+# Of all layers together, nearly twice the most that are published; a plan places each of them on its own.
+MAX_KV_HEADS = 2**14
+
+
+def size(hf_config: Fields, key: str, default: int | None = None) -> int:
+    """A size of the model, from 1 to its entry in ``MAX_SIZES``.
+
+    Raises:
+        ConfigError: it is absent without a default, no integer or out of range.
+    """
+    found = hf_config.integer(key, 1, MAX_SIZES[key], default=default)
+    if found is None:
+        raise hf_config.wrong(key, f"an integer from 1 to {MAX_SIZES[key]}")
+    return found
+
+
+def num_experts(hf_config: Fields) -> int:
+    """Experts of a layer, under the name that transformers writes since version 5, or the one of Qwen's authors.
+
+    Raises:
+        ConfigError: as ``size``, or all layers have too many together.
+    """
+    key = "num_local_experts" if "num_local_experts" in hf_config else "num_experts"
+    found, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
+    if found * num_layers > MAX_EXPERTS:
+        raise hf_config.wrong(
+            key, f"at most {MAX_EXPERTS // num_layers}: {num_layers} layers have up to {MAX_EXPERTS} experts"
+        )
+    return found
+
+
+def dense_layers(hf_config: Fields) -> tuple[int, ...]:
+    """Layers of a mixture-of-experts model that have a dense MLP (``decoder_sparse_step``, ``mlp_only_layers``)."""
+    step = hf_config.integer("decoder_sparse_step", 1, default=1)
+    listed = set(hf_config.integers("mlp_only_layers", default=()))
+    return tuple(i for i in range(size(hf_config, "num_hidden_layers")) if i in listed or (i + 1) % step)
+
+
+def num_kv_heads(hf_config: Fields) -> int:
+    """Heads of keys and values: a divisor of the query heads.
+
+    Raises:
+        ConfigError: as ``size``, or it is no divisor.
+    """
+    num_heads = size(hf_config, "num_attention_heads")
+    found = size(hf_config, "num_key_value_heads", num_heads)
+    if num_heads % found:
+        raise hf_config.wrong("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
+    num_layers = size(hf_config, "num_hidden_layers")
+    if found * num_layers > MAX_KV_HEADS:
+        raise hf_config.wrong(
+            "num_key_value_heads", f"at most {MAX_KV_HEADS // num_layers} in each of {num_layers} layers"
+        )
+    return found
+
+
+def head_dim(hf_config: Fields, default: int | None) -> int:
+    """Elements of a head, even as rotary embeddings need them. ``default`` None: the hidden size over the number of heads.
+
+    Raises:
+        ConfigError: as ``size``, or it is odd.
+    """
+    num_heads, hidden = size(hf_config, "num_attention_heads"), size(hf_config, "hidden_size")
+    if hidden < num_heads:
+        raise hf_config.wrong("hidden_size", f"at least num_attention_heads={num_heads}")
+    found = size(hf_config, "head_dim", default or hidden // num_heads)
+    if found % 2:
+        raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
+    return found
+
+
+def rotary(hf_config: Fields) -> Fields:
+    """How rotary embeddings are scaled; empty where config.json does not have it."""
+    found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
+    return found or Fields({}, hf_config.where, hf_config.remedy)
+
+
+def rope_type(hf_config: Fields) -> str:
+    """The kind of rotary scaling."""
+    rope = rotary(hf_config)
+    return rope.text("rope_type", default=rope.text("type", default="default"))
+
+
+def max_positions(hf_config: Fields) -> int:
+    """Tokens of the longest sequence, 0 where config.json does not tell.
+
+    yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched.
+    """
+    key = "max_position_embeddings"
+    if key not in hf_config:
+        return 0
+    stated, rope = size(hf_config, key), rotary(hf_config)
+    original = rope.integer("original_max_position_embeddings", 1, default=stated)
+    factor = rope.number("factor", 0.0, 1e6, default=1.0)
+    return max(stated, int(original * factor)) if rope_type(hf_config) in ("yarn", "linear") else stated

@@ -1,0 +1,207 @@
+"""What a plan is made from: the device, the models with their layouts, and the work of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf_mcore.config.derive import longest_example, needs_critic
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import ModelGeometry
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GpuType:
+    """One device of a node. Rates are peaks from the makers' data sheets, links in one direction."""
+
+    name: str
+    memory_bytes: int  # what torch reports as the device's total
+    bf16_flops: float  # dense
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float  # to all other devices of the node together
+    network_bytes_per_s: float  # this device's share of the node's network
+    per_node: int = 8
+
+
+GPUS = {
+    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU, 200 Gb/s with A100.
+    "H100": GpuType("H100", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 50e9),
+    "H200": GpuType("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 50e9),
+    "A100": GpuType("A100", int(79.15 * GIB), 312e12, 2.04e12, 300e9, 25e9),
+    "A100-40": GpuType("A100-40", int(39.4 * GIB), 312e12, 1.56e12, 300e9, 25e9),
+    "B200": GpuType("B200", int(178.3 * GIB), 2250e12, 8.0e12, 900e9, 50e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What cannot be computed. The defaults err on the side of caution for memory."""
+
+    reserve_bytes: int = int(2.5 * GIB)  # CUDA context, NCCL's and cuBLAS's buffers
+    usable_memory: float = 0.95  # the allocator's holes
+    train_efficiency: float = 0.4  # share of the peak reached in forward and backward passes of dense models
+    moe_efficiency: float = 0.25  # and of mixtures of experts
+    decode_efficiency: float = 0.6  # share of the memory's bandwidth reached while generating
+    link_efficiency: float = 0.7  # share of a link's bandwidth reached in a sync
+    mean_length: float = 0.5  # mean length of prompts and responses, as a share of the longest
+    expert_imbalance: float = 1.25  # tokens of the busiest expert rank over their mean, for memory
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRole:
+    """One model of a run.
+
+    ``offloaded`` weights are on the device only while they are used. ``epochs`` and ``updates`` are those of a step.
+    """
+
+    name: str
+    geometry: ModelGeometry
+    layout: ParallelLayout
+    trained: bool
+    dtype: str = "bf16"
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offloaded: bool = False
+    epochs: int = 1
+    updates: int = 1
+
+
+def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
+    """The models that a resolved configuration builds, the actor first. ``dtype`` is that of those that do not have their own."""
+    trainer, critic, reward = cfg.trainer, cfg.critic, cfg.reward.model
+    layout = parallel_layout(cfg.actor.layout, cfg.actor.ranks, world_size, "actor.layout")
+    geometry = read_geometry(cfg.model.path, run_kind(cfg).head)
+    if not run_kind(cfg).generates:  # a step is one update of one model
+        return [PlannedRole("actor", geometry, layout, True, dtype, cfg.actor.recompute)]
+    updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
+    roles = [
+        PlannedRole(
+            "actor",
+            geometry,
+            layout,
+            True,
+            dtype,
+            cfg.actor.recompute,
+            epochs=trainer.ppo_epochs,
+            updates=updates,
+        )
+    ]
+    if cfg.algorithm.kl.coef:
+        geometry = read_geometry(cfg.reference.path or cfg.model.path, "lm")
+        roles.append(PlannedRole("reference", geometry, layout, False, dtype, offloaded=cfg.reference.offload))
+    if needs_critic(cfg):
+        own = parallel_layout(critic.layout, critic.ranks, world_size, "critic.layout")
+        geometry = read_geometry(critic.path or cfg.model.path, "token")
+        epochs = critic.ppo_epochs or trainer.ppo_epochs
+        updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
+        held = _dtype(critic.dtype, dtype)
+        roles.append(PlannedRole("critic", geometry, own, True, held, critic.recompute, epochs=epochs, updates=updates))
+    if reward.path is not None:
+        own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
+        geometry = read_geometry(reward.path, "sequence")
+        held = _dtype(reward.dtype, dtype)
+        roles.append(PlannedRole("reward", geometry, own, False, held, offloaded=reward.offload))
+    return roles
+
+
+def _dtype(stated: str | None, default: str) -> str:
+    return default if stated in (None, "auto") else str(stated)
+
+
+def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
+    return epochs * (prompts // (minibatch or prompts))
+
+
+def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:
+    """A layout over all ranks, or over [first, end) of them.
+
+    Raises:
+        ConfigError: it does not divide its ranks.
+    """
+    first, end = ranks or (0, world_size)
+    try:
+        return ParallelLayout(
+            end - first,
+            layout.tp,
+            layout.pp,
+            layout.vpp,
+            layout.cp,
+            layout.sequence_parallel,
+            layout.ep,
+            layout.etp,
+            None if layout.layers_per_stage is None else tuple(layout.layers_per_stage),
+            first,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{field}: {error}; change it or the number of processes") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One step. Tokens are expected ones, at the assumed mean length; ``microbatch_tokens`` is the limit."""
+
+    sequences: int
+    prompt_tokens: float
+    response_tokens: float  # of a sequence
+    microbatch_tokens: int
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, over all ranks."""
+        return self.sequences * (self.prompt_tokens + self.response_tokens)
+
+
+def workload(cfg: Config, assumed: Assumptions) -> Workload:
+    """What a step generates and learns from, or of a supervised run what it is given."""
+    trainer, sampling = cfg.trainer, cfg.rollout.sampling
+    if not run_kind(cfg).generates:
+        rows, longest = trainer.prompts_per_step * run_kind(cfg).rows_per_example, longest_example(cfg)
+        return Workload(rows, longest * assumed.mean_length, 0.0, trainer.max_tokens_per_microbatch)
+    return Workload(
+        trainer.prompts_per_step * sampling.n,
+        cfg.data.max_prompt_tokens * assumed.mean_length,
+        sampling.max_new_tokens * assumed.mean_length,
+        trainer.max_tokens_per_microbatch,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The share of one data-parallel rank in one update (for a frozen model in one pass)."""
+
+    dp: int
+    sequences: float
+    num_microbatches: int
+    bubble: float  # share of the pipeline's time in which a stage waits
+
+
+def rank_share(work: Workload, role: PlannedRole) -> RankShare:
+    """Microbatches of an update and the bubble (p - 1) / (v m + p - 1) (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    layout, share = role.layout, role.epochs / role.updates / role.layout.dp
+    count = max(1, -(-int(work.tokens * share) // work.microbatch_tokens))
+    if layout.vpp:
+        count = -(-count // layout.pp) * layout.pp
+    waiting = layout.pp - 1
+    return RankShare(layout.dp, work.sequences * share, count, waiting / ((layout.vpp or 1) * count + waiting))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """All that memory depends on."""
+
+    cfg: Config
+    roles: Sequence[PlannedRole]
+    dtype: str
+    gpu: GpuType
+    assumed: Assumptions
+    work: Workload
+    world_size: int
+
+    @property
+    def available(self) -> int:
+        return int(self.gpu.memory_bytes * self.assumed.usable_memory)

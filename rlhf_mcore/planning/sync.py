@@ -1,0 +1,181 @@
+"""Traffic of a sync, from the plan that the bridge itself would make: what engines hold, without an engine.
+
+vLLM's layout, as the tracer would describe it: queries, keys and values in one tensor, gate and up in one, experts stacked, key and
+value heads replicated where there are fewer of them than ranks, the vocabulary padded to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
+from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.families import FAMILIES, HEADS
+from rlhf_mcore.families.base import Kind, Rule
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole
+from rlhf_mcore.planning.weights import BYTES
+from rlhf_mcore.types import ModelGeometry
+
+_VOCAB_MULTIPLE = 64
+DEPTH = 2  # buckets in flight, as bridge/run/execute.py has them
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One engine tensor, as the tracer would describe it."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    padding: tuple[tuple[int, int], ...] = ()
+
+
+def destinations(geometry: ModelGeometry, tp: int, num_engines: int, first_rank: int = 0) -> list[Place]:
+    """What engine ranks need."""
+    return engine_places([list(engine_tensors(geometry, tp, rank)) for rank in range(tp)], num_engines, first_rank)
+
+
+@lru_cache(maxsize=64)
+def engine_numel(geometry: ModelGeometry, tp: int) -> int:
+    """Elements of an engine rank's weights."""
+    return sum(prod(tensor.shape) for tensor in engine_tensors(geometry, tp, 0))
+
+
+def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
+    """Keys and values of one token in all layers on one engine rank."""
+    return 2 * geometry.num_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
+
+
+def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:
+    """Every parameter of rank ``rank`` of ``tp``."""
+    family = FAMILIES[geometry.family]
+    around = [rule for rule in family.rules if "{i}" not in rule.mcore]
+    for rule in around if geometry.tied_embeddings else (*around, *HEADS["lm"].rules):
+        yield _planned(rule, geometry, tp, rank, 0)
+    for layer in range(geometry.num_layers):
+        for rule in family.layer_rules(is_moe=geometry.is_moe_layer(layer)):
+            yield _planned(rule, geometry, tp, rank, layer)
+
+
+def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
+    """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
+    experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
+    pieces, offset, width = list[Piece](), 0, tuple[int, ...]()
+    for expert in experts:
+        for number, (name, whole) in enumerate(rule.shapes(geometry, layer, expert).items()):
+            start, held = _share(rule.kind, number, whole, geometry, tp, rank)
+            width = held[1:]
+            if held[0]:
+                pieces.append(Piece(name, start, held, offset, (*width, 1)))
+            offset += prod(held)
+    numel = offset if rule.kind != "vocab_parallel" else _vocab_rows(geometry, tp) * geometry.hidden_size
+    shape = (numel // len(experts) // prod(width), *width)
+    padding = ((offset, numel),) if offset < numel else ()
+    name = next(iter(rule.tensors)).format(i=layer, e="*")
+    return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(pieces), padding)
+
+
+def _share(
+    kind: Kind, number: int, shape: tuple[int, ...], geometry: ModelGeometry, tp: int, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Start and shape of a rank's rectangle in tensor ``number`` of a rule."""
+    rows, *rest = shape
+    first, count = 0, rows
+    if kind == "row_parallel":
+        count = rest[0] // tp
+        return (0, rank * count), (rows, count)
+    if kind == "vocab_parallel":
+        most = _vocab_rows(geometry, tp)
+        first, count = rank * most, max(0, min(most, rows - rank * most))
+    elif kind == "qkv" and number and tp > geometry.num_kv_heads:  # a head of keys or values on several ranks
+        count = rows // geometry.num_kv_heads
+        first = rank * geometry.num_kv_heads // tp * count
+    elif kind != "replicated":
+        count = rows // tp
+        first = rank * count
+    return (first, *(0 for _ in rest)), (count, *rest)
+
+
+def _vocab_rows(geometry: ModelGeometry, tp: int) -> int:
+    return -(-geometry.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
+
+
+def whole_model_places(geometry: ModelGeometry, num_ranks: int) -> list[Place]:
+    """What ranks of the engine ``hf`` need: every tensor, uncut."""
+    return [
+        Place(
+            name,
+            (Piece(name, (0,) * len(shape), shape, 0, (shape[1], 1) if len(shape) == 2 else (1,)),),
+            range(num_ranks),
+        )
+        for name, shape in hf_shapes(geometry).items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncBytes:
+    """A sync's traffic: the busiest rank's, and all ranks' together. ``buffers`` are those of the rank with the largest ones."""
+
+    received: int
+    received_total: int
+    local_total: int
+    imported: int  # of the busiest rank, from other nodes
+    buffers: int
+    num_buckets: int
+    seconds: float
+
+
+def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, assumed: Assumptions) -> SyncBytes:
+    """Exact bytes, and the time that they take at the given bandwidths."""
+    plan = sync_plan(cfg, actor, world_size, gpu.per_node)
+    counted = plan.bytes()
+    received = counted.received
+    # Where nodes are not told apart, the bridge counts every rank as one.
+    imported = counted.imported if world_size > gpu.per_node else np.zeros_like(received)
+    link, net = gpu.nvlink_bytes_per_s * assumed.link_efficiency, gpu.network_bytes_per_s * assumed.link_efficiency
+    seconds = float(((received - imported) / link + imported / net).max(initial=0.0))
+    return SyncBytes(
+        int(received.max(initial=0)),
+        int(received.sum()),
+        int(counted.local.sum()),
+        int(imported.max(initial=0)),
+        counted.peak(DEPTH),
+        plan.num_buckets,
+        seconds,
+    )
+
+
+def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
+    """The plan of a sync, without a model and without an engine."""
+    geometry, layout = actor.geometry, actor.layout
+    sources = trainer_places(stage_names(geometry, layout), geometry, layout)
+    tp, shapes = cfg.rollout.layout.tp, hf_shapes(geometry)
+    needed = (
+        whole_model_places(geometry, world_size)
+        if cfg.rollout.engine == "hf"
+        else destinations(geometry, tp, world_size // tp)
+    )
+    return build_plan(
+        sources,
+        needed,
+        element_sizes=dict.fromkeys(shapes, BYTES[actor.dtype]),
+        bucket_bytes=cfg.bridge.bucket_bytes,
+        order=spread_order(list(shapes), sources, keep_layers=False),
+        ranks_per_node=ranks_per_node if world_size > ranks_per_node else None,
+    )
+
+
+def estimate_seconds(actor: PlannedRole, tp: int, gpu: GpuType, assumed: Assumptions) -> float:
+    """A quick guess for comparing layouts: all of an engine rank's weights come over the slowest link of its replica."""
+    layout = actor.layout
+    spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
+    rate = gpu.network_bytes_per_s if spread else gpu.nvlink_bytes_per_s
+    return engine_numel(actor.geometry, tp) * BYTES[actor.dtype] / (rate * assumed.link_efficiency)
