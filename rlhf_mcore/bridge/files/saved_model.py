@@ -23,7 +23,7 @@ from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.geometry import read_geometry
+from rlhf_mcore.config.model_files import read_geometry
 
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
