@@ -118,7 +118,8 @@ def library_versions() -> Mapping[str, str]:
 def hash_file(path: Path) -> FileEntry:
     """Size and hash of a file, read in pieces."""
     state, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
+    # A link to what never ends, such as a device of the kernel's log, is not waited for.
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         # Most files are small: clearing a whole chunk takes longer than reading them.
         buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(path.stat().st_size, 4096))))
         while count := file.readinto(buffer):

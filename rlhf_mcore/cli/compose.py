@@ -189,7 +189,7 @@ def _build(cfg: Config, platform: Platform, record: RunRecord, start: Start, req
         source=SampledBatches(prompts, engine, sampling, reward, collector, exchange, record),
         learner=PolicyLearner(_roles(cfg, built), estimation, record),
         publisher=EnginePublisher(engine, _bridge(cfg, built.actor, engine, built.dtype), record),
-        evaluator=Evaluator(data.evaluation, engine, reward, *held_out),
+        evaluator=Evaluator(data.evaluation, engine, reward, *held_out, record.note),
         checkpointer=saving.checkpointer,
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,

@@ -44,6 +44,7 @@ from rlhf_mcore.trainer.evaluation import (
     graded_of,
     prompts_per_batch,
     sample_record,
+    without_score,
 )
 from rlhf_mcore.trainer.evaluation_results import (
     Table,
@@ -166,6 +167,7 @@ def _evaluate(
     """Score what is not scored yet. Returns everything on rank 0, [] on the others. Collective."""
     opened = on_every_rank(partial(_open, task, engines.dtype, stack))
     path, done = broadcast_json(opened, 0)
+    causes: list[str] = []  # of responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
         engine, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
@@ -180,6 +182,7 @@ def _evaluate(
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
                 watchdog.progress("generate")
                 rows = grade(engine, reward, sampling, prompts)
+                causes.extend(score.cause or score.failure for _, score, _ in rows if score.failure is not None)
                 records = [(sample_record(*row), row[0]) for row in rows]
                 waits = task.cfg.reward.model.path is not None
                 return [with_tokens(record, drawn) if waits else record for record, drawn in records]
@@ -188,6 +191,9 @@ def _evaluate(
     watchdog.pause()  # the other engines take as long as they take
     dist.barrier()
     watchdog.progress("report")
+    parts = gather_json([len(causes), causes[:1]])
+    if without := sum(count for count, _ in parts):
+        print(without_score(task.given, without, [first for _, first in parts]), file=sys.stderr, flush=True)
     return task.directory.samples() if task.directory is not None else []
 
 

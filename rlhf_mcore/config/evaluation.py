@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.layouts import layout_problems, tensor_cut_problems
-from rlhf_mcore.config.model_files import TOKENIZER_FILES, inspect_generator, tokenizer_problems
+from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+from rlhf_mcore.foreign import INDEX, read_json
 
 CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
 SHARDED_CANDIDATES = ("", "actor")
@@ -142,6 +144,15 @@ def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
         yield f"rollout.layout.tp={tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 
 
+def _is_added(file: Path) -> bool:
+    """Whether a file of a model directory is in a checkpoint whose manifest does not name it."""
+    folder = Path(os.path.realpath(file.parent))
+    manifest = folder.parent / "manifest.json"
+    if not isfile(file) or not isfile(manifest):
+        return False
+    return f"{folder.name}/{file.name}" not in read_json(manifest, limits=INDEX).object("files")
+
+
 def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: bool) -> Iterator[str]:
     try:
         own = checkpoint_config(cfg, path, field)
@@ -150,7 +161,9 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
         return
     folder, tokenizer = own.model.path, own.model.tokenizer_path or own.model.path
     is_sharded = find_sharded(path, field, cfg.model.path) is not None
-    shape, problems = inspect_generator(folder, field, needs_weights=not is_sharded)
+    # A checkpoint's manifest tells what is loaded of it: an index that was added beside the weights is not.
+    looks_at_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
+    shape, problems = inspect_generator(folder, field, needs_weights=looks_at_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
     if shape is None or not check_sizes:

@@ -34,6 +34,7 @@ class Evaluator:
     sampling: Sampling
     every: int
     prompts_per_batch: int
+    note: Callable[[str], None] = lambda text: None  # on the first rank: shows a line
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -47,13 +48,22 @@ class Evaluator:
         The same policy gives the same numbers at every ``step``: see ``SEED_STEP``.
 
         ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
-        function of the user's gives none); a reward model counts in ``evaluate/reward`` only.
+        function of the user's gives none); a reward model counts in ``evaluate/reward`` only. ``evaluate/without_score`` is there
+        where the reward gave some response none (``reward.on_error: zero``): how many count as 0.
         """
         mine: list[Graded] = []
+        causes: list[str] = []
         for batch in batches(self.prompts, self.engine, self.prompts_per_batch):
-            mine += [row for _, _, row in grade(self.engine, self.reward, self.sampling, batch)]
-        gathered = all_gather_json([astuple(row) for row in mine])
-        return metrics([Graded(*row) for part in gathered for row in part])
+            for _, score, row in grade(self.engine, self.reward, self.sampling, batch):
+                mine.append(row)
+                if score.failure is not None:
+                    causes.append(score.cause or score.failure)
+        gathered = all_gather_json([[astuple(row) for row in mine], len(causes), causes[:1]])
+        found = metrics([Graded(*row) for part, _, _ in gathered for row in part])
+        if without := sum(count for _, count, _ in gathered):
+            found["evaluate/without_score"] = float(without)
+            self.note(without_score(f"evaluation after step {step}", without, [first for *_, first in gathered]))
+        return found
 
 
 def grade(
@@ -85,6 +95,12 @@ def evaluate(
         records = draw(missing)
         if engine.is_lead:
             keep([list(group) for _, group in groupby(records, key=lambda record: record["index"])])
+
+
+def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str:
+    """The line that tells of ``count`` responses without a score. ``causes``: of every rank the first one, where it has any."""
+    first = next(cause for own in causes for cause in own)
+    return f"{what}: {count} responses got no score and count as 0; the first: {first}"
 
 
 def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.user_functions import is_file_spec, parse_file
-from rlhf_mcore.foreign import MissingFile, open_file, read_json
+from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.digests import sketch_of_file
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
@@ -47,7 +49,7 @@ def fingerprints(cfg: Config) -> Inputs:
     found: dict[str, Mapping[str, str]] = {}
     for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         for number, file in enumerate(files):
-            found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file)))
+            found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
     values = dict(_leaves(asdict(cfg)))
     for key, spec in values.items():
         if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
@@ -90,8 +92,13 @@ def _entry(path: str | Path, digest: str) -> Mapping[str, str]:
     return {"path": str(path), "content": digest}
 
 
-def _file_digest(file: Path) -> str:
-    with open_file(file):  # a regular file
+def _file_digest(file: Path, limit: float = INDEX.num_bytes) -> str:
+    """Of a regular file of at most ``limit`` bytes; by default of one that is read whole elsewhere too, and is refused there."""
+    with open_file(file) as content:
+        if (size := os.fstat(content.fileno()).st_size) > limit:
+            raise ConfigError(
+                f"{file}: {size:,} bytes, but at most {limit:,} are read of such a file; correct the path"
+            )
         return hash_file(file).xxh3_128
 
 

@@ -158,3 +158,33 @@ def test_a_resume_falls_back_says_why_and_keeps_it_aside(
     assert "checkpoint-2 is damaged" in note and note.endswith("Falling back to the checkpoint before it.")
     assert [checkpoint.step for checkpoint in scan(run)] == [1]
     assert [path.name.startswith("checkpoint-2-") for path in (run / "quarantine").iterdir()] == [True]
+
+
+def test_links_that_lead_to_themselves_are_damage(run: Path) -> None:
+    for name in ("actor/training/index.json", "dataloader.json"):
+        (run / "checkpoint-2" / name).unlink()
+        (run / "checkpoint-2" / name).symlink_to(Path(name).name)
+    found = start(run)
+    assert found.step == 1
+    (note,) = (note for note in found.notes if "is damaged" in note)
+    assert "index.json: unreadable (Too many levels" in note and "dataloader.json: unreadable (Too many levels" in note
+    (run / "checkpoint-3").symlink_to("checkpoint-3")
+    with pytest.raises(ConfigError, match="checkpoint-3 is a link to checkpoint-3"):
+        start(run)
+    with pytest.raises(ConfigError, match=r"checkpoint-3 is damaged|is not a directory|no such file"):
+        find_start(run.parent / "another", CheckpointConfig(resume=str(run / "checkpoint-3")), "")
+
+
+def test_an_index_that_was_added_is_neither_resumed_from_nor_evaluated(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, **options: 7)
+    arguments = ["evaluate", "run.yaml", "data.eval=[train.jsonl]", f"evaluate.checkpoint={run / 'checkpoint-2'}"]
+    index = run / "checkpoint-2" / "actor" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.norm.weight": "../../../model.safetensors"}}')
+    found = start(run)
+    assert found.step == 2 and index.name not in [path.name for path in found.weights["actor"].iterdir()]
+    assert main(arguments) == 7
+    seal_again(run / "checkpoint-2")  # now it is named, so it counts
+    assert main(arguments) == 2
+    assert "a path outside the directory" in capsys.readouterr().err

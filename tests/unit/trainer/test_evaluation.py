@@ -78,6 +78,23 @@ def test_means_over_all_prompts_and_per_source() -> None:
     }
 
 
+class BrokenReward(Reward):
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        scored = super().score(trajectories)
+        scored[0] = Score(0.0, failure="error", cause="reward.py raised ValueError")
+        return scored
+
+
+@pytest.mark.usefixtures("world")
+def test_responses_without_a_score_are_counted_and_told() -> None:
+    notes: list[str] = []
+    which = replace(evaluator(1), reward=BrokenReward(), note=notes.append)
+    assert which.run(5)["evaluate/without_score"] == 2.0  # the first of each batch
+    assert notes == [
+        "evaluation after step 5: 2 responses got no score and count as 0; the first: reward.py raised ValueError"
+    ]
+
+
 @pytest.mark.usefixtures("world")
 def test_the_seeds_are_those_of_step_0_whatever_the_step_is() -> None:
     which = evaluator(1)

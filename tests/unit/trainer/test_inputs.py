@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,13 @@ def test_large_files_of_weights_are_sampled(place: Path, monkeypatch: pytest.Mon
         now = fingerprints(config())
         assert [line.partition(" has")[0] for line in changed_inputs(before, now)] == ["model.path (weights)"]
         before = now
+
+
+@pytest.mark.parametrize("name", ["model/chat_template.jinja", "model/tokenizer.json", "reward.py"])
+def test_a_small_file_that_is_large_is_refused_before_it_is_read(place: Path, name: str) -> None:
+    os.truncate(name, 2**40)
+    with pytest.raises(ConfigError, match=rf"{Path(name).name}: 1,099,511,627,776 bytes, but at most"):
+        fingerprints(config())
 
 
 def test_a_checkpoint_without_fingerprints_is_resumed_and_that_is_said(place: Path) -> None:
