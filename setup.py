@@ -48,6 +48,7 @@ EXTRAS_REQUIRE = {
         "mypy",
         "pytest",
         "pytest-timeout",  # a hanging collective fails its test
+        "pytest-xdist",  # the unit tier on several cores
         "ruff",
     ],
 }

@@ -43,6 +43,12 @@ export PATH="$venv/bin:$PATH"
 
 if (($#)); then exec python -m pytest "$@"; fi
 
+# Each worker of the unit tier imports torch, transformers, Megatron and vLLM: seconds, and 2 GB.
+workers="$(nproc)"
+if ((workers > 8)); then workers=8; fi
+# Hundreds of processes are started. Each would compile what it imports of this repository.
+unset PYTHONDONTWRITEBYTECODE
+
 failed=() failed_lints=0
 reports="$(mktemp -d)"
 trap 'rm -rf "$reports"' EXIT
@@ -56,15 +62,17 @@ section() {
     say "($name: $((SECONDS - started)) s)"
 }
 
-# tier FOLDER: the tests of one tier.
+# tier FOLDER [OPTION...]: the tests of one tier.
 tier() {
-    if [[ -z "$(find "$1" -name 'test_*.py' -print -quit)" ]]; then
+    local folder="$1"
+    shift
+    if [[ -z "$(find "$folder" -name 'test_*.py' -print -quit)" ]]; then
         say "no tests yet"
         return
     fi
-    touch "$reports/$(basename "$1").xml" # stays empty if pytest is killed, which then counts
+    touch "$reports/$(basename "$folder").xml" # stays empty if pytest is killed, which then counts
     # In the background Ctrl-C would be ignored, and what the tests have started would live on.
-    env --default-signal=INT python -m pytest "$1" --junitxml="$reports/$(basename "$1").xml"
+    env --default-signal=INT python -m pytest "$folder" "$@" --junitxml="$reports/$(basename "$folder").xml"
 }
 
 # finish PROCESS LOG: wait for a tier that runs beside the others, and show what it has said.
@@ -82,7 +90,7 @@ failed_lints=${#failed[@]}
 tier tests/slurm >"$reports/slurm.log" 2>&1 & # it waits for SLURM most of the time
 slurm=$!
 section "tests/gpu (skipped without a GPU)" tier tests/gpu
-section "tests/unit (no processes)" tier tests/unit
+section "tests/unit (on $workers cores)" tier tests/unit -n "$workers" --dist worksteal
 section "tests/oracles (published functions of verl and TRL)" tier tests/oracles
 section "tests/distributed (gloo, torchrun)" tier tests/distributed
 section "tests/e2e (real vLLM)" tier tests/e2e

@@ -1,9 +1,24 @@
 """Settings that every tier needs before anything heavy is imported."""
 
+import gc
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # Test processes share the cores. One compute thread each also makes sums come out the same on every machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Models are made by the tests; a test that asks the hub for one has a mistake in it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports fill memory with objects that live to the end; the garbage collector need not look at them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -284,7 +284,7 @@ configs = st.builds(
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(responses=steps(), cfg=configs, gap=st.integers(0, 2))
 def test_against_the_slow_version(name: str, responses: list[Response], cfg: AlgorithmConfig, gap: int):
     made = inputs(responses, gap=gap)
@@ -304,7 +304,7 @@ def test_against_the_slow_version(name: str, responses: list[Response], cfg: Alg
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(responses=steps(equal=True), whitened=st.booleans())
 def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list[Response], whitened: bool):
     """One score for every response. REINFORCE is zero once it is whitened; GAE against a critic that is right."""
@@ -318,7 +318,7 @@ def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(responses=steps(), cfg=configs, garbage=st.sampled_from([NAN, float("inf"), -float("inf"), 1e30]))
 def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmConfig, garbage: float):
     clean = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=0.0), cfg)
@@ -329,7 +329,7 @@ def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmCo
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(responses=steps(), cfg=configs, data=st.data())
 def test_permuting_responses_permutes_advantages(
     name: str, responses: list[Response], cfg: AlgorithmConfig, data: st.DataObject

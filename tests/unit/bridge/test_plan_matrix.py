@@ -65,8 +65,15 @@ def test_every_layout_is_covered_at_the_lower_bound(
     check_bound(model, ranks, *described(model, ranks, tp, pp, ep, engine_tp))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("ranks", "ep", "etp"), [(1024, 16, 2), (16384, 32, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "ep", "etp", "fused"),
+    [
+        (1024, 16, 2, False),
+        (16384, 32, 4, True),
+        pytest.param(1024, 16, 2, True, marks=pytest.mark.matrix),
+        pytest.param(16384, 32, 4, False, marks=pytest.mark.matrix),
+    ],
+)
 def test_experts_in_parts_on_uneven_interleaved_stages(ranks: int, ep: int, etp: int, fused: bool) -> None:
     """Each expert is cut, stages have one or two layers in two chunks; experts one by one, or as one grouped product."""
     model = shallow(QWEN_235B, 10, experts=64)

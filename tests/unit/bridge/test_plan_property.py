@@ -232,7 +232,7 @@ def check_nodes(world: World, views: dict[int, RankPlan], size: int) -> None:
         assert imported({rank: views[rank] for rank in inside}, size) == world.lower_bound(inside)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), ranks_per_node=st.sampled_from((None, 1, 2, 3, 8)))
 def test_any_two_tilings_arrive_whole_at_the_lower_bound(seed: int, ranks_per_node: int | None) -> None:
     world, rng = random_world(seed)

@@ -282,7 +282,7 @@ ROPE = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([LLAMA, QWEN_MOE]), st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), st.none() | ROPE)
 def test_changed_configs(
     tmp_path: Path, base: Mapping[str, Any], change: dict[str, Any], rope: dict[str, Any] | None
@@ -291,7 +291,7 @@ def test_changed_configs(
     _check_every_reader(write(tmp_path, json.dumps(config)))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_bytes(tmp_path: Path, data: st.DataObject) -> None:
     text = bytearray(json.dumps(QWEN_MOE).encode())

@@ -34,7 +34,8 @@ def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedP
     shutil.copytree(ROOT / "tools", folder / "tools")
     bin_folder = folder / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
-    programs = {"ruff": lint, "mypy": "true", "lint-imports": "true", "python": f'exec {sys.executable} "$@"'}
+    python = f'PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=xdist.plugin exec {sys.executable} "$@"'
+    programs = {"ruff": lint, "mypy": "true", "lint-imports": "true", "python": python}
     for name, script in programs.items():
         (bin_folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (bin_folder / name).chmod(0o755)
@@ -45,7 +46,7 @@ def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedP
         if tier in tiers:
             (folder / "tests" / tier / f"test_{tier}.py").write_text(tiers[tier])
     script = str(folder / "launch" / "test.sh")
-    return subprocess.run([script], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([script], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize(
