@@ -129,7 +129,7 @@ def seal_again(checkpoint: Path, step: int = 2) -> None:
 
 
 def start(run: Path, **settings: Any) -> Start:
-    config = (run / "checkpoint-2" / "config.yaml").read_text()
+    config = (SAMPLE / "checkpoint-2" / "config.yaml").read_text()
     return find_start(run, CheckpointConfig(**settings), config, check_saved=check_saved)
 
 
@@ -139,7 +139,7 @@ def test_what_a_run_has_saved_is_fine(run: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_resume_falls_back_says_why_and_keeps_it_aside(
+def test_fault_11_and_23_a_resume_falls_back_says_why_and_keeps_it_aside(
     run: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, message = DAMAGES[kind]
