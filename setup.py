@@ -32,6 +32,8 @@ INSTALL_REQUIRES = [
     "pyarrow",  # parquet data
     "rich",  # progress display and tables
     "tensorboard",  # the event files of a run
+    "math-verify",  # the reward rule math
+    "google-re2",  # the reward rules regex and language
     "tree-sitter>=0.24",  # with tree-sitter-bash: the grammar of launch scripts, for migrate
     "tree-sitter-bash>=0.23",
 ]

@@ -183,6 +183,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None  # of FAILURES: there is no score, and ``value`` replaces it
     cause: str = field(default="", compare=False)  # of the failure, for people
+    answered: bool = field(default=True, compare=False)  # whether the rules that look for an answer have found one
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import RewardFunction, RolloutEngine, Tracker, WeightBridge
-from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import build_engine
 from rlhf_mcore.trainer.advantages import Estimation
@@ -225,6 +225,9 @@ def _load_data(cfg: Config) -> _Data:
             "a step would hold a prompt twice. Lower it, or add data."
         )
     evaluation = load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval") if cfg.data.eval else []
+    if cfg.reward.function is None:
+        check_sources(train, cfg.reward.sources, "data.train")
+        check_sources(evaluation, cfg.reward.sources, "data.eval")
     return _Data(tokenizer, train, evaluation[: cfg.evaluate.max_prompts], graders)
 
 

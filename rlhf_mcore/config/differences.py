@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import RL
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, RuleConfig
 from rlhf_mcore.config.yaml_text import load_yaml
 
 # Continuing with another value would make a run that is neither the old one nor a new one.
@@ -53,6 +53,11 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     """
     before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(_leaves(_read(current)))
     before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
+    for tree in (before, now):  # a rule that was saved by a release without some option has that option's default
+        if isinstance(rules := tree.get("reward.rules"), list):
+            tree["reward.rules"] = [
+                {**asdict(RuleConfig()), **rule} if isinstance(rule, dict) else rule for rule in rules
+            ]
     free = _FREE if _has_critic(before) or _has_critic(now) else (*_FREE, "critic.")
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(free)]
     lines = {key: f"{key} was {_show(before, key)} and is {_show(now, key)}" for key in changed}

@@ -54,6 +54,10 @@ def type_name(hint: Any) -> str:
     """A type in a user's words: "int", "int or null", "list of str"."""
     if hint is Any:
         return "str or list of str"
+    if table := next((kind for kind in (hint, *get_args(hint)) if get_origin(kind) is dict), None):
+        return f"a table of names, each with a {type_name(get_args(table)[1])}" + (
+            " or null" if table is not hint else ""
+        )
     if get_origin(hint) is list:
         keys = item_keys(hint)
         return "list of " + ("{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__))

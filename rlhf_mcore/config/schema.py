@@ -275,6 +275,15 @@ class RuleConfig:
     weight: float = 1.0
     correct: float = 1.0
     incorrect: float = 0.0
+    pattern: Optional[str] = (
+        None  # regex: of RE2's syntax, found anywhere in the response; null: the ground truth is the expression
+    )
+    min_chars: int = 0  # length: from here on a response has the full mark
+    max_chars: Optional[int] = None  # length: and up to here; null: no limit
+    margin_chars: int = 0  # length: outside of the two it falls to 0 over so many characters
+    scripts: list[str] = field(
+        default_factory=lambda: ["Latin"]
+    )  # language: Unicode's names, such as Latin, Han, Cyrillic
 
 
 @dataclass
@@ -294,6 +303,9 @@ class RewardConfig:
     """Where scores come from: rule graders or a function of the user's, and a reward model."""
 
     rules: list[RuleConfig] = field(default_factory=lambda: [RuleConfig(name="final_number")])
+    # data_source: its rules, in the place of reward.rules; "aime*" is every source that begins so. Those of well-known sources are
+    # built in ({}: no others); null: reward.rules for all
+    sources: Optional[dict[str, list[RuleConfig]]] = None
     function: Optional[str] = None  # path/to/file.py:name, replaces the rules
     workers: Optional[int] = None  # processes of a rank that call the function; null: its share of the cores, at most 8
     timeout_s: float = 60.0  # for one response

@@ -27,6 +27,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.layouts import MAX_WORLD, balance_problems, cut_problems, layout_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.presets import PRESETS
+from rlhf_mcore.config.reward_rules import any_needs_truth, rule_problems
 from rlhf_mcore.config.run_kinds import RUN_KINDS, run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 from rlhf_mcore.config.supervised import example_problems, length_problems, step_problems
@@ -35,9 +36,6 @@ from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.types import ModelGeometry
 
 __all__ = ["default_world_size", "resolve", "validate"]
-
-RULES = ("final_number", "boxed", "answer_line", "math", "exact_match", "format")
-RULES_WITHOUT_ANSWER = ("format",)
 
 TRAINED = ("actor", "critic")  # groups with an optimizer
 WITH_LAYOUT = ("actor", "critic", "reward.model")
@@ -316,17 +314,7 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
         return
-    if not cfg.reward.rules and cfg.reward.model.path is None:
-        yield (
-            "reward.rules is empty, and reward.function and reward.model.path are null; "
-            f"name one of the rules: {', '.join(RULES)}"
-        )
-    for index, rule in enumerate(cfg.reward.rules):
-        if rule.name not in RULES:
-            yield f"reward.rules[{index}].name={rule.name!r} is not a choice; choose one of: {', '.join(RULES)}"
-        for key in ("weight", "correct", "incorrect"):
-            if not math.isfinite(value := getattr(rule, key)):
-                yield f"reward.rules[{index}].{key}={value} is out of range; give a finite number"
+    yield from rule_problems(cfg.reward)
 
 
 def _data_problems(cfg: Config) -> Iterator[str]:
@@ -355,8 +343,7 @@ def _weight_problems(cfg: Config) -> Iterator[str]:
 
 def needs_answer(cfg: Config) -> bool:
     """Whether some grader compares a response with a ground truth from the data."""
-    graded_by_rule = cfg.reward.function is None
-    return graded_by_rule and any(rule.name not in RULES_WITHOUT_ANSWER for rule in cfg.reward.rules)
+    return cfg.reward.function is None and any_needs_truth(cfg.reward)
 
 
 def _role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:

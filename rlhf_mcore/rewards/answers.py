@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from rlhf_mcore.rewards.latex import canonical, leading_number, parse_number
 
+MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
 MAX_LINE_CHARS = 300  # of the line after a mark
 MAX_MARKS = 1000  # of a kind: earlier ones are not looked at
 
@@ -29,6 +30,19 @@ _HEADING = re.compile(r"[.):]\s+\S|[):]\S")  # 2. Solve, 3) Check
 _ALTERNATIVE = re.compile(
     r"\s?(?:[,;~&|\u00b1\u2013\u2014-]|\\pm)\s?\\?[$€£]?[0-9(]|[^0-9\n]{0,40}?(?<![A-Za-z])(?:or|and|to|through|versus|vs)(?![A-Za-z])[^0-9\n]{0,40}[0-9]"
 )
+
+_CHOICE_IS = re.compile(
+    r"\b(?:answer|choice|option)\s{0,4}(?:is)?\s{0,4}:?\s{0,4}(?=[*_(\[\\$]{0,8}[A-Ja-j](?![A-Za-z]))", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[\n;]|\.(?=\s|$)|,?\s(?:because|since|as|which)\s")
+_CHOICE_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|[*_`${}\\]")
+_CHOICES = re.compile(r"[(\[]?([A-J])[)\].]?(?:\s{0,4}(?:,|;|&|and\b)?\s{0,4}[(\[]?([A-J])[)\].]?){0,9}", re.IGNORECASE)
+_CHOICE_AND_TEXT = re.compile(r"[(\[]([A-J])[)\]]\s{0,4}\S|([A-J])[.):]\s{0,4}\S", re.IGNORECASE)
+
+
+def fits(response: str) -> bool:
+    """Whether a response is short enough to be looked at."""
+    return len(response) <= MAX_RESPONSE_CHARS
 
 
 def boxes(text: str) -> Iterator[tuple[int, int]]:
@@ -96,6 +110,40 @@ def last_answer(text: str) -> str | None:
     if not candidates:
         return lines[-1][1] or None if lines else None
     return within(max(candidates)[1])
+
+
+def chosen_letters(text: str) -> str:
+    """The options that a response chooses, sorted ("B", "AC"), or "".
+
+    They are what it marks last: in ``<answer>``, a box, behind ``Answer:``; else what follows the last "answer is", "option" or
+    "choice"; else the whole text where that is nothing but a choice. "B", "(b)", "**B.** Paris", "A, C" and "A and C" are choices,
+    "A or B" is none.
+    """
+    opened = text.rfind("<answer>")
+    if opened >= 0:
+        return letters_of(text[opened + len("<answer>") :].partition("</answer>")[0])
+    box, line = last_box(text), (answer_lines(text) or [(-1, "")])[-1]
+    if box is not None and box[0] > line[0]:
+        return letters_of(text[box[0] : box[1]])
+    if line[1]:
+        return letters_of(within(line[1]))
+    said = [match.end() for match in _CHOICE_IS.finditer(text)][-1:]
+    if said:
+        sentence = _SENTENCE_END.split(text[said[0] : said[0] + MAX_LINE_CHARS], maxsplit=1)[0]
+        return letters_of(sentence)
+    return letters_of(text) if "\n" not in text.strip() else ""
+
+
+def letters_of(answer: str) -> str:
+    """The letters A to J that an answer is, sorted; "" where it is something else."""
+    if len(answer) > MAX_LINE_CHARS:
+        return ""
+    answer = " ".join(_CHOICE_NOISE.sub("", answer).split())
+    if _CHOICES.fullmatch(answer):
+        letters = re.findall("[A-J]", re.sub(r"\band\b", "", answer, flags=re.IGNORECASE).upper())
+        return "".join(sorted(set(letters))) if len(set(letters)) == len(letters) else ""
+    match = _CHOICE_AND_TEXT.match(answer)
+    return (match[1] or match[2]).upper() if match else ""
 
 
 def within(answer: str) -> str:

@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from rlhf_mcore.config.schema import RuleConfig
 from rlhf_mcore.rewards.answers import (
+    MAX_RESPONSE_CHARS,
     answer_lines,
     boxes,
+    chosen_letters,
+    fits,
     last_answer,
     last_boxed,
+    letters_of,
     marked_number,
     marked_numbers,
     number_of,
     within,
 )
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
+from rlhf_mcore.rewards.shape import Language, Length, Pattern
 from rlhf_mcore.rewards.symbolic import Equivalence
 
 __all__ = [
@@ -42,7 +48,18 @@ __all__ = [
 
 Grader = Callable[[str, Any], float]
 
-MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
+
+@runtime_checkable
+class BatchGrader(Protocol):
+    """A grader with processes of its own, which judges many responses at a time."""
+
+    def __call__(self, response: str, ground_truth: Any) -> float: ...
+
+    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[tuple[float, str | None]]: ...
+
+    def close(self) -> None: ...
+
+
 _BLANK = re.compile(r"\s*")
 _MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 
@@ -50,7 +67,7 @@ _MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 def exact_match(response: str, ground_truth: Any) -> float:
     """1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
     truth = _truth_text(ground_truth)
-    return float(bool(truth) and _fits(response) and response.strip() == truth)
+    return float(bool(truth) and fits(response) and response.strip() == truth)
 
 
 def final_number(response: str, ground_truth: Any) -> float:
@@ -60,7 +77,7 @@ def final_number(response: str, ground_truth: Any) -> float:
     the later of the two. Units, currency, thousands separators, ``%`` and a trailing dot do not count; equality is exact
     (4.50 = 4.5 = 9/2, 1e3 = 1000).
     """
-    if not _fits(response):
+    if not fits(response):
         return 0.0
     truth = _truth_text(ground_truth)
     marked = marked_number(truth)
@@ -73,7 +90,7 @@ def boxed(response: str, ground_truth: Any) -> float:
 
     An empty box matches nothing.
     """
-    return _same(last_boxed(response), ground_truth) if _fits(response) else 0.0
+    return _same(last_boxed(response), ground_truth) if fits(response) else 0.0
 
 
 def answer_line(response: str, ground_truth: Any) -> float:
@@ -81,7 +98,7 @@ def answer_line(response: str, ground_truth: Any) -> float:
 
     It is what the prompts of DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476) ask for.
     """
-    lines = answer_lines(response)[-1:] if _fits(response) else []
+    lines = answer_lines(response)[-1:] if fits(response) else []
     return _same(within(lines[0][1]), ground_truth) if lines else 0.0
 
 
@@ -91,13 +108,20 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
     Where there is neither, one line ``Answer: ...`` does. Right or wrong does not matter, so ``ground_truth`` is ignored. A nested
     box is a second one.
     """
-    if not _fits(response):
+    if not fits(response):
         return 0.0
     places = list(boxes(response))
     if any(_BLANK.fullmatch(response, start, end) for start, end in places):
         return 0.0
     num_marks = len(places) + sum(1 for _ in marked_numbers(response))
     return float((num_marks or len(answer_lines(response))) == 1)
+
+
+def multiple_choice(response: str, ground_truth: Any) -> float:
+    """1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "(B) Paris", "A, C"."""
+    truth = _truth_text(ground_truth)
+    expected = letters_of(truth) or chosen_letters(truth)
+    return float(bool(expected) and fits(response) and chosen_letters(response) == expected)
 
 
 class MathGrader:
@@ -119,7 +143,7 @@ class MathGrader:
         grades: list[tuple[float, str | None]] = [(0.0, None)] * len(pairs)
         open_questions: dict[tuple[str, str], list[int]] = {}
         for index, (response, ground_truth) in enumerate(pairs):
-            answer = last_answer(response) if _fits(response) else None
+            answer = last_answer(response) if fits(response) else None
             truth = _truth_answer(_truth_text(ground_truth))
             if not answer or not truth:
                 continue
@@ -140,8 +164,42 @@ GRADERS: dict[str, Grader] = {
     "boxed": boxed,
     "answer_line": answer_line,
     "math": MathGrader(),
+    "multiple_choice": multiple_choice,
     "format": answer_format,
+    "regex": Pattern(),
+    "length": Length(),
+    "language": Language(),
 }
+# What a response has to hold for a rule to find an answer in it.
+ANSWERS: dict[str, Callable[[str], Any]] = {
+    "final_number": marked_number,
+    "boxed": last_boxed,
+    "answer_line": answer_lines,
+    "math": last_answer,
+    "multiple_choice": chosen_letters,
+}
+
+
+def build_grader(rule: RuleConfig, workers: int | None = None) -> Grader:
+    """The grader of a rule with the rule's own options. ``workers``: processes of those that need some.
+
+    Raises:
+        ConfigError: an option that the grader does not take.
+    """
+    if rule.name == "math":
+        return MathGrader(workers)
+    if rule.name == "regex":
+        return Pattern(rule.pattern)
+    if rule.name == "length":
+        return Length(rule.min_chars, rule.max_chars, rule.margin_chars)
+    if rule.name == "language":
+        return Language(tuple(rule.scripts))
+    return GRADERS[rule.name]
+
+
+def finds_answer(name: str, response: str) -> bool:
+    """Whether a rule found an answer in a response, right or wrong; True for rules that look for none."""
+    return name not in ANSWERS or (fits(response) and bool(ANSWERS[name](response) not in (None, "", [])))
 
 
 def answer_of(response: str) -> str:
@@ -150,7 +208,7 @@ def answer_of(response: str) -> str:
     What ``final_number`` would compare, else the content of the last box, else the last marked answer or the whole response where
     that has at most ``MAX_NUMBER_CHARS`` characters; each in one spelling (4.5, 4.50 and 9/2 are one vote).
     """
-    if not _fits(response):
+    if not fits(response):
         return ""
     number = marked_number(response)
     if number is not None:
@@ -182,13 +240,9 @@ def _truth_answer(truth: str) -> str:
     return truth if answer is None else answer
 
 
-def _fits(response: str) -> bool:
-    return len(response) <= MAX_RESPONSE_CHARS
-
-
 def _truth_text(ground_truth: Any) -> str:
     """The ground truth as stripped text; empty for None and for what is too long to be an answer."""
     if ground_truth is None or (isinstance(ground_truth, int) and ground_truth.bit_length() > _MAX_TRUTH_BITS):
         return ""
     text = str(ground_truth).strip()
-    return text if _fits(text) else ""
+    return text if fits(text) else ""

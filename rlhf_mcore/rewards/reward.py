@@ -3,92 +3,128 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_of
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.function import FunctionReward
-from rlhf_mcore.rewards.graders import GRADERS, MathGrader
-from rlhf_mcore.types import Score, Trajectory
-
-_NEEDS_NO_TRUTH = {"format"}
+from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
+from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
 def build_reward(cfg: RewardConfig) -> RewardFunction:
     """The rules or the function that ``cfg`` asks for; a function replaces the rules. A reward model is not part of it.
 
     Raises:
-        ConfigError: naming ``reward.rules`` or ``reward.function``.
+        ConfigError: naming ``reward.rules``, ``reward.sources`` or ``reward.function``.
     """
     if cfg.function is not None:
         return FunctionReward(cfg)
-    if not cfg.rules and cfg.model.path is None:
-        raise ConfigError(f"reward.rules is empty and so is reward.function: name a rule ({', '.join(GRADERS)})")
-    return RuleReward(cfg.rules, cfg.workers)
+    if problems := list(rule_problems(cfg)):
+        raise ConfigError.many(problems)
+    return RuleReward(cfg.rules, cfg.workers, cfg.sources)
 
 
 class RuleReward:
-    """The weighted sum of rule graders, the same ones for every prompt. Each grade, in [0, 1], is a part of the score.
+    """The weighted sum of rule graders. Each grade, in [0, 1], is a part of the score.
 
     A grade g counts as weight · (incorrect + g · (correct - incorrect)).
 
     Args:
-        rules: each name once; none: every score is 0.
+        rules: of every prompt, each name once; none: every score is 0.
         workers: processes for the rule ``math``; None: this rank's share of the cores.
+        sources: rules by data source, in the place of ``rules``; those of well-known sources are known without it.
 
     Raises:
-        ConfigError: an unknown or repeated name, or a number that is not finite.
+        ConfigError: an option that a grader does not take, such as a broken regular expression.
     """
 
-    def __init__(self, rules: Sequence[RuleConfig], workers: int | None = None) -> None:
-        problems = [problem for index, rule in enumerate(rules) if (problem := _rule_problem(index, rule, rules))]
-        if problems:
-            raise ConfigError.many(problems)
-        self._rules, self._math = list(rules), MathGrader(workers)
-        self._needs_truth = [rule.name for rule in rules if rule.name not in _NEEDS_NO_TRUTH]
+    def __init__(
+        self,
+        rules: Sequence[RuleConfig],
+        workers: int | None = None,
+        sources: Mapping[str, Sequence[RuleConfig]] | None = None,
+    ) -> None:
+        self._rules, self._workers = list(rules), workers
+        self._sources = None if sources is None else dict(sources)
+        self._graders: dict[str, Grader] = {}  # by a rule's name and options: sources share processes
+        for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
+            self._grader(rule)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in order.
 
         Raises:
-            ConfigError: a prompt without a ground truth where a rule compares with it; all such rewards would be 0.
+            ConfigError: a prompt of a data source without rules, or without a ground truth where a rule compares with it.
         """
-        for prompt in (trajectory.prompt for trajectory in trajectories):
-            if prompt.ground_truth is None and self._needs_truth:
-                raise ConfigError(
-                    f"prompt {prompt.prompt_id!r} has no ground truth, which reward rule {self._needs_truth[0]!r} "
-                    "compares with: name its column in data.answer_key, or use reward.function"
-                )
-        pairs = [(trajectory.response_text, trajectory.prompt.ground_truth) for trajectory in trajectories]
-        grades: dict[str, Sequence[tuple[float, str | None]]] = {}
-        for rule in self._rules:
-            if rule.name == "math":  # some of which is not judged in time
-                grades[rule.name] = self._math.grade(pairs)
-            else:
-                grades[rule.name] = [(GRADERS[rule.name](response, truth), None) for response, truth in pairs]
-        scores = []
-        for row in range(len(pairs)):
-            parts = {name: column[row][0] for name, column in grades.items()}
-            failure = next((column[row][1] for column in grades.values() if column[row][1] is not None), None)
-            points = (
-                rule.weight * (rule.incorrect + parts[rule.name] * (rule.correct - rule.incorrect))
-                for rule in self._rules
+        check_sources([trajectory.prompt for trajectory in trajectories], self._sources, "the step")
+        rules = [self._rules_of(trajectory.prompt) for trajectory in trajectories]
+        rows_of: defaultdict[Grader, list[tuple[int, str]]] = defaultdict(list)
+        for row, (trajectory, its_rules) in enumerate(zip(trajectories, rules, strict=True)):
+            for rule in its_rules:
+                _check_truth(trajectory.prompt, rule)
+                rows_of[self._grader(rule)].append((row, rule.name))
+        scores = [Score(0.0) for _ in trajectories]
+        for grader, rows in rows_of.items():
+            pairs = [(trajectories[row].response_text, trajectories[row].prompt.ground_truth) for row, _ in rows]
+            # Some of what a batch grader is given is not judged in time.
+            grades = (
+                grader.grade(pairs) if isinstance(grader, BatchGrader) else [(grader(*pair), None) for pair in pairs]
             )
-            scores.append(Score(math.fsum(points), parts, failure))
+            for (row, name), (response, _), (grade, failure) in zip(rows, pairs, grades, strict=True):
+                scores[row].parts[name] = grade
+                scores[row].failure = scores[row].failure or failure
+                scores[row].answered &= grade > 0 or finds_answer(name, response)
+        for score, its_rules in zip(scores, rules, strict=True):
+            score.value = math.fsum(_points(rule, score.parts[rule.name]) for rule in its_rules)
         return scores
 
+    def close(self) -> None:
+        """End the worker processes."""
+        for grader in self._graders.values():
+            if isinstance(grader, BatchGrader):
+                grader.close()
 
-def _rule_problem(index: int, rule: RuleConfig, rules: Sequence[RuleConfig]) -> str | None:
-    name = rule.name
-    if name not in GRADERS:
-        nearest = get_close_matches(name, GRADERS, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-        return f"reward.rules[{index}].name is {name!r}, which is no rule: {hint}known are {', '.join(GRADERS)}"
-    for key in ("weight", "correct", "incorrect"):
-        if not math.isfinite(getattr(rule, key)):
-            return f"reward.rules[{index}].{key} is {getattr(rule, key)}: use a finite number"
-    if any(name == earlier.name for earlier in rules[:index]):
-        return f"reward.rules[{index}].name is {name!r} for the second time: add up the weights in one rule"
-    return None
+    def _rules_of(self, prompt: Prompt) -> Sequence[RuleConfig]:
+        return self._rules if self._sources is None else rules_of(prompt.data_source, self._sources) or ()
+
+    def _grader(self, rule: RuleConfig) -> Grader:
+        key = repr(replace(rule, weight=1.0, correct=1.0, incorrect=0.0))
+        if key not in self._graders:
+            self._graders[key] = build_grader(rule, self._workers)
+        return self._graders[key]
+
+
+def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[RuleConfig]] | None, where: str) -> None:
+    """Refuse prompts of data sources that have no rules. Without a table, nothing.
+
+    Raises:
+        ConfigError: naming each such source with its number of rows.
+    """
+    if sources is None:
+        return
+    counts = Counter(prompt.data_source for prompt in prompts)
+    unknown = {source: count for source, count in counts.items() if rules_of(source, sources) is None}
+    if unknown:
+        shown = ", ".join(f"{source!r} ({count} rows)" for source, count in sorted(unknown.items())[:10])
+        first = min(unknown)
+        raise ConfigError(
+            f"{where} has prompts of data sources that reward.sources has no rules for: {shown}. Add them to the table, "
+            f"as in reward.sources: {{{first!r}: [{{name: math}}]}}; the entry '*' is for every other source"
+        )
+
+
+def _check_truth(prompt: Prompt, rule: RuleConfig) -> None:
+    if prompt.ground_truth is None and needs_truth(rule):
+        raise ConfigError(
+            f"prompt {prompt.prompt_id!r} has no ground truth, which reward rule {rule.name!r} "
+            "compares with: name its column in data.answer_key, or use reward.function"
+        )
+
+
+def _points(rule: RuleConfig, grade: float) -> float:
+    return rule.weight * (rule.incorrect + grade * (rule.correct - rule.incorrect))

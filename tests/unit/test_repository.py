@@ -218,7 +218,9 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        inner = [{f.name: getattr(item, f.name) for f in fields(item)} for item in value]
+        chosen = [{f.name: getattr(item, f.name) for f in fields(item)} for item in value]
+        usual = [vars(type(item)()) for item in value]  # options that are as they are by default are not shown
+        inner = [{k: v for k, v in shown.items() if v != usual[n][k]} for n, shown in enumerate(chosen)]
         return "[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in item.items()) + "}" for item in inner) + "]"
     return str(value)
 

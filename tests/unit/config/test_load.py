@@ -117,7 +117,10 @@ def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
             "data.train='a.jsonl' is not valid; expected list of str; write a single one as [a.jsonl]",
         ),
         ("deterministic=maybe", "deterministic='maybe' is not valid; expected bool"),
-        ("reward.rules=[x]", "reward.rules=['x'] is not valid; expected list of {name, weight, correct, incorrect}"),
+        (
+            "reward.rules=[x]",
+            "reward.rules=['x'] is not valid; expected list of {" + ", ".join(vars(RuleConfig())) + "}",
+        ),
     ],
 )
 def test_a_wrong_type_names_field_value_and_expected(workspace: Any, override: str, expected: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from rlhf_mcore.config.schema import RuleConfig
 from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards import symbolic
-from rlhf_mcore.rewards.graders import MathGrader, boxed
+from rlhf_mcore.rewards.graders import MathGrader, answer_format, boxed
 from rlhf_mcore.rewards.reward import RuleReward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
@@ -145,7 +145,9 @@ def test_a_rule_counts_what_it_is_told_to(grader: MathGrader, monkeypatch: pytes
     rows = [trajectory(r"\boxed{2\sqrt{2}}"), trajectory(r"\boxed{3}"), trajectory("")]
     rows.append(trajectory(f"\\boxed{{{BOMBS[-1]}}}"))
     reward = RuleReward([RuleConfig("math", correct=1.0, incorrect=-1.0), RuleConfig("format", weight=0.5)], workers=1)
-    monkeypatch.setattr(reward, "_math", grader)  # whose worker has sympy already
+    monkeypatch.setattr(
+        reward, "_grader", lambda rule: grader if rule.name == "math" else answer_format
+    )  # has sympy already
     assert reward.score(rows) == [
         Score(1.5, {"math": 1.0, "format": 1.0}),
         Score(-0.5, {"math": 0.0, "format": 1.0}),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.reward_rules import RULES, RULES_WITHOUT_ANSWER
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
-from rlhf_mcore.config.validate import RULES, RULES_WITHOUT_ANSWER
 from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
@@ -39,7 +39,7 @@ def function_reward(spec: str) -> FunctionReward:
 
 def test_the_configuration_knows_every_rule():
     assert set(RULES) == set(GRADERS)
-    assert set(RULES_WITHOUT_ANSWER) == {"format"}
+    assert set(RULES_WITHOUT_ANSWER) == {"format", "length", "language"}
 
 
 def test_rules_are_a_weighted_sum_with_unweighted_parts():
@@ -51,15 +51,13 @@ def test_rules_are_a_weighted_sum_with_unweighted_parts():
 
 
 def test_wrong_rules_are_refused_all_at_once():
+    rules = [RuleConfig("finalnumber"), RuleConfig("format", float("nan")), RuleConfig("boxed"), RuleConfig("boxed")]
     with pytest.raises(ConfigError) as error:
-        RuleReward(
-            [RuleConfig("finalnumber"), RuleConfig("format", float("nan")), RuleConfig("boxed"), RuleConfig("boxed")]
-        )
+        build_reward(RewardConfig(rules=rules))
     message = str(error.value)
-    assert "reward.rules[0].name is 'finalnumber'" in message
-    assert "did you mean 'final_number'" in message
-    assert "reward.rules[1].weight is nan" in message
-    assert "reward.rules[3].name is 'boxed' for the second time" in message
+    assert "reward.rules[0].name='finalnumber' is not a choice; did you mean 'final_number'?" in message
+    assert "reward.rules[1].weight=nan is out of range" in message
+    assert "reward.rules[3].name='boxed' is there for the second time" in message
     with pytest.raises(ConfigError, match=r"reward\.rules is empty"):
         build_reward(RewardConfig(rules=[]))
 

@@ -1,0 +1,99 @@
+"""What has to hold for reward rules, and the rules of well-known data sources."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+
+from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+
+RULES = (
+    "final_number",
+    "boxed",
+    "answer_line",
+    "math",
+    "exact_match",
+    "multiple_choice",
+    "format",
+    "regex",
+    "length",
+    "language",
+)
+RULES_WITHOUT_ANSWER = ("format", "length", "language")  # and regex with a pattern
+OPTIONS = {"regex": ("pattern",), "length": ("min_chars", "max_chars", "margin_chars"), "language": ("scripts",)}
+
+_NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
+_DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
+_THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
+# Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
+SOURCES: dict[str, list[RuleConfig]] = {
+    **dict.fromkeys(("openai/gsm8k", "gsm8k"), _NUMBER),
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math"), _MATH),
+    **dict.fromkeys(("math_dapo", "math_dapo_reasoning", "BytedTsinghua-SIA/DAPO-Math-17k", "aime*"), _DAPO),
+    **dict.fromkeys(("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "math-ai/aime24", "math-ai/aime25"), _MATH),
+    **dict.fromkeys(("opencompass/AIME2025", "yentinglin/aime_2025", "math-ai/amc23", "math-ai/minervamath"), _MATH),
+    "numina_*": _MATH,
+    "hiyouga/geometry3k": [RuleConfig("math", 0.9), RuleConfig("regex", 0.1, pattern=_THINK_AND_BOX)],
+}
+
+
+def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) -> Sequence[RuleConfig] | None:
+    """The rules of a data source, or None: those of its own name, else of the longest beginning ("aime*"). The user's table wins."""
+    table = {**SOURCES, **(sources or {})}
+    if source in table:
+        return table[source]
+    beginnings = [name for name in table if name.endswith("*") and source.startswith(name[:-1])]
+    return table[max(beginnings, key=len)] if beginnings else None
+
+
+def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
+    """Every list of rules that a user wrote, by its key."""
+    if cfg.sources is None:
+        return {"reward.rules": cfg.rules}
+    return {f"reward.sources[{source}]": rules for source, rules in cfg.sources.items()}
+
+
+def needs_truth(rule: RuleConfig) -> bool:
+    """Whether a rule compares a response with a ground truth."""
+    return rule.name not in RULES_WITHOUT_ANSWER and not (rule.name == "regex" and rule.pattern is not None)
+
+
+def any_needs_truth(cfg: RewardConfig) -> bool:
+    """Whether some rule of the configuration does; with a table, the built-in sources do."""
+    return cfg.sources is not None or any(map(needs_truth, cfg.rules))
+
+
+def rule_problems(cfg: RewardConfig) -> Iterator[str]:
+    """What is wrong with the rules, but for what only a grader can tell, such as a broken regular expression."""
+    for key, rules in rule_tables(cfg).items():
+        if not rules and (cfg.sources is not None or cfg.model.path is None):
+            others = "" if cfg.sources is not None else ", and reward.function and reward.model.path are null"
+            yield f"{key} is empty{others}; name one of the rules: {', '.join(RULES)}"
+        for index, rule in enumerate(rules):
+            yield from (f"{key}[{index}].{problem}" for problem in _problems_of(rule))
+            if any(rule.name == earlier.name for earlier in rules[:index]):
+                yield f"{key}[{index}].name={rule.name!r} is there for the second time; add up the weights in one rule"
+
+
+def _problems_of(rule: RuleConfig) -> Iterator[str]:
+    if rule.name not in RULES:
+        close = get_close_matches(rule.name, RULES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        yield f"name={rule.name!r} is not a choice; {hint}choose one of: {', '.join(RULES)}"
+        return
+    for key in ("weight", "correct", "incorrect"):
+        if not math.isfinite(value := getattr(rule, key)):
+            yield f"{key}={value} is out of range; give a finite number"
+    default = RuleConfig(rule.name)
+    for owner, keys in OPTIONS.items():
+        for key in keys:
+            if rule.name != owner and getattr(rule, key) != getattr(default, key):
+                yield f"{key}={getattr(rule, key)!r} is an option of the rule {owner!r}, not of {rule.name!r}; remove it"
+    for key in ("min_chars", "max_chars", "margin_chars"):
+        if (number := getattr(rule, key)) is not None and number < 0:
+            yield f"{key}={number} is out of range; it must be at least 0"
+    if rule.max_chars is not None and rule.max_chars < rule.min_chars:
+        yield f"max_chars={rule.max_chars} is below min_chars={rule.min_chars}; no response is that long"
+    if not rule.scripts:
+        yield "scripts=[] names no script; give some, such as [Latin] or [Han]"

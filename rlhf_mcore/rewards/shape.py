@@ -1,0 +1,116 @@
+"""Graders of a response's shape: a regular expression, its length, the scripts it is written in.
+
+Expressions run on RE2 (google-re2), whose time is linear in the length of the text, whatever the expression. Python's ``re``
+backtracks: one response that stalls it would hold the trainer.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.rewards.answers import fits
+
+MAX_PATTERN_CHARS = 2000
+_COMMAND = re.compile(r"\\[A-Za-z]+")  # of LaTeX, which has Latin letters in every language
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+class Pattern:
+    """1 if a regular expression of RE2's syntax is found in the response.
+
+    ``^`` and ``$`` are the ends of the whole text, and ``.`` is any character, a newline too.
+
+    Args:
+        pattern: None: the ground truth of each prompt is the expression.
+
+    Raises:
+        ConfigError: it is no expression of RE2; look-around and back-references are not.
+    """
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self._pattern = pattern
+        if pattern is not None:
+            _compiled(pattern)
+
+    def __call__(self, response: str, ground_truth: Any = None) -> float:
+        pattern = ground_truth if self._pattern is None else self._pattern
+        if not isinstance(pattern, str) or not pattern or not fits(response):
+            return 0.0
+        try:
+            return float(_compiled(pattern).search(response.encode(errors="replace")) is not None)
+        except ConfigError:
+            if self._pattern is not None:
+                raise
+            return 0.0  # a ground truth that is no expression, which `reward-test` names
+
+
+class Length:
+    """1 for a response of ``min_chars`` to ``max_chars`` characters; outside linearly less, 0 at a distance of ``margin_chars``."""
+
+    def __init__(self, min_chars: int = 0, max_chars: int | None = None, margin_chars: int = 0) -> None:
+        self._min, self._max, self._margin = min_chars, max_chars, margin_chars
+
+    def __call__(self, response: str, ground_truth: Any = None) -> float:
+        if not fits(response):
+            return 0.0
+        distance = max(self._min - len(response), len(response) - (len(response) if self._max is None else self._max))
+        if distance <= 0:
+            return 1.0
+        return max(0.0, 1.0 - distance / self._margin) if self._margin else 0.0
+
+
+class Language:
+    """The share of a response's letters that belong to the given scripts, 1 where it has none.
+
+    Scripts are told apart, not languages: English and French are both Latin. Code between fences, commands of LaTeX and single Latin
+    letters (variables) are not counted.
+
+    Args:
+        scripts: Unicode's names, such as Latin, Han, Cyrillic; Japanese has three: Han, Hiragana, Katakana.
+
+    Raises:
+        ConfigError: RE2 knows no script of such a name.
+    """
+
+    def __init__(self, scripts: tuple[str, ...] = ("Latin",)) -> None:
+        if unknown := [name for name in scripts if not re.fullmatch("[A-Za-z_]+", name)]:
+            raise ConfigError(
+                f"scripts={unknown} are no names of scripts; use Unicode's, such as Latin, Han or Cyrillic"
+            )
+        self._letters = _compiled("[" + "".join(rf"\p{{{name}}}" for name in scripts) + "]+")
+
+    def __call__(self, response: str, ground_truth: Any = None) -> float:
+        if not fits(response):
+            return 0.0
+        prose = _COMMAND.sub(" ", " ".join(response.split("```")[::2]))
+        words = [word for word in _WORD.findall(prose) if len(word) > 1 or not word.isascii()]
+        total = sum(map(len, words))
+        own = self._letters.findall(" ".join(words).encode(errors="replace"))
+        return sum(len(run.decode()) for run in own) / total if total else 1.0
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> Any:
+    """An expression over UTF-8 bytes.
+
+    Raises:
+        ConfigError: it is too long or RE2 does not take it, or google-re2 is not installed.
+    """
+    try:
+        import re2
+    except ImportError as error:
+        raise ConfigError("the reward rules 'regex' and 'language' need google-re2: pip install google-re2") from error
+    options = re2.Options()
+    options.log_errors, options.dot_nl = False, True
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise ConfigError(f"the pattern {pattern[:60]!r}... has more than {MAX_PATTERN_CHARS} characters; shorten it")
+    try:
+        return re2.compile(pattern.encode(), options)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
+        raise ConfigError(
+            f"the pattern {pattern[:200]!r} is no regular expression of RE2 ({reason}); it has no look-around and no back-references"
+        ) from error
