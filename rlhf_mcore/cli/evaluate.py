@@ -54,13 +54,13 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
     if torchrun_world_size() is None:
-        from rlhf_mcore.cli import beginning
+        from rlhf_mcore.cli import preflight
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.function import check_function
 
-        beginning.check_world(default_world_size(cfg))
+        preflight.check_world(default_world_size(cfg))
         check_function(cfg.reward)
-        logs = beginning.logs_directory(cfg)
+        logs = preflight.logs_directory(cfg)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
     quiet()
     from rlhf_mcore.cli.evaluation import run

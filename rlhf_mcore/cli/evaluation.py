@@ -86,7 +86,7 @@ def run(cfg: Config) -> None:
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
     connect(platform.collective_backend, TIMEOUT)
-    dtype = platform.default_dtype if cfg.model.dtype == "auto" else cfg.model.dtype
+    dtype = platform.dtype(cfg.model.dtype)
     try:
         with ExitStack() as stack:
             reporter = Reporter()
@@ -99,7 +99,7 @@ def run(cfg: Config) -> None:
             samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
             if cfg.reward.model.path is not None:
                 engines.close()  # it has the memory that the reward model needs
-                samples = _score_by_model(tasks, samples, platform, dtype)
+                samples = _score_by_model(tasks, samples, platform)
             if dist.get_rank() == 0:
                 _report(cfg, tasks, samples)
     finally:
@@ -197,17 +197,15 @@ def _evaluate(
     return task.directory.samples() if task.directory is not None else []
 
 
-def _score_by_model(
-    tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform, dtype: str
-) -> list[list[Sample]]:
+def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], platform: Platform) -> list[list[Sample]]:
     """Samples with the reward model's score in theirs; on rank 0, as they came. Collective."""
     waiting = broadcast_json([any(TOKENS in sample for sample in held) for held in samples], 0)
     if not any(waiting):
         return list(samples)
-    from rlhf_mcore.cli.roles import build_reward_model  # imports Megatron
+    from rlhf_mcore.cli.models import ModelBuilder  # imports Megatron
 
     cfg = tasks[0].cfg
-    model = build_reward_model(cfg, platform, dtype)
+    model = ModelBuilder(cfg, platform).reward_model()
 
     def add_model(graders: RewardFunction) -> RewardFunction:
         return ModelReward(graders, model, cfg.reward.model.weight)

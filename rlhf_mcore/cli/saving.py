@@ -1,4 +1,4 @@
-"""Puts together what saves a run and what brings it back."""
+"""From a run's models and its objects with a state to what saves them, and what brings them back."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
-from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Triggers
-from rlhf_mcore.cli.roles import BuiltRoles
+from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -39,21 +38,26 @@ from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.documents import RunState
-from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
-
-ACTOR, CRITIC, REFERENCE = "actor", "critic", "reference"
-SavedRole = tuple[str, RoleModel, str]  # name in a checkpoint, model, where its files that are no weights come from
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
-    """The checkpointer of a run, and the parts of a checkpoint that it is resumed from."""
+class SavedModel:
+    """A model under its name in checkpoints. ``path``: where its files that are no weights come from."""
 
-    checkpointer: Checkpointer
+    name: str
+    model: RoleModel
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restorer:
+    """Brings a run to where it was at a checkpoint."""
+
+    directory: Path  # of the run
     state: RunState
-    roles: list[RoleFiles]
-    models: Sequence[SavedRole]
+    files: list[RoleFiles]
+    models: Sequence[SavedModel]
 
     def resume(self, start: Start) -> list[str]:
         """Restore everything but the weights, which were loaded when the models were built. Collective over the world.
@@ -63,18 +67,19 @@ class Saving:
         checkpoint = start.checkpoint
         if checkpoint is None:
             return []
-        for part in self.roles:
-            on_every_rank(lambda part=part: part.load_state(checkpoint))  # type: ignore[misc]
+        for part in self.files:
+            on_every_rank(partial(part.load_state, checkpoint))
         return on_every_rank(lambda: self.state.load(checkpoint))
 
-    def load_best(self, run: Path, last_step: int, *, hashes: bool) -> int | None:
-        """Bring the process to where it was at the best checkpoint: weights, optimizers, counters. Collective over the world.
+    def load_best(self, last_step: int, *, hashes: bool) -> int | None:
+        """Restore the best checkpoint: weights, optimizers, counters. Collective over the world.
 
         Returns its step; None where there is none, and where it is that of the last step.
 
         Raises:
             ConfigError: it is damaged.
         """
+        run = self.directory
 
         def find() -> tuple[int, dict[str, str]] | None:
             step = linked_step(run, BEST) if dist.get_rank() == 0 else None
@@ -88,96 +93,87 @@ class Saving:
                     "the last one is whole, use that"
                 )
             checkpoint = checkpoint_path(run, step)
-            return step, {name: str(readable(checkpoint, name, run)) for name, _, _ in self.models}
+            return step, {model.name: str(readable(checkpoint, model.name, run)) for model in self.models}
 
         found = broadcast_json(on_every_rank(find), 0)
         if found is None:
             return None
         step, weights = found
-        for name, role, _ in self.models:
-            if isinstance(role, TrainedModel):
-                self._load_weights(role, weights[name])
+        for saved in self.models:
+            if isinstance(saved.model, TrainedModel):
+                on_every_rank(partial(_load_weights, saved.model, weights[saved.name]))
         self.resume(Start(checkpoint_path(run, step), step))
         return int(step)
 
-    @staticmethod
-    def _load_weights(role: TrainedModel, directory: str) -> None:
-        on_every_rank(lambda: load(role.local_parameters(), role.spec.geometry, HFReader(directory)))
+
+def _load_weights(model: RoleModel, directory: str) -> None:
+    load(model.local_parameters(), model.spec.geometry, HFReader(directory))
 
 
-def build_saving(
-    cfg: Config,
-    start: Start,
-    models: Sequence[SavedRole],
-    holders: Mapping[str, Stateful],
-    sampler: Sampler,
-    requests: SignalRequests,
-    record: RunRecord,
-) -> Saving:
-    """``holders`` are the objects with a state, beside models and sampler. Collective over the world."""
-    run = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
-    roles = [RoleFiles(name, role, exporter(cfg, role, path)) for name, role, path in models]
-    triggers = _triggers(cfg, run, sampler) if dist.get_rank() == 0 else None
+def build_checkpointer(
+    run: RunContext, models: Sequence[SavedModel], holders: Mapping[str, Stateful], sampler: Sampler
+) -> Checkpointer:
+    """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
+
+    ``holders`` are the objects with a state, beside models and sampler. Collective over the world.
+    """
+    cfg, record, directory = run.cfg, run.record, run.directory
+    files = [RoleFiles(saved.name, saved.model, _exporter(cfg, saved)) for saved in models]
+    triggers = None
+    if dist.get_rank() == 0:
+        left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
+        # From here on only the monotonic clock counts: the wall clock may be set during the run.
+        ends = None if left is None else time.monotonic() + left
+        num_steps = cfg.trainer.num_steps
+        triggers = Triggers(cfg.checkpoint, num_steps, directory, ends, num_epochs=lambda: sampler.num_epochs)
     registry, data = Registry(), Registry()
     registry.register("triggers", triggers or _OnFirstRank())
     for name, holder in holders.items():
         registry.register(name, holder)
     data.register("sampler", sampler)
     state = RunState(
-        registry, data, to_yaml(cfg), lambda: record.recent, rng_tracker_states, set_rng_tracker_states, start.inputs
+        registry,
+        data,
+        to_yaml(cfg),
+        recent=lambda: record.recent,
+        generators=rng_tracker_states,
+        set_generators=set_rng_tracker_states,
+        inputs=run.start.inputs,
     )
-    keeper = _Housekeeping(cfg, run, record.note)
+    restorer = Restorer(directory, state, files, models)
+    load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
+    keeper = _Housekeeping(cfg, directory, record.note)
     checkpointer = Checkpointer(
         writer=CheckpointWriter(
-            run,
+            directory,
             full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
             permissions=Permissions(cfg.checkpoint.mode),
         ),
-        parts=roles,
+        parts=files,
         documents=state.documents,
         triggers=triggers,
-        requests=requests,
+        requests=run.requests,
         after_commit=keeper.after_commit,
         at_end=keeper.at_end,
         note=record.note,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
+        load_best=load_best if cfg.checkpoint.load_best_model_at_end else lambda: None,
     )
-    saving = Saving(checkpointer, state, roles, models)
-    if cfg.checkpoint.load_best_model_at_end:
-        checkpointer.load_best = partial(saving.load_best, run, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
-    return saving
+    for line in restorer.resume(run.start):
+        record.note(line)
+    return checkpointer
 
 
-def saved_roles(cfg: Config, built: BuiltRoles) -> list[SavedRole]:
-    """The models in a checkpoint.
-
-    The reference is one of them only if it takes over the actor's weights now and then.
-    """
-    found: list[SavedRole] = [(ACTOR, built.actor.model, cfg.model.path)]
-    if built.critic is not None:
-        found.append((CRITIC, built.critic.model, cfg.critic.path or cfg.model.path))
-    if built.reference is not None and cfg.reference.refresh_steps:
-        found.append((REFERENCE, built.reference.model, cfg.reference.path or cfg.model.path))
-    return found
-
-
-def exporter(cfg: Config, role: RoleModel, path: str) -> Exporter:
-    """Writes a role's model; ``path`` is where it came from, for the files that travel with the weights."""
+def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
+    spec = saved.model.spec
     return Exporter(
-        role.local_parameters(),
-        role.spec.geometry,
-        [path, cfg.model.tokenizer_path or cfg.model.path],
+        saved.model.local_parameters(),
+        spec.geometry,
+        [saved.path, cfg.model.tokenizer_path or cfg.model.path],
         bucket_bytes=cfg.bridge.bucket_bytes,
-        config_updates=role.spec.config_updates,
+        config_updates=spec.config_updates,
     )
-
-
-def _triggers(cfg: Config, run: Path, sampler: Sampler) -> Triggers:
-    left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
-    # From here on only the monotonic clock counts: the wall clock may be set during the run.
-    ends = None if left is None else time.monotonic() + left
-    return Triggers(cfg.checkpoint, cfg.trainer.num_steps, run, ends, num_epochs=lambda: sampler.num_epochs)
 
 
 class _Housekeeping:

@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(path: str, overrides: Sequence[str], announced: int, *, print_config: bool) -> int:
-    from rlhf_mcore.config.derive import default_world_size, is_supervised, resolve
+    from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import validate
 
     cfg = load_config(path, overrides)
@@ -68,19 +69,19 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
             finished = run(cfg, announced)
         return exit_codes.DONE if finished else exit_codes.REQUEUE
     else:
-        from rlhf_mcore.cli import beginning
+        from rlhf_mcore.cli import preflight
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.config.data_files import check_fills_a_step
         from rlhf_mcore.rewards.function import check_function
 
-        continues_after = beginning.announce(cfg)
+        continues_after = preflight.announce(cfg)
         if continues_after is None:
             return exit_codes.DONE
-        beginning.check_world(default_world_size(cfg))
-        if not is_supervised(cfg):
+        preflight.check_world(default_world_size(cfg))
+        if run_kind(cfg).generates:
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             check_function(cfg.reward)
-        world_size, logs = default_world_size(cfg), beginning.logs_directory(cfg)
+        world_size, logs = default_world_size(cfg), preflight.logs_directory(cfg)
         if cfg.logging.console != "off":
             count = "one process" if world_size == 1 else f"{world_size} processes"
             print(f"starting {count}; logs are in {os.path.relpath(logs)}", flush=True)

@@ -14,11 +14,15 @@ class Platform:
 
     name: ClassVar[str]
     collective_backend: ClassVar[str]  # argument of torch.distributed.init_process_group
-    default_dtype: ClassVar[str]  # what model.dtype: auto means here
+    default_dtype: ClassVar[str]
 
     def device(self) -> torch.device:
         """The device of this process."""
         raise NotImplementedError
+
+    def dtype(self, name: str) -> str:
+        """fp32, bf16 or fp16, by its name in a configuration, where "auto" leaves it to the device."""
+        return self.default_dtype if name == "auto" else name
 
     def setup_process(self, local_rank: int, threads: int) -> None:
         """Claim the device and set compute threads. Called once, before the process group is made."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlhf_mcore.bridge.files.hf_files import HFReader, copy_companions
-from rlhf_mcore.cli import beginning
+from rlhf_mcore.cli import preflight
 from rlhf_mcore.config.migration.verl_source import read_tree
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
@@ -230,8 +230,8 @@ def test_the_environment_is_not_written_into_a_migrated_file(monkeypatch: pytest
 
 
 def test_more_processes_than_a_machine_can_start() -> None:
-    beginning.check_world(1)
-    text = refusal(lambda: beginning.check_world(100_000))
+    preflight.check_world(1)
+    text = refusal(lambda: preflight.check_world(100_000))
     assert "trainer.world_size=100000" in text and "lower it" in text
 
 

@@ -24,7 +24,7 @@ def launched(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of logs of the launches, none of which is made."""
     calls: list[Path] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, **more: calls.append(logs) or 0)
-    monkeypatch.setattr("rlhf_mcore.cli.beginning.verify_chain", lambda path, hashes: [])
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.verify_chain", lambda path, hashes: [])
     return calls
 
 
@@ -57,7 +57,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(
     launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(100)
-    monkeypatch.setattr("rlhf_mcore.cli.beginning.verify_chain", verify_chain)
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.verify_chain", verify_chain)
     assert train() == 0 and len(launched) == 1  # the ranks fall back to the one before it, or refuse
     assert capsys.readouterr().out.startswith("starting one process; ")
 
@@ -113,7 +113,7 @@ def test_a_run_that_was_killed_before_its_best_model_was_evaluated_is_not_finish
 ) -> None:
     make_checkpoint(60)
     make_checkpoint(100)
-    monkeypatch.setattr("rlhf_mcore.cli.beginning.find_best", lambda checkpoints, rule: checkpoints[0])
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_best", lambda checkpoints, rule: checkpoints[0])
     ends_with_best = ["checkpoint.load_best_model_at_end=true", "checkpoint.metric_for_best_model=evaluate/reward"]
     ends_with_best += ["data.eval=[train.jsonl]"]
     lines = ['{"step": 60, "final/step": 40}', '{"step": 100, "evaluate/reward": 1.0}', '{"step": 100, "fin']

@@ -21,6 +21,7 @@ from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.config.checkpoint_rules import NEVER
 from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text
@@ -32,7 +33,6 @@ _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
 RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
-SAVED_AS = {"sft": "actor", "reward_model": "reward"}  # kind of run -> directory of its model in a checkpoint
 
 
 def announce(cfg: Config) -> int | None:
@@ -111,7 +111,7 @@ def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
     """What is printed when a run that is done is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
-        f"trained model   {os.path.relpath(checkpoint / SAVED_AS.get(cfg.algorithm.kind, 'actor'))}\n"
+        f"trained model   {os.path.relpath(checkpoint / run_kind(cfg).saved_as)}\n"
         "raise trainer.num_steps to train on, or choose another experiment"
     )
 

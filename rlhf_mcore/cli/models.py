@@ -1,0 +1,158 @@
+"""From a checked configuration to the models of a run, each under its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.config.run_kinds import RunKind
+from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, RecomputeConfig
+from rlhf_mcore.mcore.families import ModelSpec, load_spec
+from rlhf_mcore.mcore.groups import GroupPool, build_groups
+from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
+from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.roles.reward_model import RewardModel
+
+
+@dataclass(slots=True)
+class ModelBuilder:
+    """Builds the models of a run; a rank builds those that it holds a part of. Every method is collective over the world.
+
+    ``weights``: directories that models are loaded from, by their names in a checkpoint; others are loaded from the configuration's
+    paths. Models whose axes join the same ranks share their process groups.
+    """
+
+    cfg: Config
+    platform: Platform
+    weights: Mapping[str, Path] = field(default_factory=dict)
+    _pool: GroupPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pool = GroupPool(timedelta(seconds=self.cfg.trainer.collective_timeout_s))
+
+    def actor(self) -> Actor:
+        trainer, algorithm = self.cfg.trainer, self.cfg.algorithm
+        plan = MinibatchPlan(
+            trainer.minibatch_size or trainer.prompts_per_step,
+            trainer.ppo_epochs,
+            algorithm.loss_aggregation,
+            algorithm.constant_length,
+        )
+        path = self.cfg.model.path
+        model = self._trained(load_spec(path), path, self.cfg.actor, plan, name="actor", saved_as="actor")
+        return Actor(model, self.cfg.rollout.sampling.temperature, algorithm)
+
+    def critic(self) -> Critic:
+        cfg = self.cfg.critic
+        path = cfg.path or self.cfg.model.path
+        assert cfg.minibatch_size is not None and cfg.ppo_epochs is not None, "resolved"
+        plan = MinibatchPlan(cfg.minibatch_size, cfg.ppo_epochs)
+        spec = load_spec(path, "token", "critic.path")
+        model = self._trained(spec, path, cfg, plan, name="critic", saved_as="critic", dtype=cfg.dtype)
+        normalizer = ReturnNormalizer() if cfg.normalize_returns else None
+        return Critic(model, cfg.value_clip, normalizer, self.cfg.algorithm.bootstrap_truncated)
+
+    def reference(self) -> Reference:
+        cfg, actor = self.cfg.reference, self.cfg.actor
+        path = cfg.path or self.cfg.model.path
+        layout, saved_as = self._layout(actor.layout, actor.ranks), "reference" if cfg.refresh_steps else None
+        spec = load_spec(path, field="reference.path")
+        model = self._frozen(spec, path, layout, offload=cfg.offload, saved_as=saved_as)
+        return Reference(model, self.cfg.rollout.sampling.temperature)
+
+    def reward_model(self) -> RewardModel:
+        cfg = self.cfg.reward.model
+        assert cfg.path is not None
+        spec = load_spec(cfg.path, "sequence", "reward.model.path")
+        layout = self._layout(cfg.layout, cfg.ranks)
+        return RewardModel(self._frozen(spec, cfg.path, layout, offload=cfg.offload, dtype=cfg.dtype))
+
+    def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
+        """The model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
+        cfg, path = self.cfg, self.cfg.model.path
+        aggregation, constant = cfg.algorithm.loss_aggregation, cfg.algorithm.constant_length
+        plan = MinibatchPlan(cfg.trainer.prompts_per_step, 1, aggregation, constant)
+        return self._trained(load_spec(path, kind.head), path, cfg.actor, plan, name=name, saved_as=kind.saved_as)
+
+    def _trained(
+        self,
+        spec: ModelSpec,
+        path: str,
+        cfg: ActorConfig | CriticConfig,
+        plan: MinibatchPlan,
+        *,
+        name: str,
+        saved_as: str,
+        dtype: str | None = None,
+    ) -> TrainedModel:
+        """A model with its optimizer. ``name`` prefixes its metrics."""
+        layout, options = self._layout(cfg.layout, cfg.ranks), self._options(dtype)
+        options = replace(options, recompute=cfg.recompute, trainable=True, aux_loss_coef=cfg.moe.aux_loss_coef)
+        model = self._model(spec, path, layout, options, saved_as)
+        if model is not None:
+            model.add_optimizer(cfg.optimizer)
+        return TrainedModel(layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name)
+
+    def _frozen(
+        self,
+        spec: ModelSpec,
+        path: str,
+        layout: ParallelLayout,
+        *,
+        offload: bool,
+        dtype: str | None = None,
+        saved_as: str | None = None,
+    ) -> RoleModel:
+        model = self._model(spec, path, layout, self._options(dtype), saved_as)
+        if model is not None and offload:
+            model.offload()
+        return RoleModel(layout, model, spec, self.cfg.trainer)
+
+    def _model(
+        self, spec: ModelSpec, path: str, layout: ParallelLayout, options: BuildOptions, saved_as: str | None
+    ) -> MegatronModel | None:
+        """A model on the ranks of ``layout``, None on others. Its weights are those of ``path``, or a checkpoint's of ``saved_as``."""
+        groups = build_groups(layout, self._pool)
+        model = build_model(spec, groups, self.platform, options) if groups is not None else None
+        parameters = model.local_parameters() if model is not None else []
+        saved = self.weights.get(saved_as) if saved_as is not None else None
+        fresh_head = spec.has_fresh_head and saved is None
+        on_every_rank(lambda: load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head))
+        return model
+
+    def _options(self, dtype: str | None) -> BuildOptions:
+        """Of a frozen model. ``dtype``: its own; null or auto: that of ``model.dtype``."""
+        return BuildOptions(
+            dtype=self.platform.dtype(self.cfg.model.dtype if dtype in (None, "auto") else dtype),
+            layer_spec=self.cfg.model.layer_spec,
+            recompute=RecomputeConfig(),
+            trainable=False,
+            deterministic=self.cfg.deterministic,
+            seed=self.cfg.seed,
+        )
+
+    def _layout(self, cut: LayoutConfig, ranks: list[int] | None) -> ParallelLayout:
+        first, end = ranks or (0, dist.get_world_size())
+        return ParallelLayout(
+            end - first,
+            cut.tp,
+            cut.pp,
+            cut.vpp,
+            sequence_parallel=cut.sequence_parallel,
+            ep=cut.ep,
+            etp=cut.etp,
+            layers_per_stage=None if cut.layers_per_stage is None else tuple(cut.layers_per_stage),
+            first_rank=first,
+        )

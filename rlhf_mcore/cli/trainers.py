@@ -1,0 +1,308 @@
+"""From a run's configuration to its trainer, by kind of run. The one place that picks concrete classes for training."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.reload import keep_loading_layout
+from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.checkpoint.registry import Stateful
+from rlhf_mcore.cli.models import ModelBuilder
+from rlhf_mcore.cli.run_context import RunContext
+from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
+from rlhf_mcore.config.data_files import file_keys
+from rlhf_mcore.config.derive import longest_example, needs_critic
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.supervised import wanted_columns
+from rlhf_mcore.data.examples import Example, ExampleBatches, load_examples
+from rlhf_mcore.data.rendering import shown
+from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
+from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.mcore.families import DTYPES, load_spec
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.protocols import RolloutEngine, WeightBridge
+from rlhf_mcore.rewards.reward import build_reward, check_sources
+from rlhf_mcore.roles.model import TrainedModel
+from rlhf_mcore.roles.policy import Actor, SupervisedActor
+from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
+from rlhf_mcore.trainer.counters import Counters
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
+from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.model_reward import ModelReward
+from rlhf_mcore.trainer.parts import PromptBatches, Roles
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.supervised import (
+    HeldOut,
+    NoPublisher,
+    Sums,
+    SupervisedLearner,
+    likelihood,
+    likelihood_metrics,
+    preference,
+    preference_metrics,
+)
+from rlhf_mcore.types import Prompt, Sampling, TrainBatch
+
+T = TypeVar("T", Prompt, Example)
+
+
+def build_trainer(run: RunContext) -> Trainer:
+    """The trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
+
+    Raises:
+        ConfigError: what could only be found out with data and models in hand; raised on every rank.
+    """
+    return {RL: rl_trainer, SFT: sft_trainer, REWARD_MODEL: reward_model_trainer}[run.kind](run)
+
+
+def rl_trainer(run: RunContext) -> Trainer:
+    """Reinforcement learning from responses that engines draw and graders or a reward model score."""
+    cfg, record = run.cfg, run.record
+    with record.phase("load_data"):
+        reward = on_every_rank(lambda: build_reward(cfg.reward))
+    data = _load_data(run, _load_prompts)
+    with record.phase("build_model"):
+        models = ModelBuilder(cfg, run.platform, run.start.weights)
+        actor = models.actor()
+        critic = models.critic() if needs_critic(cfg) else None
+        reference = models.reference() if cfg.algorithm.kl.coef else None
+        if cfg.reward.model.path is not None:
+            reward = ModelReward(reward, models.reward_model(), cfg.reward.model.weight)
+    with record.phase("start_engine"):
+        engine = _build_engine(run, actor)
+
+    sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), Estimation(cfg.algorithm)
+    saved = [SavedModel("actor", actor.model, cfg.model.path)]
+    holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
+    if critic is not None:
+        saved.append(SavedModel("critic", critic.model, cfg.critic.path or cfg.model.path))
+        if critic.normalizer is not None:
+            holders["return_normalizer"] = critic.normalizer
+    if reference is not None and cfg.reference.refresh_steps:  # it takes over the actor's weights now and then
+        saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
+    checkpointer = build_checkpointer(run, saved, holders, sampler)
+
+    roles = Roles(
+        actor,
+        critic,
+        reference,
+        warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
+        refresh_steps=cfg.reference.refresh_steps,
+    )
+    sampling, dynamic = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed), cfg.algorithm.dynamic_sampling
+    return Trainer(
+        source=SampledBatches(
+            PromptBatches(data.train, sampler),
+            engine,
+            sampling,
+            reward,
+            DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
+            Exchange(sampling.n),
+            record,
+        ),
+        learner=PolicyLearner(roles, estimation, record),
+        publisher=EnginePublisher(engine, _build_bridge(run, actor, engine), record),
+        evaluator=Evaluator(
+            data.held_out,
+            engine,
+            reward,
+            evaluation_sampling(cfg),
+            cfg.evaluate.every,
+            prompts_per_batch(cfg),
+            record.note,
+        ),
+        checkpointer=checkpointer,
+        recorder=record,
+        max_bad_updates=cfg.trainer.max_bad_updates,
+        counters=counters,
+    )
+
+
+def sft_trainer(run: RunContext) -> Trainer:
+    """Supervised fine-tuning: a policy that imitates given responses."""
+    data = _load_data(run, _load_examples)
+    actor = SupervisedActor(_build_on_examples(run, "actor"))
+    return _example_trainer(run, data, actor, partial(likelihood, actor), likelihood_metrics)
+
+
+def reward_model_trainer(run: RunContext) -> Trainer:
+    """A reward model that learns from pairs of a better and a worse response."""
+    data = _load_data(run, _load_examples)
+    model = RewardModelTrainer(_build_on_examples(run, "reward_model"), run.cfg.algorithm.centering)
+    return _example_trainer(run, data, model, partial(preference, model), preference_metrics)
+
+
+def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
+    """The one model of a run on given responses. ``name`` prefixes its metrics."""
+    with run.record.phase("build_model"):
+        return ModelBuilder(run.cfg, run.platform, run.start.weights).on_examples(run.kind, name)
+
+
+def _example_trainer(
+    run: RunContext,
+    data: Data[Example],
+    role: SupervisedActor | RewardModelTrainer,
+    measure: Callable[[TrainBatch], Sums],
+    named: Callable[[Sums], dict[str, float]],
+) -> Trainer:
+    """``measure`` and ``named`` evaluate the role: see :class:`HeldOut`."""
+    cfg, record, counters = run.cfg, run.record, Counters()
+    sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
+    saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
+    return Trainer(
+        source=ExampleBatches(data.train, sampler),
+        learner=SupervisedLearner(role, record),
+        publisher=NoPublisher(),
+        evaluator=HeldOut(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
+        checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
+        recorder=record,
+        max_bad_updates=cfg.trainer.max_bad_updates,
+        counters=counters,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Generic[T]):
+    """Prompts or examples to learn from, and others to evaluate on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: list[T]
+    held_out: list[T]
+
+
+def _load_data(
+    run: RunContext, load: Callable[[RunContext, PreTrainedTokenizerBase], tuple[list[T], list[T]]]
+) -> Data[T]:
+    """What ``load`` finds to learn from and to evaluate on. All that may be wrong with it is found before a model is built."""
+    cfg = run.cfg
+
+    def read() -> Data[T]:
+        tokenizer = load_tokenizer(cfg.model.tokenizer_path or cfg.model.path)
+        train, held_out = load(run, tokenizer)
+        if len(train) < cfg.trainer.prompts_per_step:
+            one, many = ("a prompt", "prompts") if run.kind.generates else ("an example", "examples")
+            raise ConfigError(
+                f"data.train has {len(train)} {many}, fewer than trainer.prompts_per_step={cfg.trainer.prompts_per_step}: "
+                f"a step would hold {one} twice. Lower it, or add data."
+            )
+        return Data(tokenizer, train, held_out[: cfg.evaluate.max_prompts])
+
+    with run.record.phase("load_data"):
+        data = on_every_rank(read)
+    first = data.train[0].prompt_ids
+    run.record.note(shown(data.tokenizer.decode(first), len(first)))
+    return data
+
+
+def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
+    data, reward = run.cfg.data, run.cfg.reward
+    train = load_prompts(data.train, tokenizer, data)
+    held_out = load_prompts(data.eval, tokenizer, data, field="data.eval") if data.eval else []
+    if reward.function is None:
+        check_sources(train, reward.sources, "data.train")
+        check_sources(held_out, reward.sources, "data.eval")
+    return train, held_out
+
+
+def _load_examples(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+    cfg, data = run.cfg, run.cfg.data
+    positions = load_spec(cfg.model.path, run.kind.head).hf_config.max_position_embeddings
+
+    def load(files: list[str], field: str) -> list[Example]:
+        columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
+        return load_examples(
+            files,
+            tokenizer,
+            columns,
+            max_tokens=min(longest_example(cfg), positions),
+            drop_longer=data.overlong_prompts == "drop",
+            data=data,
+            field=field,
+        )
+
+    return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []
+
+
+def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
+    size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
+    if cfg.data.weights is None:
+        return PromptSampler(len(prompts), size, seed, shuffle)
+    held = Counter(prompt.file for prompt in prompts)
+    sizes = [held[number] for number in range(len(cfg.data.train))]
+    return WeightedSampler(sizes, cfg.data.weights, size, seed, shuffle)
+
+
+def _build_engine(run: RunContext, actor: Actor) -> RolloutEngine:
+    cfg = run.cfg
+    return build_engine(
+        cfg.rollout,
+        model_dir=cfg.model.path,
+        tokenizer_dir=cfg.model.tokenizer_path or cfg.model.path,
+        dtype=run.dtype,
+        max_model_len=cfg.rollout.max_model_len,
+        seed=cfg.seed,
+        **(
+            {"hf_shapes": hf_shapes(actor.model.spec.geometry)}
+            if cfg.rollout.engine == "vllm"
+            else {"attention": cfg.model.attention}
+        ),
+    )
+
+
+def _build_bridge(run: RunContext, actor: Actor, engine: RolloutEngine) -> WeightBridge:
+    cfg = run.cfg
+    bridge = _plain_bridge(cfg, actor, engine)
+    if not cfg.bridge.canary:
+        return bridge
+    drawn = cfg.rollout.sampling
+    length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
+    prompts = canary_prompts(engine.num_engines, length, actor.model.spec.geometry.vocab_size)
+    sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
+    return CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
+
+
+def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
+    gatherer = None
+    if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
+        model = actor.model.model
+        assert model is not None, "config.validate keeps actor.ranks from these"
+        pgs = model.groups.collection
+        gatherer = Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+    if cfg.bridge.method == "gather":
+        assert gatherer is not None
+        return GatherBridge(gatherer, engine)
+    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
+        keep_loading_layout(engine.model)
+    return PlannedBridge(
+        actor.model.local_parameters(),
+        actor.model.spec.geometry,
+        engine,
+        bucket_bytes=cfg.bridge.bucket_bytes,
+        verify=cfg.bridge.verify,
+        gatherer=gatherer,
+        ranks_per_node=ranks_per_node(),
+    )
+
+
+def ranks_per_node() -> int | None:
+    """Ranks of each machine as torchrun has started them; None on a single machine, and where machines have different numbers."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return local if local < dist.get_world_size() and len(set(all_gather_json(local))) == 1 else None

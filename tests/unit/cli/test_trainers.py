@@ -1,0 +1,59 @@
+"""What is found out before a model is built, and how many ranks of a machine the bridge is told of. Trainings are in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli import trainers
+from rlhf_mcore.cli.run_context import RunContext
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config, RewardConfig
+from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.resume import Start
+from tests.unit.parallel.world import world
+
+__all__ = ["world"]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*given: Any, **more: Any) -> Any:
+        raise AssertionError("a model was built, or data read")
+
+    for name in ("ModelBuilder", "load_tokenizer", "load_prompts"):
+        monkeypatch.setattr(trainers, name, built)
+    (tmp_path / "mine.py").write_text("def grade(text):\n    return 1.0\n")
+    cfg = resolve(Config(reward=RewardConfig(function=f"{tmp_path / 'mine.py'}:grade")))
+    requests: Any = None
+    run = RunContext(cfg, current_platform(), RunRecord(Timers(), 0), Start(), requests)
+    with pytest.raises(ConfigError, match=r"reward\.function is .*mine\.py:grade.* its parameters are \(text\)"):
+        trainers.build_trainer(run)
+
+
+@pytest.mark.parametrize(
+    ("world", "local_sizes", "expected"),
+    [
+        (4, [4, 4, 4, 4], None),  # one machine
+        (4, [2, 2, 2, 2], 2),
+        (4, [3, 3, 3, 1], None),  # consecutive ranks cannot be told apart by one number
+    ],
+)
+def test_machines_are_told_apart_where_they_are_equal(
+    monkeypatch: pytest.MonkeyPatch, world: int, local_sizes: list[int], expected: int | None
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_sizes[0]))
+    monkeypatch.setattr(trainers.dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(trainers, "all_gather_json", lambda mine: local_sizes)
+    assert trainers.ranks_per_node() == expected
+
+
+def test_without_torchrun_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(trainers.dist, "get_world_size", lambda: 4)
+    assert trainers.ranks_per_node() is None
