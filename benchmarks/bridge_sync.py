@@ -51,8 +51,8 @@ from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
-from rlhf_mcore.protocols import RolloutEngine
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.protocols import WeightTarget
+from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,7 +156,7 @@ def measure_engine(setup: Setup, engine_tp: int, layouts: Sequence[tuple[int, in
     """All rows of one engine: it is started once, as it comes first, then with live weights."""
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=engine_tp), kv_cache_gib=0.02, gpu_memory_utilization=0.2)
     path, dtype = str(setup.path), setup.platform.default_dtype
-    engine = build_engine(cfg, model_dir=path, tokenizer_dir=path, dtype=dtype, max_model_len=64, seed=0)
+    engine = build_engine(cfg, EngineModel(path, path, dtype, max_model_len=64, seed=0))
     models = {(tp, pp): make_trainer(setup, tp, pp) for tp, pp in layouts}
     rows = [measure(setup, engine_tp, layout, model, engine) for layout, model in models.items()]
     if keep_loading_layout(engine.model):
@@ -175,7 +175,7 @@ def make_trainer(setup: Setup, tp: int, pp: int) -> MegatronModel:
 
 
 def measure(
-    setup: Setup, engine_tp: int, layout: tuple[int, int], model: MegatronModel, engine: RolloutEngine
+    setup: Setup, engine_tp: int, layout: tuple[int, int], model: MegatronModel, engine: WeightTarget
 ) -> dict[str, Any]:
     """One layout: every contender once to warm up, checked by digests, then in turns."""
     parameters, geometry, pgs = model.local_parameters(), model.spec.geometry, model.groups.collection

@@ -63,7 +63,14 @@ def _trajectory(prompt: Any, num_tokens: int) -> Any:
         from rlhf_mcore.types import Trajectory
 
         return Trajectory(prompt, 0, ids, logprobs, "", "stop", 0)
-    return single_turn(prompt, 0, ids, logprobs, "", "stop", 0)
+    try:
+        from rlhf_mcore.types import Completion
+    except ImportError:  # before engines returned completions
+        return single_turn(prompt, 0, ids, logprobs, "", "stop", 0)
+    import numpy as np
+
+    arrays = np.array(ids, np.int32), np.array(logprobs, np.float32)
+    return single_turn(prompt, 0, Completion(0, *arrays, ((0, 0),), "stop"), "")
 
 
 def measure(checkout: Path, num_rows: int, tokens: int, rounds: int) -> dict[str, float]:

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
+    from rlhf_mcore.types import Completion, Request, Score, Trajectory
+
+
+MEMORY = ("weights", "kv_cache")  # of an engine, in the order in which it is needed again after a sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +38,37 @@ class WeightBridge(Protocol):
         ...
 
 
-class RolloutEngine(Protocol):
-    """A generator whose weights are set from outside and carry a version.
+@dataclass(frozen=True, slots=True)
+class EngineRank:
+    """Which of the world's rollout engines a rank is part of. Only the lead rank of an engine returns completions."""
 
-    With tensor parallelism inside the engine every rank of it is called with the same arguments; only the engine's first
-    rank (``is_lead``) returns trajectories, the others return an empty list.
-    """
+    engine_index: int = 0
+    num_engines: int = 1
+    is_lead: bool = True
 
-    is_lead: bool
-    num_engines: int
-    engine_index: int
-    policy_version: int
+    @classmethod
+    def of(cls, rank: int, world_size: int, tp: int) -> EngineRank:
+        """Every ``tp`` consecutive ranks are an engine."""
+        return cls(rank // tp, world_size // tp, rank % tp == 0)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """Draw ``sampling.n`` responses for each prompt, in prompt order, samples 0..n-1 adjacent."""
+
+class Generator(Protocol):
+    """Draws responses."""
+
+    def generate(self, requests: Sequence[Request]) -> Sequence[Completion]:
+        """One completion for each request, in any order. May be called as often as wanted.
+
+        Where several ranks are one engine all of them pass the same requests, and all but the lead get nothing.
+        """
         ...
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replace all weights by full tensors under Hugging Face names. Until it returns, ``generate`` raises."""
+
+class WeightTarget(Protocol):
+    """Where a bridge writes: the weights of a model, replaced as one transaction."""
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that it holds; -1 where there are none that may be used."""
         ...
 
     @property
@@ -60,17 +76,32 @@ class RolloutEngine(Protocol):
         """The live model on this rank, whose tensors a bridge looks at."""
         ...
 
-    def updating(self, *, version: int) -> AbstractContextManager[nn.Module]:
-        """The live model, to be written in place. Until the block has ended well, ``generate`` raises."""
+    def begin(self, version: int) -> AbstractContextManager[nn.Module]:
+        """The live model, to be written in place.
+
+        The weights are unusable inside the block. Leaving it commits them as ``version``; an exception abandons them.
+        """
         ...
 
-    def drop_weights(self, problem: str) -> None:
-        """Declare the weights unusable: until the next whole load or sync ``generate`` raises, saying why."""
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Replace all weights by full tensors under Hugging Face names, in a transaction of their own."""
         ...
 
-    def sleep(self) -> None: ...
+    def abandon(self, problem: str) -> None:
+        """Make the weights unusable, for the reason ``problem``, until the next whole transaction."""
+        ...
 
-    def wake(self) -> None: ...
+
+class Sleeper(Protocol):
+    """What gives its device memory to others for a while."""
+
+    def sleep(self, level: int = 2) -> None:
+        """Free the caches, and the weights: level 1 keeps a copy of them on the host, level 2 discards them."""
+        ...
+
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        """Allocate the memory of ``tags``, all of it or one of ``MEMORY`` after the other."""
+        ...
 
 
 class RewardFunction(Protocol):

@@ -6,6 +6,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,35 @@ class Sampling:
     top_k: int = -1
     max_new_tokens: int = 256
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One continuation of ``prompt_ids`` to be drawn.
+
+    ``request_id`` is unique among the requests of a call; ``name`` is for messages. Of ``sampling`` neither ``n`` nor ``seed`` is
+    used: every request is drawn once, with the ``seed`` of its own.
+    """
+
+    request_id: int
+    name: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """What an engine drew for a request: N tokens, the last one the end-of-sequence token if ``finish_reason`` is "stop".
+
+    ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``.
+    """
+
+    request_id: int
+    token_ids: NDArray[np.int32]  # [N]
+    logprobs: NDArray[np.float32]  # [N]
+    versions: tuple[tuple[int, int], ...]
+    finish_reason: str  # "stop" or "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from rlhf_mcore.observability.files import pretty_json, write_atomically
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform
-from rlhf_mcore.protocols import RewardFunction, RolloutEngine
+from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.reward import build_reward
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout import Engine, EngineModel, build_engine
 from rlhf_mcore.trainer.evaluation import (
     evaluate,
     evaluation_sampling,
@@ -56,6 +56,7 @@ from rlhf_mcore.trainer.evaluation_results import (
 )
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.recorded_scores import TOKENS, score_records, with_tokens
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
@@ -170,7 +171,8 @@ def _evaluate(
     causes: list[str] = []  # of responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
-        engine, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
+        worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
+        engine = worker.engine
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:
 
@@ -181,7 +183,7 @@ def _evaluate(
 
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
                 watchdog.progress("generate")
-                rows = grade(engine, reward, sampling, prompts)
+                rows = grade(worker, reward, sampling, prompts)
                 causes.extend(score.cause or score.failure for _, score, _ in rows if score.failure is not None)
                 records = [(sample_record(*row), row[0]) for row in rows]
                 waits = task.cfg.reward.model.path is not None
@@ -210,28 +212,15 @@ def _score_by_model(tasks: Sequence[_Task], samples: Sequence[list[Sample]], pla
     def add_model(graders: RewardFunction) -> RewardFunction:
         return ModelReward(graders, model, cfg.reward.model.weight)
 
+    engine = EngineRank.of(dist.get_rank(), dist.get_world_size(), cfg.rollout.layout.tp)
     finished = []
     for task, held, waits in zip(tasks, samples, waiting, strict=True):
         if waits:
             records, size = broadcast_json(held, 0), prompts_per_batch(cfg)
-            parts = gather_json(score_records(task.prompts, records, _Place.of(cfg), size, add_model))
+            parts = gather_json(score_records(task.prompts, records, engine, size, add_model))
             held = sorted((sample for part in parts for sample in part), key=lambda s: (s["index"], s["sample"]))
         finished.append(held)
     return finished
-
-
-@dataclass(slots=True)
-class _Place:
-    """Which part of the engines a rank is, as they describe themselves."""
-
-    is_lead: bool
-    num_engines: int
-    engine_index: int
-
-    @classmethod
-    def of(cls, cfg: Config) -> _Place:
-        tp = cfg.rollout.layout.tp
-        return cls(dist.get_rank() % tp == 0, dist.get_world_size() // tp, dist.get_rank() // tp)
 
 
 def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | None:
@@ -298,7 +287,7 @@ def _companions(directory: str) -> dict[str, str]:
 
 
 @contextmanager
-def _progress(task: _Task, engine: RolloutEngine, done: int) -> Iterator[Callable[[int], None]]:
+def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[int], None]]:
     """Shows how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
     mode, total = task.cfg.logging.console, len(task.prompts)
     if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
@@ -341,11 +330,11 @@ class _Engines:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self._engine: Any = None
+        self._engine: Engine | None = None
         self._built_for: dict[str, Any] = {}
         self._version = 0
 
-    def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutEngine:
+    def start(self, cfg: Config, sharded: ShardedModel | None) -> RolloutWorker:
         """An engine with the weights of ``cfg.model``, or the sharded ones in their place. Collective."""
         reader = on_every_rank(lambda: open_weights(cfg.model.path, sharded))
         shapes = {name: reader.shape(name) for name in sorted(reader.names)}
@@ -353,23 +342,17 @@ class _Engines:
         wanted = {"files": _companions(cfg.model.path), "tokenizer": _companions(tokenizer), "shapes": shapes}
         if wanted != self._built_for:
             self.close()
-            self._engine = build_engine(
-                cfg.rollout,
-                model_dir=cfg.model.path,
-                tokenizer_dir=tokenizer,
-                dtype=self.dtype,
-                max_model_len=cfg.rollout.max_model_len,
-                seed=cfg.seed,
-                **({"hf_shapes": shapes} if cfg.rollout.engine == "vllm" else {"attention": cfg.model.attention}),
-            )
+            self._engine = build_engine(cfg.rollout, EngineModel.of(cfg, self.dtype, shapes))
             self._built_for = wanted
-        on_every_rank(lambda: self._load(cfg.model.path, reader))
-        engine: RolloutEngine = self._engine
-        return engine
+        engine = self._engine
+        assert engine is not None
+        on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
+        decode = partial(load_tokenizer(tokenizer).batch_decode, skip_special_tokens=True)
+        return RolloutWorker(engine, engine.rank, decode)
 
-    def _load(self, path: str, reader: Weights) -> None:
+    def _load(self, engine: Engine, path: str, reader: Weights) -> None:
         try:
-            self._engine.load_weights(reader.tensors(), version=self._version)
+            engine.load_weights(reader.tensors(), version=self._version)
         except ValueError as error:
             raise ConfigError(f"{path}: its weights do not fit its config.json: {error}") from error
         self._version += 1

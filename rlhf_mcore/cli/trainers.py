@@ -33,14 +33,14 @@ from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.families import DTYPES, load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
-from rlhf_mcore.protocols import RolloutEngine, WeightBridge
+from rlhf_mcore.protocols import WeightBridge, WeightTarget
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor, SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.trainer.advantages import Estimation
-from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, CanaryBridge, canary_prompts
+from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.counters import Counters
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
@@ -49,6 +49,7 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.supervised import (
     HeldOut,
     NoPublisher,
@@ -87,7 +88,9 @@ def rl_trainer(run: RunContext) -> Trainer:
         if cfg.reward.model.path is not None:
             reward = ModelReward(reward, models.reward_model(), cfg.reward.model.weight)
     with record.phase("start_engine"):
-        engine = _build_engine(run, actor)
+        engine_model = EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry))
+        engine = build_engine(cfg.rollout, engine_model)
+        worker = RolloutWorker(engine, engine.rank, partial(data.tokenizer.batch_decode, skip_special_tokens=True))
 
     sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), Estimation(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
@@ -111,7 +114,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     return Trainer(
         source=SampledBatches(
             PromptBatches(data.train, sampler),
-            engine,
+            worker,
             sampling,
             reward,
             DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
@@ -119,10 +122,12 @@ def rl_trainer(run: RunContext) -> Trainer:
             record,
         ),
         learner=PolicyLearner(roles, estimation, record),
-        publisher=EnginePublisher(engine, _build_bridge(run, actor, engine), record),
+        publisher=EnginePublisher(
+            engine, _build_bridge(cfg, actor, engine), record, _build_canary(run, actor, worker, engine)
+        ),
         evaluator=Evaluator(
             data.held_out,
-            engine,
+            worker,
             reward,
             evaluation_sampling(cfg),
             cfg.evaluate.every,
@@ -250,36 +255,17 @@ def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
     return WeightedSampler(sizes, cfg.data.weights, size, seed, shuffle)
 
 
-def _build_engine(run: RunContext, actor: Actor) -> RolloutEngine:
-    cfg = run.cfg
-    return build_engine(
-        cfg.rollout,
-        model_dir=cfg.model.path,
-        tokenizer_dir=cfg.model.tokenizer_path or cfg.model.path,
-        dtype=run.dtype,
-        max_model_len=cfg.rollout.max_model_len,
-        seed=cfg.seed,
-        **(
-            {"hf_shapes": hf_shapes(actor.model.spec.geometry)}
-            if cfg.rollout.engine == "vllm"
-            else {"attention": cfg.model.attention}
-        ),
-    )
-
-
-def _build_bridge(run: RunContext, actor: Actor, engine: RolloutEngine) -> WeightBridge:
-    cfg = run.cfg
-    bridge = _plain_bridge(cfg, actor, engine)
+def _build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
+    cfg, drawn = run.cfg, run.cfg.rollout.sampling
     if not cfg.bridge.canary:
-        return bridge
-    drawn = cfg.rollout.sampling
+        return None
     length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
-    prompts = canary_prompts(engine.num_engines, length, actor.model.spec.geometry.vocab_size)
+    prompts = canary_prompts(worker.engine.num_engines, length, actor.model.spec.geometry.vocab_size)
     sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
-    return CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
+    return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
 
 
-def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBridge:
+def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBridge:
     gatherer = None
     if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
         model = actor.model.model
@@ -288,13 +274,13 @@ def _plain_bridge(cfg: Config, actor: Actor, engine: RolloutEngine) -> WeightBri
         gatherer = Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
-        return GatherBridge(gatherer, engine)
+        return GatherBridge(gatherer, target)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
-        keep_loading_layout(engine.model)
+        keep_loading_layout(target.model)
     return PlannedBridge(
         actor.model.local_parameters(),
         actor.model.spec.geometry,
-        engine,
+        target,
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,

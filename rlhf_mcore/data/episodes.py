@@ -6,45 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.types import Prompt, Trajectory, Turn
+from rlhf_mcore.types import Completion, Prompt, Trajectory, Turn
 
 
-def single_turn(
-    prompt: Prompt,
-    sample: int,
-    response_ids: Sequence[int] | NDArray[np.int32],
-    logprobs: Sequence[float] | NDArray[np.float32],
-    response_text: str,
-    finish_reason: str,
-    policy_version: int,
-) -> Trajectory:
+def single_turn(prompt: Prompt, sample: int, completion: Completion, response_text: str) -> Trajectory:
     """A prompt and one response to it.
 
     Raises:
         ValueError: the prompt has no tokens, so that nothing predicts the first token of the response; or the number of logprobs is
             not that of the response's tokens.
     """
+    response_ids, logprobs = completion.token_ids, completion.logprobs
     start, stop = len(prompt.prompt_ids), len(prompt.prompt_ids) + len(response_ids)
     where = f"prompt {prompt.prompt_id!r}, sample {sample}"
     if not start:
         raise ValueError(f"{where}: the prompt has no tokens, so the first response token cannot be predicted")
     if len(logprobs) != len(response_ids):
         raise ValueError(f"{where}: the engine gave {len(logprobs)} logprobs for {len(response_ids)} response tokens")
-    values = np.zeros(stop, dtype=np.float32)
-    values[start:] = logprobs
     return Trajectory(
         prompt,
         sample,
-        token_ids=np.concatenate([np.asarray(part, dtype=np.int32) for part in (prompt.prompt_ids, response_ids)]),
+        token_ids=np.concatenate([np.asarray(prompt.prompt_ids, np.int32), response_ids]),
         loss_mask=np.arange(stop) >= start,
-        logprobs=values,
+        logprobs=np.concatenate([np.zeros(start, np.float32), logprobs]),
         turns=(Turn("prompt", 0, start), Turn("policy", start, stop)),
-        versions=((start, policy_version),),
+        versions=tuple((start + first, version) for first, version in completion.versions),
         response_text=response_text,
-        finish_reason=finish_reason,
+        finish_reason=completion.finish_reason,
     )
 
 

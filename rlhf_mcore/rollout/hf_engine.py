@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.protocols import MEMORY, EngineRank
+from rlhf_mcore.rollout.engine import Engine, EngineModel
 from rlhf_mcore.rollout.environment import preserved_rng
-from rlhf_mcore.rollout.requests import (
-    Completion,
-    Request,
-    expand_requests,
-    refuse_foreign_code,
-    stop_token_ids,
-    to_trajectories,
-)
-from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.rollout.weights import ExpectedTensors
+from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
@@ -31,100 +26,79 @@ if TYPE_CHECKING:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class HFEngine(VersionedWeights):
+class HFEngine(Engine):
     """A full copy of the model on every rank (``layout.tp`` is not looked at), so as many engines as ranks.
 
     Works without torch.distributed too: then it is engine 0 of 1.
     """
 
-    def __init__(
-        self,
-        cfg: RolloutConfig,
-        *,
-        model_dir: str,
-        tokenizer_dir: str,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        attention: str = "auto",
-    ) -> None:
-        """Build the model without weights. Arguments as for ``VLLMEngine``; batches of ``cfg.max_num_seqs`` rows.
-
-        ``attention``: the kernel, by transformers' name; "auto" leaves it to transformers.
+    def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
+        """Build the model without weights; it decodes ``cfg.max_num_seqs`` rows at a time.
 
         Raises:
-            ConfigError: the kernel is not installed, or the model cannot use it.
+            ConfigError: a directory cannot be used, or the attention kernel is not installed or not the model's.
         """
-        super().__init__()
-        refuse_foreign_code(model_dir)
-        self.is_lead = True
-        self.num_engines = dist.get_world_size() if dist.is_initialized() else 1
-        self.engine_index = dist.get_rank() if dist.is_initialized() else 0
+        is_alone = not dist.is_initialized()
+        super().__init__(model, EngineRank() if is_alone else EngineRank(dist.get_rank(), dist.get_world_size()))
         self._batch_size = cfg.max_num_seqs
-        self._max_model_len = max_model_len
         self._device = current_platform().device()
-        self._tokenizer = load_tokenizer(tokenizer_dir)
-        self._stops = stop_token_ids(model_dir, self._tokenizer)
-        self._model = _build_model(model_dir, _DTYPES[dtype], seed, attention).to(self._device)
+        self._model = _build_model(model).to(self._device)
         self._expected = ExpectedTensors.of_model(self._model)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """Draw ``sampling.n`` responses per prompt, in prompt order, each from a generator with its own seed.
-
-        Logprobs are of the distribution that was sampled from (after temperature, top-k and top-p); for temperature 0,
-        of the raw logits. The seeds are vLLM's, the draws are not: the two engines agree in distribution only.
-
-        Raises:
-            RuntimeError: the weights are not usable, or the model returned logprobs that must not be trained on.
-            ValueError: an empty prompt, or one that leaves no room for a response.
-        """
-        self.require_weights()
-        requests = expand_requests(prompts, sampling, step, self._max_model_len)
+    def _draw(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
+        """The seeds are vLLM's, the draws are not: the two engines agree in distribution only."""
         completions: list[Completion] = []
-        for start in range(0, len(requests), self._batch_size):
-            completions += self._decode(requests[start : start + self._batch_size], sampling)
-        return to_trajectories(requests, completions, self._tokenizer, self.policy_version)
+        # What is decoded together is drawn in the same way.
+        for _, group in groupby(zip(requests, limits, strict=True), key=lambda pair: _distribution(pair[0].sampling)):
+            same = list(group)
+            for start in range(0, len(same), self._batch_size):
+                completions += self._decode(*zip(*same[start : start + self._batch_size], strict=True))
+        return completions
 
-    def _decode(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _decode(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
         """One batch, left-padded, to the end of its longest response."""
         token_ids, mask = self._left_pad(requests)
         generators = [torch.Generator(self._device).manual_seed(request.seed) for request in requests]
-        drawn = [Completion([], [], "") for _ in requests]
+        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
+        finished = [""] * len(requests)
         cache = None
-        while any(not completion.finish_reason for completion in drawn):
+        while not all(finished):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
             output = self._model(
                 input_ids=token_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache = output.past_key_values
-            chosen, logprobs = draw(output.logits[:, -1], sampling, generators)
-            self._record(requests, drawn, chosen, logprobs)
+            chosen, logprobs = draw(output.logits[:, -1], requests[0].sampling, generators)
+            for row, (token, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
+                if finished[row]:
+                    continue  # a row that is done stays in the batch, and its tokens are dropped
+                drawn[row].append((token, logprob))
+                if token in self._stops:
+                    finished[row] = "stop"
+                elif len(drawn[row]) == limits[row]:
+                    finished[row] = "length"
             token_ids = chosen[:, None]
             mask = torch.cat([mask, torch.ones_like(token_ids)], dim=1)
-        return drawn
-
-    def _record(self, requests: Sequence[Request], drawn: list[Completion], chosen: Tensor, logprobs: Tensor) -> None:
-        for request, completion, token, logprob in zip(
-            requests, drawn, chosen.tolist(), logprobs.tolist(), strict=True
-        ):
-            if completion.finish_reason:
-                continue  # a row that is done stays in the batch, and its tokens are dropped
-            completion.token_ids.append(token)
-            completion.logprobs.append(logprob)
-            if token in self._stops:
-                completion.finish_reason = "stop"
-            elif len(completion.token_ids) == request.max_new_tokens:
-                completion.finish_reason = "length"
+        return [
+            Completion(
+                request.request_id,
+                np.array([token for token, _ in row], np.int32),
+                np.array([logprob for _, logprob in row], np.float32),
+                ((0, self.policy_version),),
+                reason,
+            )
+            for request, row, reason in zip(requests, drawn, finished, strict=True)
+        ]
 
     def _left_pad(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         """Prompts [b, T] and their mask [b, T], both int64, aligned at the right."""
-        longest = max(len(request.prompt.prompt_ids) for request in requests)
+        longest = max(len(request.prompt_ids) for request in requests)
         token_ids = torch.full((len(requests), longest), self._tokenizer.pad_token_id, device=self._device)
         mask = torch.zeros_like(token_ids)
         for row, request in enumerate(requests):
-            length = len(request.prompt.prompt_ids)
-            token_ids[row, longest - length :] = torch.tensor(request.prompt.prompt_ids)
+            length = len(request.prompt_ids)
+            token_ids[row, longest - length :] = torch.tensor(request.prompt_ids)
             mask[row, longest - length :] = 1
         return token_ids, mask
 
@@ -142,8 +116,8 @@ class HFEngine(VersionedWeights):
         self.commit_load(version)
 
     @contextmanager
-    def updating(self, *, version: int) -> Iterator[torch.nn.Module]:
-        """The live model, to be written from outside. The engine is unusable from here until the block has ended well."""
+    def begin(self, version: int) -> Iterator[torch.nn.Module]:
+        """The live model, to be written from outside. The engine is unusable until the block has ended well."""
         self.begin_load()
         yield self.model
         self.commit_load(version)
@@ -153,33 +127,38 @@ class HFEngine(VersionedWeights):
         """The live model."""
         return self._model
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 2) -> None:
         """Nothing: the model stays where it is."""
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
         """Nothing, as ``sleep`` does nothing."""
 
     def close(self) -> None:
         """Free the model."""
-        self.drop_weights("it was closed")
+        self.abandon("it was closed")
         del self._model
 
 
-def _build_model(model_dir: str, dtype: torch.dtype, seed: int, attention: str) -> torch.nn.Module:
+def _distribution(sampling: Sampling) -> tuple[float, float, int]:
+    return sampling.temperature, sampling.top_p, sampling.top_k
+
+
+def _build_model(model: EngineModel) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(model.model_dir, trust_remote_code=False, local_files_only=True)
     with preserved_rng():
-        torch.manual_seed(seed)
-        kernel = {} if attention == "auto" else {"attn_implementation": attention}
+        torch.manual_seed(model.seed)
+        kernel = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+        dtype = _DTYPES[model.dtype]
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **kernel).eval()
         except (ImportError, ValueError) as error:
-            if attention == "auto":
+            if model.attention == "auto":
                 raise
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"model.attention={attention} cannot be used here ({reason}); set model.attention=auto"
+                f"model.attention={model.attention} cannot be used here ({reason}); set model.attention=auto"
             ) from error
 
 

@@ -7,20 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.protocols import MEMORY, EngineRank
+from rlhf_mcore.rollout.engine import Engine, EngineModel
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory
-from rlhf_mcore.rollout.requests import (
-    Completion,
-    Request,
-    expand_requests,
-    refuse_foreign_code,
-    stop_token_ids,
-    to_trajectories,
-)
-from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.rollout.weights import ExpectedTensors
+from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,89 +27,65 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
-class VLLMEngine(VersionedWeights):
+class VLLMEngine(Engine):
     """One of ``world_size / cfg.layout.tp`` vLLM engines that live in the ranks of the trainer.
 
     vLLM's ``external_launcher`` joins the process group that the trainer has initialised; consecutive ranks form an
     engine. All ranks construct it together. The ranks of one engine are called with the same arguments in the same
     order; different engines may be given different prompts and finish at different times. One engine per process.
 
-    Weights always come through ``load_weights``: the engine starts with dummies and refuses to generate with them.
+    It starts with dummy weights, and refuses to generate with them.
     """
 
-    def __init__(
-        self,
-        cfg: RolloutConfig,
-        *,
-        model_dir: str,
-        tokenizer_dir: str,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        hf_shapes: Mapping[str, tuple[int, ...]] | None = None,
-    ) -> None:
+    def __init__(self, cfg: RolloutConfig, model: EngineModel) -> None:
         """Start the engine (seconds to a minute).
 
-        Args:
-            cfg: the rollout group; ``kv_cache_gib`` counts on the CPU, ``gpu_memory_utilization`` and ``sleep`` on
-                CUDA. On the CPU the engine always runs eagerly: compiling costs more than it brings.
-            model_dir: Hugging Face directory; only its configuration is read.
-            tokenizer_dir: Hugging Face directory of the tokenizer.
-            dtype: "fp32", "bf16" or "fp16".
-            max_model_len: most tokens of a prompt and its response together.
-            seed: for what vLLM draws itself; responses are drawn from ``Sampling.seed``.
-            hf_shapes: names and shapes of the checkpoint's tensors, for ``load_weights`` to check; None asks transformers, which
-                knows experts by other names than checkpoints do.
+        Of ``cfg``, ``kv_cache_gib`` counts on the CPU, ``gpu_memory_utilization`` and ``sleep`` on CUDA. On the CPU the engine always
+        runs eagerly: compiling costs more than it brings.
 
         Raises:
             ConfigError: tp does not divide the world size, a directory that cannot be used, or a cache that does not hold one
-                response of ``max_model_len``.
+                response of ``model.max_model_len``.
             RuntimeError: torch.distributed is not initialised.
         """
-        super().__init__()
-        refuse_foreign_code(model_dir)
-        rank, world_size = _rank_and_world_size()
-        tp = cfg.layout.tp
+        rank, world_size, tp = *_rank_and_world_size(), cfg.layout.tp
         if tp < 1 or world_size % tp:
             raise ConfigError(
                 f"rollout.layout.tp={tp} does not divide the world size {world_size}; use a divisor of it"
             )
-        self.num_engines = world_size // tp
-        self.engine_index = rank // tp
-        self.is_lead = rank % tp == 0
-        self._max_model_len = max_model_len
-        self._tokenizer = load_tokenizer(tokenizer_dir)
-        self._stops = stop_token_ids(model_dir, self._tokenizer)
+        super().__init__(model, EngineRank.of(rank, world_size, tp))
         self._expected = (
-            ExpectedTensors.of_directory(model_dir) if hf_shapes is None else ExpectedTensors.of_shapes(hf_shapes)
+            ExpectedTensors.of_directory(model.model_dir)
+            if model.shapes is None
+            else ExpectedTensors.of_shapes(model.shapes)
         )
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
-        self._asleep = False
-        options = self._options(cfg, model_dir=model_dir, dtype=dtype, seed=seed)
+        self._asleep: set[str] = set()  # of MEMORY
+        options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
         if not self._on_cuda:
             _spare_generators_of_cut_prompts(self._worker().model_runner)
 
-    def _options(self, cfg: RolloutConfig, *, model_dir: str, dtype: str, seed: int) -> dict[str, Any]:
+    def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
         options: dict[str, Any] = {
-            "model": model_dir,
+            "model": model.model_dir,
             "skip_tokenizer_init": True,  # tokens in, tokens out: text is made once, at the end
             "trust_remote_code": False,
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
             "load_format": "dummy",
-            "dtype": _DTYPES[dtype],
-            "max_model_len": self._max_model_len,
+            "dtype": _DTYPES[model.dtype],
+            "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
             "enable_prefix_caching": cfg.prefix_caching,
             "enforce_eager": cfg.enforce_eager or not self._on_cuda,
             "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
-            "seed": seed,
+            "seed": model.seed,
         }
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens
@@ -133,53 +104,34 @@ class VLLMEngine(VersionedWeights):
             )
         return options
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """Draw ``sampling.n`` responses per prompt, in prompt order; [] on ranks that are not the engine's lead.
-
-        Each response is a request with a seed of its own (``request_seed``), so it depends neither on the engine nor
-        on the batch, up to rounding: a kernel may sum in another order for another batch size.
-
-        Logprobs are of the distribution that was sampled from: after temperature, top-k and top-p. Greedy decoding
-        (temperature 0) has no such distribution; there vLLM returns log_softmax of the raw logits, as for temperature
-        1.
-
-        Raises:
-            RuntimeError: the weights are not usable, or the engine returned something that must not be trained on.
-            ValueError: an empty prompt, or one that leaves no room for a response.
-        """
-        self.require_weights()
-        requests = expand_requests(prompts, sampling, step, self._max_model_len)
-        if not requests:
-            return []
-        completions = self._run(requests, sampling)
-        if not self.is_lead:
-            return []
-        return to_trajectories(requests, completions, self._tokenizer, self.policy_version)
-
-    def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def _draw(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
+        if self._asleep:
+            raise RuntimeError("the rollout engine sleeps: call wake() before it generates")
         params = [
             SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=request.max_new_tokens,
+                temperature=request.sampling.temperature,
+                top_p=request.sampling.top_p,
+                top_k=request.sampling.top_k,
+                max_tokens=limit,
                 seed=request.seed,
                 stop_token_ids=self._stops,
                 logprobs=0,  # of the sampled token only
                 detokenize=False,
             )
-            for request in requests
+            for request, limit in zip(requests, limits, strict=True)
         ]
-        tokens = [TokensPrompt(prompt_token_ids=request.prompt.prompt_ids) for request in requests]
+        tokens = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
         with preserved_rng():  # vLLM's sampler also draws from torch's global generator
             outputs = self._llm.generate(tokens, params, use_tqdm=False)
-        return [_completion(output.outputs[0]) for output in outputs]
+        by_number = {first + place: request for place, request in enumerate(requests)}
+        return [_completion(output, by_number, self.policy_version) for output in outputs]
 
     @contextmanager
-    def updating(self, *, version: int) -> Iterator[nn.Module]:
+    def begin(self, version: int) -> Iterator[nn.Module]:
         """The live model, to be written from outside. The engine is unusable from here until the block has ended well.
 
         Raises:
@@ -187,7 +139,7 @@ class VLLMEngine(VersionedWeights):
         """
         from vllm.config import set_current_vllm_config
 
-        if self._asleep:
+        if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before a sync")
         self.begin_load()
         worker = self._worker()
@@ -219,7 +171,7 @@ class VLLMEngine(VersionedWeights):
             ValueError: an unknown, repeated, wrongly shaped or missing tensor.
             RuntimeError: the engine sleeps, or vLLM left a parameter unwritten.
         """
-        if self._asleep:
+        if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
         self.begin_load()
         with preserved_rng():
@@ -229,25 +181,26 @@ class VLLMEngine(VersionedWeights):
         self._reset_prefix_cache()
         self.commit_load(version)
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 2) -> None:
         """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep=false."""
         if not self._can_sleep or self._asleep:
             return
-        self.drop_weights("its weights were discarded by sleep()")
-        self._llm.sleep(level=2)
-        self._asleep = True
+        if level == 2:
+            self.abandon("its weights were discarded by sleep()")
+        self._llm.sleep(level=level)
+        self._asleep = set(MEMORY)
 
-    def wake(self) -> None:
-        """Take the memory again. The weights are not in it: ``load_weights`` must follow."""
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        """Allocate the memory again. After a sleep of level 2 the weights are not in it: a sync must follow."""
+        if due := self._asleep.intersection(tags):
+            self._llm.wake_up(tags=sorted(due, key=MEMORY.index))
+            self._asleep -= due
 
     def close(self) -> None:
         """Free the engine. The trainer's process group stays; another engine may be started afterwards."""
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        self.drop_weights("it was closed")
+        self.abandon("it was closed")
         core = self._llm.llm_engine.engine_core.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
@@ -315,11 +268,26 @@ def _spare_generators_of_cut_prompts(runner: Any) -> None:
     runner.sample_tokens = sample_tokens
 
 
-def _completion(output: Any) -> Completion:
-    """From vllm.CompletionOutput, whose ``logprobs[t]`` maps token ids to records."""
-    token_ids = list(output.token_ids)
-    logprobs = [record[token].logprob for token, record in zip(token_ids, output.logprobs or [], strict=False)]
-    return Completion(token_ids, logprobs, output.finish_reason)
+def _completion(output: Any, by_number: Mapping[int, Request], version: int) -> Completion:
+    """From vllm.RequestOutput, whose ``outputs[0].logprobs[t]`` maps token ids to records.
+
+    Raises:
+        RuntimeError: it answers none of the requests.
+    """
+    request = by_number.get(int(output.request_id))
+    if request is None or list(output.prompt_token_ids) != list(request.prompt_ids):
+        name = "a request that was not made" if request is None else f"another prompt than that of {request.name}"
+        raise RuntimeError(f"the engine answered {name}")
+    [drawn] = output.outputs
+    token_ids = list(drawn.token_ids)
+    logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
+    return Completion(
+        request.request_id,
+        np.array(token_ids, np.int32),
+        np.array(logprobs, np.float32),
+        ((0, version),),
+        drawn.finish_reason,
+    )
 
 
 def _self(worker: Any) -> Any:

@@ -26,9 +26,9 @@ class VersionedWeights:
 
     def begin_load(self) -> None:
         """What was there is gone."""
-        self.drop_weights("the last load of weights did not finish")
+        self.abandon("the last load of weights did not finish")
 
-    def drop_weights(self, problem: str) -> None:
+    def abandon(self, problem: str) -> None:
         """Declare the weights unusable."""
         self.policy_version = -1
         self._problem = problem

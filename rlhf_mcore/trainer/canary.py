@@ -14,10 +14,10 @@ import torch
 
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats, WeightBridge
+from rlhf_mcore.protocols import SyncMismatch, WeightTarget
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.parts import LogprobModel
-from rlhf_mcore.trainer.rollouts import generate
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling, Score
 
 # Largest mean difference of a response's logprobs. Sums in another order differ by 1e-6 in fp32 and by 1e-2 in bf16, and in a mixture
@@ -26,40 +26,35 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 NUM_TOKENS = 8  # of a prompt, and of a response, at most
 
 
-@dataclass(slots=True)
-class CanaryBridge:
-    """Another bridge, with a canary after each of its syncs.
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """``sampling`` has the temperature at which ``actor`` computes logprobs, and draws from the whole vocabulary."""
 
-    ``sampling`` has the temperature at which ``actor`` computes logprobs and draws from the whole vocabulary.
-    """
-
-    bridge: WeightBridge
-    engine: RolloutEngine
+    worker: RolloutWorker
+    target: WeightTarget
     actor: LogprobModel
     prompts: Sequence[Prompt]
     sampling: Sampling
     tolerance: float
 
-    def sync(self, version: int) -> SyncStats:
-        """Sync, then generate a response on every engine and let the trainer score it. Collective over the world.
+    def check(self, version: int) -> None:
+        """Generate a response on every engine and let the trainer score it. Collective over the world.
 
         Raises:
             SyncMismatch: the logprobs differ by more than the tolerance. The engines are unusable until the next whole sync.
         """
-        stats = self.bridge.sync(version)
         difference = self._difference(version)
         if not difference <= self.tolerance:
             problem = (
                 f"after the sync of version {version} an engine's logprobs of the canary differ from the trainer's by "
                 f"{difference:.3g} on average, more than {self.tolerance:g}"
             )
-            self.engine.drop_weights(problem)
+            self.target.abandon(problem)
             raise SyncMismatch(problem)
-        return stats
 
     def _difference(self, version: int) -> float:
         """Largest mean difference of a response, over all engines; the same on every rank."""
-        rollouts = generate(self.engine, self.prompts, self.sampling, step=version)
+        rollouts = self.worker.rollouts(self.prompts, self.sampling, step=version)
         scores = [Score(0.0) for _ in rollouts.trajectories]
         batch = Exchange(1)(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()

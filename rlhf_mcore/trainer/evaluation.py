@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import RewardFunction, RolloutEngine
+from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
 from rlhf_mcore.trainer.model_reward import PART
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
 
@@ -29,7 +30,7 @@ class Evaluator:
     """Scores ``prompts`` with the policy that the engine holds."""
 
     prompts: Sequence[Prompt]
-    engine: RolloutEngine
+    worker: RolloutWorker
     reward: RewardFunction
     sampling: Sampling
     every: int
@@ -53,8 +54,8 @@ class Evaluator:
         """
         mine: list[Graded] = []
         causes: list[str] = []
-        for batch in batches(self.prompts, self.engine, self.prompts_per_batch):
-            for _, score, row in grade(self.engine, self.reward, self.sampling, batch):
+        for batch in batches(self.prompts, self.worker.engine, self.prompts_per_batch):
+            for _, score, row in grade(self.worker, self.reward, self.sampling, batch):
                 mine.append(row)
                 if score.failure is not None:
                     causes.append(score.cause or score.failure)
@@ -67,10 +68,10 @@ class Evaluator:
 
 
 def grade(
-    engine: RolloutEngine, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
+    worker: RolloutWorker, reward: RewardFunction, sampling: Sampling, prompts: Sequence[Prompt]
 ) -> list[tuple[Trajectory, Score, Graded]]:
     """Draw and score ``sampling.n`` responses per prompt; [] on ranks that are not their engine's lead."""
-    trajectories = engine.generate(prompts, sampling, step=SEED_STEP) if prompts else []
+    trajectories = worker.generate(prompts, sampling, step=SEED_STEP) if prompts else []
     scores = reward.score(trajectories)
     return [(t, s, graded(t, s)) for t, s in zip(trajectories, scores, strict=True)]
 
@@ -78,7 +79,7 @@ def grade(
 def evaluate(
     prompts: Sequence[Prompt],
     draw: Callable[[Sequence[Prompt]], list[dict[str, Any]]],
-    engine: RolloutEngine,
+    engine: EngineRank,
     size: int,
     done: Collection[int],
     keep: Callable[[Sequence[list[dict[str, Any]]]], None],
@@ -142,15 +143,7 @@ def prompts_per_batch(cfg: Config) -> int:
     )
 
 
-class Place(Protocol):
-    """Which part of the engines a rank is: the engine tells it, also of one that is gone."""
-
-    is_lead: bool
-    num_engines: int
-    engine_index: int
-
-
-def batches(prompts: Sequence[Prompt], engine: Place, size: int) -> Iterator[list[Prompt]]:
+def batches(prompts: Sequence[Prompt], engine: EngineRank, size: int) -> Iterator[list[Prompt]]:
     """What this rank's engine evaluates: every ``num_engines``-th prompt, ``size`` at a time.
 
     Training and the command cut alike, so that the engine sees the same batches and rounds the same way. All engines have equally

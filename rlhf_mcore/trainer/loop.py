@@ -54,6 +54,7 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, float]:
         batch, metrics = self.source.next_batch(step)
+        self.publisher.withdraw()
         metrics = {**metrics, **self.learner.learn(step, batch)}
         stop_if_diverged(metrics, self.max_bad_updates)
         metrics |= self.counters.count(batch)

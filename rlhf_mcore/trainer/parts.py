@@ -96,7 +96,7 @@ class Publisher(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """The weights that were published last are out of date, and others follow."""
+        """The weights that were published last are needed no longer: the model learns, and others follow."""
         ...
 
 

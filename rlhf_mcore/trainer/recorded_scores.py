@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rlhf_mcore.data.episodes import single_turn
-from rlhf_mcore.protocols import RewardFunction
-from rlhf_mcore.trainer.evaluation import Place, batches, is_correct
-from rlhf_mcore.types import Prompt, Score, Trajectory
+from rlhf_mcore.protocols import EngineRank, RewardFunction
+from rlhf_mcore.trainer.evaluation import batches, is_correct
+from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
 
 Record = dict[str, Any]  # a line of samples.jsonl
 TOKENS = "response_ids"  # what a record has until the model has scored it: it reads tokens and not text
@@ -34,7 +36,7 @@ class RecordedScores:
 def score_records(
     prompts: Sequence[Prompt],
     records: Sequence[Record],
-    place: Place,
+    engine: EngineRank,
     size: int,
     add_model: Callable[[RewardFunction], RewardFunction],
 ) -> list[Record]:
@@ -43,7 +45,7 @@ def score_records(
     Args:
         prompts: all of them.
         records: of all responses, with ``TOKENS``; the same on every rank.
-        place: of this rank among the engines that drew them.
+        engine: this rank's part of the engines that drew them.
         size: prompts that an engine is handed at a time.
         add_model: the reward of training around other graders.
     """
@@ -53,8 +55,8 @@ def score_records(
     known = {(r["index"], r["sample"]): Score(r["score"], r["parts"]) for r in records}
     reward = add_model(RecordedScores(known))
     scored = []
-    for batch in batches(prompts, place, size):
-        mine = [(p, r) for p in batch for r in by_prompt[p.index]] if place.is_lead else []
+    for batch in batches(prompts, engine, size):
+        mine = [(p, r) for p in batch for r in by_prompt[p.index]] if engine.is_lead else []
         scores = reward.score([_trajectory(*pair) for pair in mine])
         scored += [_finished(record, score) for (_, record), score in zip(mine, scores, strict=True)]
     return scored
@@ -67,6 +69,7 @@ def _finished(record: Record, score: Score) -> Record:
 
 
 def _trajectory(prompt: Prompt, record: Record) -> Trajectory:
-    tokens = record[TOKENS]
+    token_ids = np.array(record[TOKENS], np.int32)
     reason = "length" if record["truncated"] else "stop"
-    return single_turn(prompt, record["sample"], tokens, [0.0] * len(tokens), record["response"], reason, 0)
+    completion = Completion(0, token_ids, np.zeros(len(token_ids), np.float32), ((0, 0),), reason)
+    return single_turn(prompt, record["sample"], completion, record["response"])

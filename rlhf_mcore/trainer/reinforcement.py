@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
 from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
-from rlhf_mcore.trainer.rollouts import generate, score
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import RewardFunction, RolloutEngine, WeightBridge
+    from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
     from rlhf_mcore.trainer.advantages import Estimation
+    from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.dynamic_sampling import Collector
     from rlhf_mcore.trainer.exchange import Exchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
-    from rlhf_mcore.trainer.rollouts import Rollouts
+    from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """Synchronous: a step's responses are drawn and scored when the step asks for them, then the engines sleep."""
+    """Synchronous: a step's responses are drawn and scored when the step asks for them."""
 
     prompt_source: PromptSource
-    engine: RolloutEngine
+    worker: RolloutWorker
     sampling: Sampling
     reward: RewardFunction
     collector: Collector
@@ -38,12 +38,11 @@ class SampledBatches:
 
         def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
             with self.recorder.phase("generate"):
-                rollouts = generate(self.engine, prompts, sampling_of_batch(self.sampling, number), step=step)
+                rollouts = self.worker.rollouts(prompts, sampling_of_batch(self.sampling, number), step=step)
             with self.recorder.phase("score"):
-                return rollouts, score(self.reward, rollouts)
+                return rollouts, self.reward.score(rollouts.trajectories)
 
         collected = self.collector.collect(self.prompt_source, attempt)
-        self.engine.sleep()
         rollouts, scores = collected.rollouts, collected.scores
         self.recorder.rollouts(step, rollouts.trajectories, scores)
         with self.recorder.phase("exchange"):
@@ -90,19 +89,23 @@ class PolicyLearner:
 
 @dataclass(frozen=True, slots=True)
 class EnginePublisher:
-    """Brings the actor's weights to the colocated engines, through a bridge."""
+    """Brings the actor's weights to the colocated engines, which sleep while others need the device."""
 
-    engine: RolloutEngine
+    sleeper: Sleeper
     bridge: WeightBridge
     recorder: Recorder
+    canary: Canary | None = None
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Wake the engines and replace their weights. Collective over the world."""
+        """Replace the weights of the engines. Their caches are allocated when the sync needs its buffers no longer. Collective."""
         with self.recorder.phase("sync"):
-            self.engine.wake()
+            self.sleeper.wake(("weights",))
             stats = self.bridge.sync(version)
+            self.sleeper.wake(("kv_cache",))
+            if self.canary is not None:
+                self.canary.check(version)
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
-        """The weights that the engines hold are out of date: they sleep until the next ones come."""
-        self.engine.sleep()
+        """The engines sleep until the next weights come."""
+        self.sleeper.sleep()

@@ -1,13 +1,25 @@
-"""Sharing a step's prompts out to the engines, and scoring what comes back where it was made."""
+"""From prompts to requests, and from completions to trajectories: each response that was asked for, once."""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlhf_mcore.protocols import RewardFunction, RolloutEngine
-from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
+import numpy as np
+
+from rlhf_mcore.data.episodes import single_turn
+from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
+
+_SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
+_SHOWN = 5  # requests named in a message
+
+
+class LostTrajectory(RuntimeError):
+    """What the engines returned is not what they were asked for. It is found before anything is trained on the step."""
 
 
 @dataclass(slots=True)
@@ -18,16 +30,115 @@ class Rollouts:
     trajectories: list[Trajectory]
 
 
-def generate(engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> Rollouts:
-    """Every engine takes each ``num_engines``-th prompt with all its samples, so that they share the prompt's cache.
+@dataclass(frozen=True, slots=True)
+class RolloutWorker:
+    """This rank's engine, as the trainer uses it. ``decode``: token ids of responses -> their texts without special tokens."""
 
-    ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses.
+    generator: Generator
+    engine: EngineRank
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+
+    def rollouts(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> Rollouts:
+        """Every engine takes each ``num_engines``-th prompt with all its samples, so that they share the prompt's cache.
+
+        ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses.
+        """
+        numbered = number_occurrences(prompts)
+        mine = range(self.engine.engine_index, len(prompts), self.engine.num_engines)
+        trajectories = self.generate([numbered[place] for place in mine], sampling, step=step)
+        positions = [place for place in mine for _ in range(sampling.n)] if self.engine.is_lead else []
+        return Rollouts(positions, trajectories)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """``sampling.n`` responses to each prompt, in this order; [] on ranks that do not lead their engine.
+
+        Raises:
+            LostTrajectory: a response is missing, doubled, or was not asked for.
+            RuntimeError: a response that must not be trained on.
+        """
+        samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
+        requests = [
+            Request(
+                number,
+                f"prompt {prompt.prompt_id!r}, sample {sample}",
+                prompt.prompt_ids,
+                sampling,
+                # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
+                request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample),
+            )
+            for number, (prompt, sample) in enumerate(samples)
+        ]
+        expected = requests if self.engine.is_lead else []
+        completions = matched(expected, self.generator.generate(requests))
+        texts = self.decode([completion.token_ids.tolist() for completion in completions]) if completions else []
+        return [
+            single_turn(prompt, sample, completion, text)
+            for (prompt, sample), completion, text in zip(samples, completions, texts, strict=False)
+        ]
+
+
+def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
+    """The seed that response ``sample`` to the prompt in row ``prompt_index`` is drawn with at ``step``.
+
+    It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
+    it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
+    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
+    neither on the engine that ran it nor on its neighbours in a batch.
+
+    Raises:
+        struct.error: an argument does not fit in a signed 64-bit integer.
     """
-    numbered = number_occurrences(prompts)
-    mine = range(engine.engine_index, len(prompts), engine.num_engines)
-    trajectories = engine.generate([numbered[place] for place in mine], sampling, step=step)
-    positions = [place for place in mine for _ in range(sampling.n)] if engine.is_lead else []
-    return Rollouts(positions, trajectories)
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
+def matched(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Completion]:
+    """The completions in the order of their requests.
+
+    Raises:
+        LostTrajectory: a request has no completion or several, or a completion belongs to none of the requests.
+        RuntimeError: see ``check_completion``.
+    """
+    by_id: dict[int, list[Completion]] = {request.request_id: [] for request in requests}
+    unknown = [c.request_id for c in completions if c.request_id not in by_id]
+    for completion in completions:
+        by_id.get(completion.request_id, []).append(completion)
+    problems = [
+        f"{len(found) or 'none'} for {request.name}"
+        for request in requests
+        if len(found := by_id[request.request_id]) != 1
+    ]
+    problems += [f"one for request {request_id}, which was not made" for request_id in unknown]
+    if problems:
+        shown = "; ".join(problems[:_SHOWN]) + (
+            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        )
+        raise LostTrajectory(
+            f"the engine returned {len(completions)} completions for {len(requests)} requests: {shown}. "
+            "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
+        )
+    for request in requests:
+        check_completion(request, by_id[request.request_id][0])
+    return [by_id[request.request_id][0] for request in requests]
+
+
+def check_completion(request: Request, completion: Completion) -> None:
+    """Refuse what training must not see.
+
+    Raises:
+        RuntimeError: no token, a count of logprobs that differs from the count of tokens, a logprob that is NaN,
+            infinite or positive, or a request that did not finish. The message names the prompt.
+    """
+    tokens, logprobs, where = completion.token_ids, completion.logprobs, request.name
+    if not len(tokens):
+        raise RuntimeError(f"the engine returned no token for {where}")
+    if len(logprobs) != len(tokens):
+        raise RuntimeError(f"the engine returned {len(logprobs)} logprobs for {len(tokens)} tokens ({where})")
+    wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > 1e-5))
+    if len(wrong):
+        raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"the engine gave up with finish_reason={completion.finish_reason!r} for {where}")
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -38,8 +149,3 @@ def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:
         numbered.append(replace(prompt, occurrence=seen[prompt.index]) if seen[prompt.index] else prompt)
         seen[prompt.index] += 1
     return numbered
-
-
-def score(reward: RewardFunction, rollouts: Rollouts) -> list[Score]:
-    """Scores of this rank's trajectories, in their order."""
-    return reward.score(rollouts.trajectories)

@@ -19,12 +19,11 @@ from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import SyncMismatch, SyncStats
-from rlhf_mcore.rollout import build_engine
-from rlhf_mcore.trainer.canary import TOLERANCE, CanaryBridge, canary_prompts
+from rlhf_mcore.protocols import SyncMismatch
+from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
-from rlhf_mcore.trainer.rollouts import generate
 from rlhf_mcore.types import Prompt, Sampling, Score
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -42,6 +41,7 @@ from tests.distributed.setting import (
     rows,
     start,
 )
+from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
 
 # Model and width of its engines. An engine is started once and sees every layout's weights.
@@ -123,8 +123,8 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
         save_tokenizer(path)
     dist.barrier()
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02, max_num_seqs=16)
-    options = dict(model_dir=str(path), tokenizer_dir=str(path), dtype="fp32", max_model_len=64, seed=0)
-    engine = build_engine(cfg, **options, hf_shapes=hf_shapes(load_spec(path).geometry))  # type: ignore[arg-type]
+    shapes = hf_shapes(load_spec(path).geometry)
+    engine = build_engine(cfg, EngineModel(str(path), str(path), "fp32", 64, seed=0, shapes=shapes))
     if name in LIVE:
         keep_loading_layout(engine.model)
     for number, layout in enumerate(names):
@@ -214,7 +214,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
 
 def greedy(engine: Any, prompts: list[Prompt]) -> list[Any]:
     """What all engines say, and how likely they think it is."""
-    drawn = generate(engine, prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
+    drawn = worker_of(engine).rollouts(prompts, Sampling(n=1, temperature=0.0, max_new_tokens=8), step=0).trajectories
     return all_gather_json([[t.sampled_ids.tolist(), t.sampled_logprobs.tolist()] for t in drawn])
 
 
@@ -232,34 +232,26 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     newer = load_file(other / "model.safetensors")
     mixture = load_file(path / "model.safetensors") | {name: newer[name] for name in names}
     engine.load_weights(iter(mixture.items()), version=11)
-    prompts = canary_prompts(engine.num_engines, 8, 97)
+    prompts = canary_prompts(engine.rank.num_engines, 8, 97)
     sampling = Sampling(temperature=TEMPERATURE, max_new_tokens=8)
-    forgetful = CanaryBridge(Forgetful(engine), engine, actor, prompts, sampling, TOLERANCE[torch.float32])
+    canary = Canary(worker_of(engine), engine, actor, prompts, sampling, TOLERANCE[torch.float32])
     found = {
         "some_equal": brought == greedy(engine, world.prompts),
         "some_bytes": max(all_gather_json(stats.received_bytes + stats.local_bytes)),
         "all_bytes": min(all_gather_json(bridge.rank_plan.received_bytes + bridge.rank_plan.local_bytes)),
     }
+    with engine.begin(12):  # weights that nobody has brought
+        pass
     try:
-        forgetful.sync(12)
+        canary.check(12)
         found["canary"] = "not noticed"
     except SyncMismatch as error:
         found["canary"] = str(error)
     found["dropped"] = max(all_gather_json(engine.policy_version))
-    CanaryBridge(bridge, engine, actor, prompts, sampling, TOLERANCE[torch.float32]).sync(13)
+    bridge.sync(13)
+    canary.check(13)
     found["agreed"] = min(all_gather_json(engine.policy_version))
     return found
-
-
-@dataclass(slots=True)
-class Forgetful:
-    """A bridge that says it has brought weights."""
-
-    engine: Any
-
-    def sync(self, version: int) -> SyncStats:
-        with self.engine.updating(version=version):
-            return SyncStats(0.0, 0, 0, 0)
 
 
 def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
@@ -280,7 +272,7 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
     executor._land = original  # type: ignore[method-assign]
     dist.barrier()
     try:
-        generate(engine, prompts, Sampling(max_new_tokens=2), step=0)
+        worker_of(engine).rollouts(prompts, Sampling(max_new_tokens=2), step=0)
     except RuntimeError as error:
         return f"{cause}; {error}"
     return "generated"
@@ -313,7 +305,7 @@ def tampered(bridge: PlannedBridge) -> str:
 def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: int) -> dict[str, float]:
     """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
-    rollouts = generate(engine, prompts, sampling, step=step)
+    rollouts = worker_of(engine).rollouts(prompts, sampling, step=step)
     exchange = Exchange(sampling.n)
     scores = [Score(0.0) for _ in rollouts.trajectories]
     batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch

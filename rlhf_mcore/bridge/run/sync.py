@@ -26,7 +26,7 @@ from rlhf_mcore.bridge.run.landing import EngineLanding
 from rlhf_mcore.bridge.run.reload import watching
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.protocols import RolloutEngine, SyncMismatch, SyncStats
+from rlhf_mcore.protocols import SyncMismatch, SyncStats, WeightTarget
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 
@@ -35,7 +35,7 @@ class GatherBridge:
     """The plain bridge: every rank gathers every full tensor, one at a time, and the engine cuts its part out again."""
 
     gatherer: Gatherer
-    engine: RolloutEngine
+    target: WeightTarget
 
     def sync(self, version: int) -> SyncStats:
         """Replace all weights of the engine and set their version. Collective over the model's ranks."""
@@ -46,7 +46,7 @@ class GatherBridge:
                 sizes.append(tensor.numel() * tensor.element_size())
                 yield name, tensor
 
-        self.engine.load_weights(counted(), version=version)
+        self.target.load_weights(counted(), version=version)
         return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))
 
 
@@ -85,7 +85,7 @@ class PlannedBridge:
     Args:
         parameters: the trained tensors of this rank.
         geometry: of the model.
-        engine: this rank's part of a rollout engine.
+        target: this rank's part of a rollout engine.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight.
         verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
@@ -99,7 +99,7 @@ class PlannedBridge:
         self,
         parameters: Sequence[LocalParameter],
         geometry: ModelGeometry,
-        engine: RolloutEngine,
+        target: WeightTarget,
         *,
         bucket_bytes: int,
         verify: str = "off",
@@ -112,10 +112,10 @@ class PlannedBridge:
 
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = hf_shapes(geometry)
-        self._engine, self._verify, self._gatherer, self._poison = engine, verify, gatherer, poison
+        self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._ranks_per_node = bucket_bytes, ranks_per_node
         self._is_tied = geometry.tied_embeddings
-        self._map = engine_map(engine.model, shapes)
+        self._map = engine_map(target.model, shapes)
         self._dtypes = wire_dtypes(parameters, pieces_of)
         self._sides = _Sides(
             describe_sources(parameters, pieces_of), describe_destinations(self._map), shapes, self._engine_dtypes()
@@ -178,7 +178,7 @@ class PlannedBridge:
         started = time.perf_counter()
         transfer = self._whole if only is None else self._part(only)
         seen = _Seen(self._sides, transfer, self._verify)
-        with self._engine.updating(version=version) as model:
+        with self._target.begin(version) as model:
             landing = EngineLanding(
                 model,
                 self._map,
@@ -203,7 +203,7 @@ class PlannedBridge:
         )
 
     def _part(self, only: Sequence[str]) -> _Transfer:
-        if self._engine.policy_version < 0:
+        if self._target.policy_version < 0:
             raise RuntimeError(
                 "the engine has no whole weights that a sync of some tensors could add to: sync all first"
             )
@@ -244,15 +244,15 @@ class PlannedBridge:
             if synced is not None and not torch.equal(synced.view(torch.uint8), flat.view(torch.uint8)):
                 wrong.append(parameter.name)
 
-        with watching(self._engine.model, self._map, check):
-            self._engine.load_weights(iter(self._gatherer), version=version)
-        flats = self._map.views(self._engine.model)
+        with watching(self._target.model, self._map, check):
+            self._target.load_weights(iter(self._gatherer), version=version)
+        flats = self._map.views(self._target.model)
         for parameter in self._map.direct:
             check(parameter, flats[parameter.name])
         wrong = sorted({name for names in all_gather_json([*wrong, *copies]) for name in names})
         if wrong:
             problem = f"{len(wrong)} engine parameters differ from a plain load, among them {wrong[0]}"
-            self._engine.drop_weights(problem)
+            self._target.abandon(problem)
             raise SyncMismatch(problem)
 
 

@@ -21,9 +21,10 @@ from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.run.reload import keep_loading_layout, reloading
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling
 from tests.e2e.bridge.models import CASES, Case, build, checkpoint_shapes, random_weights, vllm_config
+from tests.e2e.rollout.drawing import generate
 
 Weights = dict[str, torch.Tensor]
 NAN = float("nan")
@@ -192,14 +193,7 @@ def check_engine(directory: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model_dir = str(directory / "a")
-    engine: Any = build_engine(
-        RolloutConfig(engine="vllm"),
-        model_dir=model_dir,
-        tokenizer_dir=model_dir,
-        dtype="fp32",
-        max_model_len=64,
-        seed=0,
-    )
+    engine: Any = build_engine(RolloutConfig(engine="vllm"), EngineModel(model_dir, model_dir, "fp32", 64, seed=0))
     hf = {letter: AutoModelForCausalLM.from_pretrained(directory / letter, dtype=torch.float32) for letter in "ab"}
     weights = {letter: {n: t.detach() for n, t in model.named_parameters()} for letter, model in hf.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in weights["a"].items()}
@@ -211,7 +205,7 @@ def check_engine(directory: Path) -> dict[str, Any]:
 
     def greedy() -> Any:
         prompts = [Prompt(f"p{i}", i, [3 + (7 * i + 5 * j) % 90 for j in range(6)], "") for i in range(3)]
-        drawn = engine.generate(prompts, Sampling(temperature=0.0, max_new_tokens=16), step=0)
+        drawn = generate(engine, prompts, Sampling(temperature=0.0, max_new_tokens=16), step=0)
         return [t.sampled_ids.tolist() for t in drawn]
 
     def update(worker: Any, letter: str, live: bool) -> EngineMap:

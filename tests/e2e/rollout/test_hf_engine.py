@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from tests.e2e.rollout.drawing import generate
 from tests.e2e.rollout.tiny import EOS, save_model
 
 PROMPTS = [Prompt(f"p{row}", 10 + row, [3 + (5 * row + i) % 90 for i in range(2 + 4 * row)], "") for row in range(3)]
@@ -33,9 +35,9 @@ def reference(model_dir: str) -> Any:
 @pytest.fixture(scope="module")
 def engine(model_dir: str, reference: Any) -> Any:
     cfg = RolloutConfig(engine="hf", max_num_seqs=4)  # several batches per call
-    engine = build_engine(cfg, model_dir=model_dir, tokenizer_dir=model_dir, dtype="fp32", max_model_len=48, seed=0)
+    engine = build_engine(cfg, EngineModel(model_dir, model_dir, "fp32", 48, seed=0))
     with pytest.raises(RuntimeError, match="no weights"):
-        engine.generate(PROMPTS, Sampling(), step=0)
+        generate(engine, PROMPTS, Sampling(), step=0)
     engine.load_weights(reference.named_parameters(), version=0)
     return engine
 
@@ -47,7 +49,7 @@ def ids(trajectories: list[Trajectory]) -> dict[tuple[str, int], list[int]]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @torch.no_grad()
 def test_logprobs_are_those_of_a_whole_forward_pass(engine: Any, reference: Any, temperature: float) -> None:
-    drawn = engine.generate(PROMPTS, Sampling(n=3, temperature=temperature, max_new_tokens=12), step=1)
+    drawn = generate(engine, PROMPTS, Sampling(n=3, temperature=temperature, max_new_tokens=12), step=1)
     assert [(t.prompt.prompt_id, t.sample) for t in drawn] == [(p.prompt_id, k) for p in PROMPTS for k in range(3)]
     for t in drawn:
         logits = reference(torch.tensor([t.prompt.prompt_ids + t.sampled_ids.tolist()])).logits[0]
@@ -58,13 +60,13 @@ def test_logprobs_are_those_of_a_whole_forward_pass(engine: Any, reference: Any,
 
 @torch.no_grad()
 def test_greedy_follows_the_argmax(engine: Any, reference: Any) -> None:
-    for t in engine.generate(PROMPTS, Sampling(temperature=0.0, max_new_tokens=12), step=0):
+    for t in generate(engine, PROMPTS, Sampling(temperature=0.0, max_new_tokens=12), step=0):
         logits = reference(torch.tensor([t.prompt.prompt_ids + t.sampled_ids.tolist()])).logits[0]
         assert logits[len(t.prompt.prompt_ids) - 1 : -1].argmax(-1).tolist() == t.sampled_ids.tolist()
 
 
 def test_a_response_ends_with_eos_exactly_if_it_stopped(engine: Any) -> None:
-    drawn = engine.generate(PROMPTS, Sampling(n=16, temperature=3.0, max_new_tokens=40), step=0)
+    drawn = generate(engine, PROMPTS, Sampling(n=16, temperature=3.0, max_new_tokens=40), step=0)
     assert {t.finish_reason for t in drawn} == {"stop", "length"}
     for t in drawn:
         room = min(40, 48 - len(t.prompt.prompt_ids))
@@ -76,15 +78,15 @@ def test_a_response_ends_with_eos_exactly_if_it_stopped(engine: Any) -> None:
 
 def test_a_response_does_not_depend_on_its_batch_but_on_the_step(engine: Any) -> None:
     sampling = Sampling(n=3, max_new_tokens=12, seed=2)
-    together = ids(engine.generate(PROMPTS, sampling, step=4))
-    assert ids(engine.generate(PROMPTS[::-1], sampling, step=4)) == together
-    assert ids([t for prompt in PROMPTS for t in engine.generate([prompt], sampling, step=4)]) == together
-    assert all(other != together[key] for key, other in ids(engine.generate(PROMPTS, sampling, step=5)).items())
+    together = ids(generate(engine, PROMPTS, sampling, step=4))
+    assert ids(generate(engine, PROMPTS[::-1], sampling, step=4)) == together
+    assert ids([t for prompt in PROMPTS for t in generate(engine, [prompt], sampling, step=4)]) == together
+    assert all(other != together[key] for key, other in ids(generate(engine, PROMPTS, sampling, step=5)).items())
 
 
 def test_the_global_generator_is_not_touched(engine: Any) -> None:
     before = torch.get_rng_state()
-    engine.generate(PROMPTS, Sampling(max_new_tokens=4), step=0)
+    generate(engine, PROMPTS, Sampling(max_new_tokens=4), step=0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -93,17 +95,17 @@ def test_a_torn_load_leaves_the_engine_unusable_until_a_whole_one(engine: Any, r
     with pytest.raises(ValueError, match=r"model\.norm\.weight"):
         engine.load_weights([pair for pair in pairs if pair[0] != "model.norm.weight"], version=1)
     with pytest.raises(RuntimeError, match="did not finish"):
-        engine.generate(PROMPTS, Sampling(), step=0)
+        generate(engine, PROMPTS, Sampling(), step=0)
     engine.load_weights(pairs, version=2)
-    assert engine.generate(PROMPTS[:1], Sampling(max_new_tokens=1), step=0)[0].policy_version == 2
+    assert generate(engine, PROMPTS[:1], Sampling(max_new_tokens=1), step=0)[0].policy_version == 2
 
 
 def test_the_attention_kernel_is_chosen_by_name(model_dir: str, reference: Any, engine: Any) -> None:
-    options: Any = dict(model_dir=model_dir, tokenizer_dir=model_dir, dtype="fp32", max_model_len=48, seed=0)
+    model = EngineModel(model_dir, model_dir, "fp32", 48, seed=0, attention="eager")
     cfg, greedy = RolloutConfig(engine="hf", max_num_seqs=4), Sampling(temperature=0.0, max_new_tokens=12)
-    eager = build_engine(cfg, **options, attention="eager")
+    eager = build_engine(cfg, model)
     assert eager.model.config._attn_implementation == "eager"
     eager.load_weights(reference.named_parameters(), version=0)
-    assert ids(eager.generate(PROMPTS, greedy, step=0)) == ids(engine.generate(PROMPTS, greedy, step=0))
+    assert ids(generate(eager, PROMPTS, greedy, step=0)) == ids(generate(engine, PROMPTS, greedy, step=0))
     with pytest.raises(ConfigError, match=r"model\.attention=flash_attention_2 cannot be used here .*attention=auto"):
-        build_engine(cfg, **options, attention="flash_attention_2")
+        build_engine(cfg, replace(model, attention="flash_attention_2"))

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.distributed as dist
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
-from rlhf_mcore.rollout import build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from tests.e2e.rollout.drawing import generate, worker_of
 
 NEW_TOKENS = 24
 MAX_MODEL_LEN = 160
@@ -102,7 +104,7 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def check_parity(engine: Any, models: Models) -> dict[str, Any]:
+def check_parity(engine: Any, models: Models, directory: str) -> dict[str, Any]:
     engine.load_weights(models.weights(models.a), version=0)
     seen: dict[str, Any] = {}
     for name, sampling, top_k in (
@@ -111,7 +113,7 @@ def check_parity(engine: Any, models: Models) -> dict[str, Any]:
         ("top_k", Sampling(n=4, temperature=1.0, top_k=3, max_new_tokens=NEW_TOKENS), 3),
         ("greedy", Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS), None),
     ):
-        drawn = engine.generate(prompts(4), sampling, step=3)
+        drawn = worker_of(engine, directory).generate(prompts(4), sampling, step=3)
         seen[name] = {"gap": models.logprob_gap(drawn, sampling.temperature or 1.0, top_k), "drawn": summary(drawn)}
     return seen
 
@@ -119,11 +121,10 @@ def check_parity(engine: Any, models: Models) -> dict[str, Any]:
 def check_greedy_hf(models: Models, directory: str) -> list[dict[str, Any]]:
     """What our own loop over transformers decodes from the same weights."""
     cfg = RolloutConfig(engine="hf")
-    engine = build_engine(
-        cfg, model_dir=directory, tokenizer_dir=directory, dtype="fp32", max_model_len=MAX_MODEL_LEN, seed=0
-    )
+    engine = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
     engine.load_weights(models.weights(models.a), version=0)
-    return summary(engine.generate(prompts(4), Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS), step=0))
+    greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
+    return summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0))
 
 
 def check_reload(engine: Any, models: Models) -> dict[str, Any]:
@@ -131,17 +132,17 @@ def check_reload(engine: Any, models: Models) -> dict[str, Any]:
     seen = {}
     for name, model, version in (("a", models.a, 1), ("b", models.b, 2), ("a again", models.a, 3)):
         engine.load_weights(models.weights(model), version=version)
-        seen[name] = summary(engine.generate(prompts(4), greedy, step=0))
+        seen[name] = summary(generate(engine, prompts(4), greedy, step=0))
     return seen
 
 
 def check_seeds(engine: Any) -> dict[str, Any]:
     sampling = Sampling(n=3, temperature=1.0, max_new_tokens=NEW_TOKENS, seed=5)
     return {
-        "together": summary(engine.generate(prompts(5), sampling, step=7)),
-        "alone": summary([t for prompt in prompts(5) for t in engine.generate([prompt], sampling, step=7)]),
-        "reversed": summary(engine.generate(prompts(5)[::-1], sampling, step=7)),
-        "next step": summary(engine.generate(prompts(5), sampling, step=8)),
+        "together": summary(generate(engine, prompts(5), sampling, step=7)),
+        "alone": summary([t for prompt in prompts(5) for t in generate(engine, [prompt], sampling, step=7)]),
+        "reversed": summary(generate(engine, prompts(5)[::-1], sampling, step=7)),
+        "next step": summary(generate(engine, prompts(5), sampling, step=8)),
     }
 
 
@@ -165,10 +166,10 @@ def check_broken_loads(engine: Any, models: Models) -> dict[str, Any]:
         seen[name] = {
             "error": error_of(engine.load_weights, weights, version=9),
             "version": engine.policy_version,
-            "generate": error_of(engine.generate, prompts(1), greedy, step=0),
+            "generate": error_of(generate, engine, prompts(1), greedy, step=0),
         }
     engine.load_weights(models.weights(models.a), version=10)
-    seen["repaired"] = summary(engine.generate(prompts(4), greedy, step=0))
+    seen["repaired"] = summary(generate(engine, prompts(4), greedy, step=0))
     return seen
 
 
@@ -186,7 +187,7 @@ def check_long_prompts(engine: Any, models: Models) -> dict[str, Any]:
     scheduler._preempt_request = counting
     rows = [[3 + (7 * row + 5 * i) % 90 for i in range(LONG_PROMPT)] for row in range(8)]
     long = [Prompt(f"l{row}", row, ids, "") for row, ids in enumerate(rows)]
-    drawn = engine.generate(long, Sampling(n=8, temperature=0.8, max_new_tokens=60), step=2)
+    drawn = generate(engine, long, Sampling(n=8, temperature=0.8, max_new_tokens=60), step=2)
     del scheduler._preempt_request
     return {"drawn": summary(drawn), "preempted": preempted}
 
@@ -196,9 +197,8 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
     seen = {}
     for name, kv_cache_gib in (("budget", 0.125), ("budget and cache", 0.0004), ("no cache", 0.00005)):
         cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=kv_cache_gib, max_num_batched_tokens=64)
-        options = {"model_dir": directory, "tokenizer_dir": directory, "dtype": "fp32"}
         try:
-            engine: Any = build_engine(cfg, **options, max_model_len=MAX_MODEL_LEN, seed=0)
+            engine: Any = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
         except ConfigError as error:
             seen[name] = str(error)
             continue
@@ -211,8 +211,8 @@ def measure(engine: Any, models: Models) -> dict[str, float]:
     start = time.perf_counter()
     engine.load_weights(models.weights(models.a), version=11)
     loaded = time.perf_counter()
-    share = [Prompt(f"m{i}", i, prompts(5)[i % 5].prompt_ids, "") for i in range(128 // engine.num_engines // 8)]
-    engine.generate(share, Sampling(n=8, max_new_tokens=16), step=0)
+    share = [Prompt(f"m{i}", i, prompts(5)[i % 5].prompt_ids, "") for i in range(128 // engine.rank.num_engines // 8)]
+    generate(engine, share, Sampling(n=8, max_new_tokens=16), step=0)
     return {"load_s": loaded - start, "generate_128x16_s": time.perf_counter() - loaded}
 
 
@@ -222,14 +222,12 @@ def try_engine(tp: int, directory: Path) -> None:
     before = process_state()
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, max_num_seqs=128)
     start = time.perf_counter()
-    engine: Any = build_engine(
-        cfg, model_dir=directory_a, tokenizer_dir=directory_a, dtype="fp32", max_model_len=MAX_MODEL_LEN, seed=0
-    )
+    engine: Any = build_engine(cfg, EngineModel(directory_a, directory_a, "fp32", MAX_MODEL_LEN, seed=0))
     seen: dict[str, Any] = {
         "start_s": time.perf_counter() - start,
-        "engine": [engine.engine_index, engine.num_engines, engine.is_lead, engine.policy_version],
-        "too early": error_of(engine.generate, prompts(1), Sampling(), step=0),
-        "parity": check_parity(engine, models),
+        "engine": [*astuple(engine.rank), engine.policy_version],
+        "too early": error_of(generate, engine, prompts(1), Sampling(), step=0),
+        "parity": check_parity(engine, models, directory_a),
         "process": {"before": before, "after": process_state()},
         "hf": check_greedy_hf(models, directory_a),
         "seeds": check_seeds(engine),
@@ -239,11 +237,11 @@ def try_engine(tp: int, directory: Path) -> None:
     engine.sleep()
     engine.wake()
     seen["after sleep"] = engine.policy_version
-    seen["too long"] = error_of(engine.generate, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
+    seen["too long"] = error_of(generate, engine, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
     seen["long"] = {"whole": check_long_prompts(engine, models)}
     seen["measured"] = measure(engine, models)
     engine.close()
-    seen["closed"] = error_of(engine.generate, prompts(1), Sampling(), step=0)
+    seen["closed"] = error_of(generate, engine, prompts(1), Sampling(), step=0)
     ranks = torch.ones(1)
     dist.all_reduce(ranks)  # the trainer's group outlives the engine
     seen["ranks after close"] = ranks.item()

@@ -43,7 +43,7 @@ class Engine(VersionedWeights):
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     @contextmanager
-    def updating(self, *, version: int) -> Iterator[nn.Module]:
+    def begin(self, version: int) -> Iterator[nn.Module]:
         self.begin_load()
         yield self.model
         self.commit_load(version)
@@ -151,7 +151,7 @@ def test_some_tensors_cannot_be_added_to_nothing(trainer: Trainer) -> None:
     with pytest.raises(RuntimeError, match="no whole weights"):
         bridge.sync(0, only=["model.norm.weight"])
     bridge.sync(0)
-    engine.drop_weights("it slept")
+    engine.abandon("it slept")
     with pytest.raises(RuntimeError, match="no whole weights"):
         bridge.sync(1, only=["model.norm.weight"])
 

@@ -10,10 +10,10 @@ import pytest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.data.recipes import GSM8K_INSTRUCTION, RECIPES, Example
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt
+from tests.episodes import single_turn
 
 EXPERIMENTS = sorted((Path(__file__).resolve().parents[3] / "configs" / "experiments").glob("*.yaml"))
 # Rows as the data sets have them.

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
 from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
 
 
 def trajectory(sample: int, text: str) -> Trajectory:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from rlhf_mcore.config.schema import RuleConfig
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards import symbolic
 from rlhf_mcore.rewards.graders import MathGrader, answer_format, boxed
 from rlhf_mcore.rewards.reward import RuleReward
 from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
 
 EQUAL = [
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),

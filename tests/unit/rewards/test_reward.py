@@ -10,10 +10,10 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import RULES, RULES_WITHOUT_ANSWER
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
 from rlhf_mcore.types import Prompt, Trajectory
+from tests.episodes import single_turn
 
 
 def trajectory(text: str, truth: object = "42", prompt_id: str = "train-7", **extra: object) -> Trajectory:

@@ -18,11 +18,11 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import FunctionReward, check_function
 from rlhf_mcore.rewards.pool import default_workers
 from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
 
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
 
@@ -243,7 +243,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     program = (
         "from rlhf_mcore.config.schema import RewardConfig\n"
         "from rlhf_mcore.rewards.function import FunctionReward\n"
-        "from rlhf_mcore.data.episodes import single_turn\n"
+        "from tests.episodes import single_turn\n"
         "from rlhf_mcore.types import Prompt\n"
         f"reward = FunctionReward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
         "rows = [single_turn(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"

@@ -14,7 +14,7 @@ import torch
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
-from rlhf_mcore.rollout import build_engine, prepare_environment
+from rlhf_mcore.rollout import EngineModel, build_engine, prepare_environment
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng
 
 NAMES = (
@@ -85,4 +85,4 @@ def test_importing_the_package_is_cheap() -> None:
 
 def test_an_unknown_engine_is_named() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.engine='sglang'"):
-        build_engine(RolloutConfig(engine="sglang"), model_dir="")
+        build_engine(RolloutConfig(engine="sglang"), EngineModel("model", "tokenizer", "fp32", 8, seed=0))

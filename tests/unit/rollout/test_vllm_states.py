@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.rollout.engine import EngineModel
 from rlhf_mcore.rollout.vllm_engine import VLLMEngine
-from rlhf_mcore.rollout.weights import ExpectedTensors
+from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
+from rlhf_mcore.types import Request, Sampling
+
+REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)
 
 
 class LLM:
@@ -19,12 +26,17 @@ class LLM:
     def __init__(self, *, resets: bool = True) -> None:
         self.told: list[Any] = []
         self.resets = resets
+        self.request_counter = SimpleNamespace(counter=40)  # requests of earlier calls
+        self.outputs: list[Any] = []
 
     def sleep(self, level: int) -> None:
         self.told.append(("sleep", level))
 
-    def wake_up(self) -> None:
-        self.told.append("wake")
+    def wake_up(self, tags: list[str]) -> None:
+        self.told.append(("wake", *tags))
+
+    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+        return self.outputs
 
     def collective_rpc(self, method: Any, args: Any = ()) -> list[Any]:
         weights: Iterable[tuple[str, Tensor]] = args[0]
@@ -39,9 +51,10 @@ class LLM:
 def engine(llm: LLM) -> VLLMEngine:
     """An engine on CUDA, as it is after its start."""
     made = object.__new__(VLLMEngine)
-    super(VLLMEngine, made).__init__()
-    made._llm, made._can_sleep, made._asleep = llm, True, False
+    VersionedWeights.__init__(made)
+    made._llm, made._can_sleep, made._asleep = llm, True, set()
     made._expected = ExpectedTensors.of_shapes({})
+    made.rank, made._max_model_len, made._stops = EngineRank(), 128, [2]
     return made
 
 
@@ -51,7 +64,7 @@ def test_fault_21_a_wake_without_a_sync_leaves_nothing_to_generate_with() -> Non
     which.load_weights(iter(()), version=3)
     which.require_weights()
     which.sleep()
-    for refused in (lambda: which.load_weights(iter(()), version=4), lambda: which.updating(version=4).__enter__()):
+    for refused in (lambda: which.load_weights(iter(()), version=4), lambda: which.begin(4).__enter__()):
         with pytest.raises(RuntimeError, match=r"sleeps: call wake\(\)"):
             refused()
     which.wake()
@@ -61,7 +74,58 @@ def test_fault_21_a_wake_without_a_sync_leaves_nothing_to_generate_with() -> Non
     which.load_weights(iter(()), version=4)
     which.require_weights()
     assert which.policy_version == 4
-    assert llm.told == [("reload", []), "reset", ("sleep", 2), "wake", ("reload", []), "reset"]
+    assert llm.told == [("reload", []), "reset", ("sleep", 2), ("wake", "weights", "kv_cache"), ("reload", []), "reset"]
+
+
+def test_the_cache_is_allocated_when_the_weights_have_come() -> None:
+    llm = LLM()
+    which = engine(llm)
+    which.sleep()
+    which.wake(("weights",))
+    which.load_weights(iter(()), version=4)
+    with pytest.raises(RuntimeError, match=r"sleeps: call wake\(\) before it generates"):
+        which.generate([REQUEST])
+    which.wake(("kv_cache",))
+    which.wake()  # nothing is left to be woken
+    assert which.generate([REQUEST]) == []
+    assert llm.told == [("sleep", 2), ("wake", "weights"), ("reload", []), "reset", ("wake", "kv_cache")]
+
+
+def test_a_light_sleep_keeps_the_weights() -> None:
+    which = engine(LLM())
+    which.load_weights(iter(()), version=4)
+    which.sleep(level=1)
+    with pytest.raises(RuntimeError, match="sleeps"):
+        which.generate([REQUEST])
+    which.wake()
+    assert which.policy_version == 4 and which.generate([REQUEST]) == []
+
+
+def output(number: int, prompt_ids: list[int], token: int) -> SimpleNamespace:
+    """As vLLM returns it: by the number that it gave the request."""
+    logprobs = [{token: SimpleNamespace(logprob=-0.5)}]
+    drawn = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
+    return SimpleNamespace(request_id=str(number), prompt_token_ids=prompt_ids, outputs=[drawn])
+
+
+def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
+    llm = LLM()
+    which = engine(llm)
+    which.load_weights(iter(()), version=4)
+    requests = [replace(REQUEST, request_id=7), replace(REQUEST, request_id=5, prompt_ids=[9, 9], name="prompt 'q'")]
+    llm.outputs = [output(41, [9, 9], 11), output(40, [5, 6, 7], 10)]
+    drawn = which.generate(requests)
+    assert [(c.request_id, c.token_ids.tolist(), c.versions) for c in drawn] == [
+        (5, [11], ((0, 4),)),
+        (7, [10], ((0, 4),)),
+    ]
+    assert drawn[0].logprobs.tolist() == [-0.5]
+    llm.outputs = [output(41, [5, 6, 7], 10)]
+    with pytest.raises(RuntimeError, match="the engine answered another prompt than that of prompt 'q'"):
+        which.generate(requests)
+    llm.outputs = [output(42, [5, 6, 7], 10)]
+    with pytest.raises(RuntimeError, match="the engine answered a request that was not made"):
+        which.generate(requests)
 
 
 def test_fault_22_new_weights_never_meet_the_old_prefix_cache() -> None:
@@ -80,7 +144,7 @@ def test_a_pass_has_room_for_a_token_of_every_sequence(
     sequences: int, budget: int | None, expected: tuple[int, int | None]
 ) -> None:
     made = engine(LLM())
-    made._on_cuda, made._max_model_len = False, 128
+    made._on_cuda = False
     cfg = RolloutConfig(max_num_seqs=sequences, max_num_batched_tokens=budget)
-    options = made._options(cfg, model_dir="model", dtype="fp32", seed=0)
+    options = made._options(cfg, EngineModel("model", "model", "fp32", 128, seed=0))
     assert (options["max_num_seqs"], options.get("max_num_batched_tokens")) == expected

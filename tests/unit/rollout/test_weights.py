@@ -63,6 +63,6 @@ def test_weights_are_usable_from_the_end_of_a_load_to_the_begin_of_the_next() ->
     assert weights.policy_version == -1
     with pytest.raises(RuntimeError, match="did not finish"):
         weights.require_weights()
-    weights.drop_weights("it sleeps")
+    weights.abandon("it sleeps")
     with pytest.raises(RuntimeError, match="it sleeps"):
         weights.require_weights()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf_mcore.data.episodes import single_turn
-from rlhf_mcore.types import Prompt, Score, TrainBatch, Trajectory
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
+from tests.episodes import single_turn
 from tests.rows import padded_batch
 
 
@@ -15,6 +20,28 @@ def trajectory(made_of: Prompt, sample: int, length: int = 3, finish: str = "sto
     """Its token ids and logprobs say whose they are: 1000 (prompt + 1) + 100 sample + t, and minus a thousandth of that."""
     ids = [1000 * (made_of.index + 1) + 100 * sample + t for t in range(length)]
     return single_turn(made_of, sample, ids, [-i / 1000 for i in ids], f"answer {sample}", finish, 0)
+
+
+def completions(
+    requests: Sequence[Request], length: Callable[[int], int] = lambda index: 3, truncated: Sequence[int] = ()
+) -> list[Completion]:
+    """What an engine would have drawn if it drew what ``trajectory`` has, to the limit for prompts in ``truncated``."""
+    drawn, samples = [], Counter[int]()
+    for request in requests:
+        index = request.prompt_ids[0] - 100
+        made = trajectory(prompt(index), samples[index], length(index), "length" if index in truncated else "stop")
+        samples[index] += 1
+        drawn.append(
+            Completion(request.request_id, made.sampled_ids, made.sampled_logprobs, ((0, 0),), made.finish_reason)
+        )
+    return drawn
+
+
+def worker(generator: Generator, engine: EngineRank | None = None) -> RolloutWorker:
+    """It decodes what ``completions`` has as ``trajectory`` does."""
+    return RolloutWorker(
+        generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]
+    )
 
 
 def score(made_of: Trajectory) -> Score:

@@ -12,9 +12,9 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.trainer.dynamic_sampling import Collected, DynamicSampling, sampling_of_batch
 from rlhf_mcore.trainer.exchange import Exchange
-from rlhf_mcore.trainer.rollouts import Rollouts, generate
-from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
-from tests.unit.trainer.records import prompt, rows_of, trajectory
+from rlhf_mcore.trainer.rollouts import Rollouts, request_seed
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
+from tests.unit.trainer.records import completions, prompt, rows_of, trajectory, worker
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -193,14 +193,12 @@ def test_later_batches_of_a_step_have_seeds_of_their_own() -> None:
 
 def test_it_goes_with_the_engines_of_the_loop() -> None:
     """The attempt that the loop makes of ``generate`` and a reward; a prompt that comes again gets other responses."""
-    seen: list[tuple[int, int]] = []
+    seen: list[int] = []
 
     class Engine:
-        is_lead, num_engines, engine_index, policy_version = True, 1, 0, 0
-
-        def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-            seen.append((step, sampling.seed))
-            return [trajectory(p, k) for p in prompts for k in range(sampling.n)]
+        def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            seen.append(requests[0].seed)
+            return completions(requests)
 
     class SameFour:
         def next_batch(self) -> list[Prompt]:
@@ -208,9 +206,9 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
 
     def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
         sampling = sampling_of_batch(Sampling(n=SAMPLES, seed=5), number)
-        rollouts = generate(Engine(), prompts, sampling, step=3)  # type: ignore[arg-type]
+        rollouts = worker(Engine()).rollouts(prompts, sampling, step=3)
         return rollouts, [Score(float(t.sample and t.prompt.index < 2)) for t in rollouts.trajectories]
 
     collected = DynamicSampling(4).collect(SameFour(), attempt)
     assert indices(collected) == [0, 1, 0, 1]
-    assert seen == [(3, 5), (3, 5 + 2**32)]
+    assert seen == [request_seed(5, 3, 0, 0), request_seed(5 + 2**32, 3, 0, 0)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.trainer.evaluation import (
     Evaluator,
     batches,
@@ -18,26 +19,24 @@ from rlhf_mcore.trainer.evaluation import (
     metrics,
     sample_record,
 )
-from rlhf_mcore.trainer.rollouts import generate
+from rlhf_mcore.trainer.rollouts import RolloutWorker, request_seed
 from rlhf_mcore.trainer.statistics import Graded
-from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
-from tests.unit.trainer.records import prompt, trajectory
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+from tests.unit.trainer.records import completions, prompt, trajectory, worker
 
 
 class Engine:
     """Answers prompt i with i + 1 tokens; prompt 3 runs into the limit."""
 
-    def __init__(self, num_engines: int = 1, engine_index: int = 0, is_lead: bool = True) -> None:
-        self.num_engines, self.engine_index, self.is_lead = num_engines, engine_index, is_lead
-        self.policy_version = 0
-        self.asked: list[tuple[list[int], int]] = []
+    def __init__(self, is_lead: bool = True) -> None:
+        self.is_lead = is_lead
+        self.asked: list[list[int]] = []
+        self.seeds: list[int] = []
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        self.asked.append(([p.index for p in prompts], step))
-        if not self.is_lead:
-            return []
-        finish = {3: "length"}
-        return [trajectory(p, k, p.index + 1, finish.get(p.index, "stop")) for p in prompts for k in range(sampling.n)]
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.asked.append(list(dict.fromkeys(request.prompt_ids[0] - 100 for request in requests)))
+        self.seeds += [request.seed for request in requests]
+        return completions(requests, lambda index: index + 1, truncated=[3]) if self.is_lead else []
 
 
 class Reward:
@@ -51,7 +50,7 @@ def prompts(count: int = 4) -> list[Prompt]:
 
 def evaluator(every: int, count: int = 4, size: int = 3) -> Evaluator:
     sampling = Sampling(temperature=0.0)
-    return Evaluator(prompts(count), Engine(), Reward(), sampling, every, size)  # type: ignore[arg-type]
+    return Evaluator(prompts(count), worker(Engine()), Reward(), sampling, every, size)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,11 @@ def test_responses_without_a_score_are_counted_and_told() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_seeds_are_those_of_step_0_whatever_the_step_is() -> None:
-    which = evaluator(1)
+    engine = Engine()
+    which = replace(evaluator(1), worker=worker(engine))
     which.run(5)
-    assert which.engine.asked == [([0, 1, 2], 0), ([3], 0)]  # type: ignore[attr-defined]
+    assert engine.asked == [[0, 1, 2], [3]]
+    assert engine.seeds == [request_seed(0, 0, index, 0) for index in range(4)]
 
 
 @pytest.mark.usefixtures("world")
@@ -138,15 +139,15 @@ def test_correct_means_full_marks(value: float, parts: dict[str, float], correct
 
 
 def test_every_prompt_is_in_one_batch_of_one_engine() -> None:
-    found = [[p.index for p in batch] for i in range(2) for batch in batches(prompts(7), Engine(2, i), 3)]  # type: ignore[arg-type]
+    found = [[p.index for p in batch] for i in range(2) for batch in batches(prompts(7), EngineRank(i, 2), 3)]
     assert found == [[0, 2, 4], [6], [1, 3, 5], []], "all engines have equally many batches"
 
 
-def records_of(engine: Any, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
-    return [sample_record(*row) for row in grade(engine, Reward(), sampling, asked)]
+def records_of(by: RolloutWorker, sampling: Sampling, asked: Sequence[Prompt]) -> list[dict[str, Any]]:
+    return [sample_record(*row) for row in grade(by, Reward(), sampling, asked)]
 
 
-def run_command(engine: Any, kept: list[list[dict[str, Any]]], stop_after: int | None = None) -> None:
+def run_command(engine: Engine, kept: list[list[dict[str, Any]]], stop_after: int | None = None) -> None:
     """The evaluation of seven prompts, two samples each, in batches of three; killed while a batch is being kept."""
 
     def keep(batch: Sequence[list[dict[str, Any]]]) -> None:
@@ -154,8 +155,8 @@ def run_command(engine: Any, kept: list[list[dict[str, Any]]], stop_after: int |
         if stop_after is not None and len(kept) >= stop_after:
             raise KeyboardInterrupt
 
-    draw = partial(records_of, engine, Sampling(n=2, temperature=1.0))
-    evaluate(prompts(7), draw, engine, 3, {records[0]["index"] for records in kept}, keep)
+    draw = partial(records_of, worker(engine), Sampling(n=2, temperature=1.0))
+    evaluate(prompts(7), draw, EngineRank(), 3, {records[0]["index"] for records in kept}, keep)
 
 
 def test_a_batch_is_kept_prompt_by_prompt_with_all_samples() -> None:
@@ -173,15 +174,15 @@ def test_killed_and_started_again_no_prompt_is_drawn_twice_and_batches_are_cut_a
     del kept[2]  # the last line was cut short
     again = Engine()
     run_command(again, kept)
-    assert [asked for asked, _ in again.asked] == [[2], [3, 4, 5], [6]]
+    assert again.asked == [[2], [3, 4, 5], [6]]
     assert sorted(kept, key=lambda records: records[0]["index"]) == whole
 
 
 def test_ranks_that_follow_take_part_and_keep_nothing() -> None:
-    follower, kept = Engine(2, 1, is_lead=False), [[]]
-    draw = partial(records_of, follower, Sampling())
-    evaluate(prompts(4), draw, follower, 8, set(), lambda batch: kept.append(list(batch)))  # type: ignore[arg-type]
-    assert (follower.asked, kept) == ([([1, 3], 0)], [[]])
+    engine, rank = Engine(is_lead=False), EngineRank(1, 2, is_lead=False)
+    kept: list[Any] = []
+    evaluate(prompts(4), partial(records_of, worker(engine, rank), Sampling()), rank, 8, set(), kept.append)
+    assert (engine.asked, kept) == ([[1, 3]], [])
 
 
 def test_a_record_is_what_statistics_need() -> None:
@@ -199,12 +200,11 @@ def test_engines_take_turns_and_only_their_leads_own_trajectories() -> None:
     five = [prompt(i) for i in range(5)]
     seen = []
     for index in range(2):
-        engine = Engine(2, index)
-        rollouts = generate(engine, five, Sampling(n=2), step=3)  # type: ignore[arg-type]
+        rollouts = worker(Engine(), EngineRank(index, 2)).rollouts(five, Sampling(n=2), step=3)
         assert [t.prompt.index for t in rollouts.trajectories] == rollouts.positions
         seen.append(rollouts.positions)
     assert seen == [[0, 0, 2, 2, 4, 4], [1, 1, 3, 3]]
-    follower = Engine(2, 1, is_lead=False)
-    rollouts = generate(follower, five, Sampling(n=2), step=3)  # type: ignore[arg-type]
+    follower = Engine(is_lead=False)
+    rollouts = worker(follower, EngineRank(1, 2, is_lead=False)).rollouts(five, Sampling(n=2), step=3)
     assert (rollouts.positions, rollouts.trajectories) == ([], [])
-    assert follower.asked == [([1, 3], 3)]  # it takes part in the engine's work all the same
+    assert follower.asked == [[1, 3]]  # it takes part in the engine's work all the same

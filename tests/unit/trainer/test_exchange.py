@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.trainer.exchange import Exchange, Exchanged
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
+from tests.episodes import single_turn
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, rows_of, score, trajectory
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
-from rlhf_mcore.protocols import SyncStats
+from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
 from rlhf_mcore.trainer.exchange import Exchange
@@ -22,42 +22,44 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
-from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
-from tests.unit.trainer.records import prompt, trajectory
+from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
+from tests.unit.trainer.records import completions, prompt, worker
 
 pytestmark = pytest.mark.usefixtures("world")
 
 Log = list[tuple[Any, ...]]
 
 
-class Engine:
-    is_lead, num_engines, engine_index = True, 1, 0
+class Generating:
+    """A Generator: nothing but what the loop calls."""
 
     def __init__(self, log: Log) -> None:
-        self.log, self.policy_version, self.awake = log, -1, False
+        self.log = log
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        assert self.awake
-        self.log.append(("generate", step, [p.index for p in prompts], self.policy_version))
-        return [trajectory(p, k) for p in prompts for k in range(sampling.n)]
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.log.append(("generate", [request.prompt_ids[0] - 100 for request in requests[::2]]))
+        return completions(requests)
 
-    def sleep(self) -> None:
-        self.log.append(("sleep",))
-        self.awake = False
 
-    def wake(self) -> None:
-        self.log.append(("wake",))
-        self.awake = True
+class Memory:
+    """A Sleeper."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+
+    def sleep(self, level: int = 2) -> None:
+        self.log.append(("sleep", level))
+
+    def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        self.log.append(("wake", *tags))
 
 
 class Bridge:
-    def __init__(self, log: Log, engine: Engine) -> None:
-        self.log, self.engine = log, engine
+    def __init__(self, log: Log) -> None:
+        self.log = log
 
     def sync(self, version: int) -> SyncStats:
-        assert self.engine.awake
         self.log.append(("sync", version))
-        self.engine.policy_version = version
         return SyncStats(0.0, received_bytes=3, local_bytes=4, peak_bytes=5)
 
 
@@ -170,19 +172,19 @@ SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25}
 def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Trainer, Log]:
     """With the roles that are named; ``settings`` are those of ``Roles``."""
     log: Log = []
-    engine, watch = Engine(log), Watch(log)
+    watch = Watch(log)
     algorithm = AlgorithmConfig(
         advantage="gae" if "critic" in beside_the_actor else "grpo",
         kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0),
     )
     models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
     prompts = PromptBatches([prompt(i) for i in range(4)], Sampler())
-    parts: Any = (prompts, engine, Sampling(n=2), Reward(log), OneBatch(), Exchange(samples_per_prompt=2), watch)
-    roles: Any = Roles(**models, **settings)  # type: ignore[arg-type]
+    parts: Any = models | settings
+    drawn_by = worker(Generating(log))
     made = Trainer(
-        source=SampledBatches(*parts),
-        learner=PolicyLearner(roles, Estimation(algorithm), watch),
-        publisher=EnginePublisher(engine, Bridge(log, engine), watch),  # type: ignore[arg-type]
+        source=SampledBatches(prompts, drawn_by, Sampling(n=2), Reward(log), OneBatch(), Exchange(2), watch),
+        learner=PolicyLearner(Roles(**parts), Estimation(algorithm), watch),
+        publisher=EnginePublisher(Memory(log), Bridge(log), watch),
         evaluator=Evaluator(log, due),
         checkpointer=watch,
         recorder=watch,
@@ -198,7 +200,7 @@ def roles_of(which: Trainer) -> Any:
 def updated(model: Any) -> TrainBatch:
     """The batch as a fake got it in its last update."""
     assert model.batch is not None
-    return model.batch  # type: ignore[no-any-return]
+    return model.batch
 
 
 COMPUTED: dict[str, Log] = {
@@ -207,16 +209,21 @@ COMPUTED: dict[str, Log] = {
 }
 
 
+def published(version: int) -> Log:
+    # The caches come when the sync needs its buffers no longer.
+    return [("phase", "sync"), ("wake", "weights"), ("sync", version), ("wake", "kv_cache")]
+
+
 def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
     computed = [line for name, lines in COMPUTED.items() if name in beside_the_actor for line in lines]
     return [
         ("phase", "generate"),
-        ("generate", number, prompts, number - 1),  # by the policy that this step updates
+        ("generate", prompts),
         ("phase", "score"),
         ("score", 4),
-        ("sleep",),
         ("rollouts", number, 4, 4),
         ("phase", "exchange"),
+        ("sleep", 2),  # the models need the device
         *computed,
         ("phase", "old_logprobs"),
         ("actor",),
@@ -224,9 +231,7 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
         # Rows reach both models before one of them learns: on ranks of their own they learn at the same time.
         *[("deliver", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
         *[("update", name) for name in ("critic", "actor") if name in (*beside_the_actor, "actor")],
-        ("phase", "sync"),
-        ("wake",),
-        ("sync", number),
+        *published(number),
     ]
 
 
@@ -235,9 +240,7 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
     which, log = trainer({0, 2}, *beside)
     which.run(2)
     assert log == [
-        ("phase", "sync"),
-        ("wake",),
-        ("sync", 0),
+        *published(0),
         ("phase", "evaluate"),
         ("evaluate", 0),
         ("record", 0),
@@ -258,9 +261,7 @@ def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing
     which, log = trainer({0, 2, 3})
     assert which.run(3, first_step=3) is True
     assert log == [
-        ("phase", "sync"),
-        ("wake",),
-        ("sync", 2),
+        *published(2),
         ("begin",),
         *step_of(3, [3, 1]),
         ("phase", "evaluate"),
@@ -274,7 +275,7 @@ def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing
 def test_a_run_that_is_over_makes_no_step() -> None:
     which, log = trainer({0, 3})
     assert which.run(3, first_step=4) is True
-    assert log == [("phase", "sync"), ("wake",), ("sync", 3), ("begin",), ("end",)]
+    assert log == [*published(3), ("begin",), ("end",)]
 
 
 def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
@@ -283,10 +284,8 @@ def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
     assert which.run(3) is True
     assert log[log.index(("end",)) :] == [
         ("end",),
-        ("sleep",),
-        ("phase", "sync"),
-        ("wake",),
-        ("sync", 4),  # a version of its own: these weights came after those of step 3
+        ("sleep", 2),
+        *published(4),  # a version of its own: these weights came after those of step 3
         ("phase", "evaluate"),
         ("evaluate", 3),
         ("final", 3, 2),
@@ -313,7 +312,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
     def deliver_update(batch: TrainBatch) -> Callable[[], dict[str, float]]:
         return lambda: {"actor/bad_updates_in_a_row": next(counts)}
 
-    roles_of(which).actor.deliver_update = deliver_update  # type: ignore[method-assign]
+    roles_of(which).actor.deliver_update = deliver_update
     which.max_bad_updates = 3
     with pytest.raises(
         DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
@@ -324,7 +323,7 @@ def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None
 
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
     which, log = trainer(set())
-    roles_of(which).actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}  # type: ignore[method-assign]
+    roles_of(which).actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
@@ -335,7 +334,7 @@ def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
     which, log = trainer(set())
     which.run(1)
-    assert log[:5] == [("phase", "sync"), ("wake",), ("sync", 0), ("begin",), ("phase", "generate")]
+    assert log[:6] == [*published(0), ("begin",), ("phase", "generate")]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
@@ -405,7 +404,7 @@ def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, 
     which.run(5)
     refreshed, step = [], 0
     for line in log:
-        step = line[1] if line[0] == "generate" else step
+        step += line[0] == "generate"
         if line == ("refresh", "actor"):
             refreshed.append(step)
     assert refreshed == before
@@ -446,8 +445,8 @@ def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
     given.score = equal_for_odd_prompts
     which.run(1)
     # Prompts 3, 1 teach nothing; 0 and 2 do, and come in the second batch.
-    assert [line[2] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
-    assert log.count(("sleep",)) == 1
+    assert [line[1] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
+    assert log.count(("sleep", 2)) == 1
     batch = updated(roles_of(which).actor)
     assert batch.token_ids[::5].tolist() == [100, 100, 102, 102]
     metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]

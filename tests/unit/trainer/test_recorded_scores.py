@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.trainer.evaluation import Evaluator, grade, graded, graded_of, metrics, sample_record
 from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.recorded_scores import TOKENS, Record, score_records, with_tokens
 from rlhf_mcore.types import Sampling, Score, Trajectory
-from tests.unit.trainer.records import prompt, trajectory
+from tests.unit.trainer.records import prompt, trajectory, worker
 from tests.unit.trainer.test_evaluation import Engine
 
 PROMPTS = [prompt(i) for i in range(5)]
@@ -46,13 +46,13 @@ def records() -> list[Record]:
 @pytest.mark.parametrize(
     ("engine", "asked"),
     [
-        (Engine(2, 0), [[(0, 0), (0, 1), (2, 0), (2, 1)], [(4, 0), (4, 1)]]),
-        (Engine(2, 1), [[(1, 0), (1, 1), (3, 0), (3, 1)], []]),
-        (Engine(2, 1, is_lead=False), [[], []]),
+        (EngineRank(0, 2), [[(0, 0), (0, 1), (2, 0), (2, 1)], [(4, 0), (4, 1)]]),
+        (EngineRank(1, 2), [[(1, 0), (1, 1), (3, 0), (3, 1)], []]),
+        (EngineRank(1, 2, is_lead=False), [[], []]),
     ],
 )
 def test_each_engine_scores_its_own_in_the_batches_of_training(
-    engine: Engine, asked: list[list[tuple[int, int]]]
+    engine: EngineRank, asked: list[list[tuple[int, int]]]
 ) -> None:
     models: list[LastToken] = []
 
@@ -86,9 +86,9 @@ class Function:
 @pytest.mark.usefixtures("world")
 def test_the_command_ends_with_the_numbers_of_training() -> None:
     sampling = Sampling(n=2, temperature=1.0)
-    in_training = Evaluator(PROMPTS, Engine(), LastToken(Function()), sampling, 1, 2).run(1)  # type: ignore[arg-type]
-    drawn = grade(Engine(), Function(), sampling, PROMPTS)  # type: ignore[arg-type]
+    in_training = Evaluator(PROMPTS, worker(Engine()), LastToken(Function()), sampling, 1, 2).run(1)
+    drawn = grade(worker(Engine()), Function(), sampling, PROMPTS)
     kept = [with_tokens(sample_record(*row), row[0]) for row in drawn]
-    by_command = metrics([graded_of(r) for r in score_records(PROMPTS, kept, Engine(), 2, LastToken)])
+    by_command = metrics([graded_of(r) for r in score_records(PROMPTS, kept, EngineRank(), 2, LastToken)])
     assert by_command == in_training
     assert 0 < in_training["evaluate/accuracy"] < 1

@@ -1,42 +1,52 @@
-"""Sharing a step's prompts out to engines: each response has a seed of its own, whoever draws it."""
+"""Prompts become requests with seeds of their own, and what comes back is checked: each response that was asked for, once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.data.sampler import WeightedSampler
-from rlhf_mcore.rollout.requests import expand_requests
-from rlhf_mcore.rollout.seeds import request_seed
-from rlhf_mcore.trainer.rollouts import generate
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.trainer.rollouts import LostTrajectory, RolloutWorker, check_completion, request_seed
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling
 
 SIZES, BATCH, SAMPLES = [40, 8], 64, 8  # half of a step is from the second file, each of its rows four times
 
 
-class Seeds:
-    """An engine that draws nothing: each response is its seed."""
+def completion(request_id: int, ids: Sequence[int], logprobs: Sequence[float], reason: str = "stop") -> Completion:
+    return Completion(request_id, np.array(ids, np.int32), np.array(logprobs, np.float32), ((0, 4),), reason)
 
-    is_lead = True
 
-    def __init__(self, index: int, count: int) -> None:
-        self.engine_index, self.num_engines = index, count
+class Generating:
+    """Keeps what it is asked, and answers each request with the token that is its number, after ``change``."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        requests = expand_requests(prompts, sampling, step, max_model_len=64)
-        return [single_turn(r.prompt, r.sample, [0], [0.0], str(r.seed), "stop", 0) for r in requests]
+    def __init__(self, change: Callable[[list[Completion]], list[Completion]] = lambda drawn: drawn) -> None:
+        self.change = change
+        self.asked: list[Request] = []
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        self.asked += requests
+        return self.change([completion(request.request_id, [request.request_id], [0.0]) for request in requests])
+
+
+def letters(rows: Sequence[Sequence[int]]) -> list[str]:
+    return ["".join(chr(97 + token) for token in row) for row in rows]
 
 
 def draw(prompts: Sequence[Prompt], num_engines: int, step: int = 3) -> dict[tuple[int, int], int]:
     """(place, sample) -> seed."""
     found = {}
     for index in range(num_engines):
-        made = generate(Seeds(index, num_engines), prompts, Sampling(n=SAMPLES, seed=5), step=step)  # type: ignore[arg-type]
-        for place, trajectory in zip(made.positions, made.trajectories, strict=True):
+        engine = Generating()
+        by = RolloutWorker(engine, EngineRank(index, num_engines), letters)
+        made = by.rollouts(prompts, Sampling(n=SAMPLES, seed=5), step=step)
+        for place, trajectory, request in zip(made.positions, made.trajectories, engine.asked, strict=True):
             assert trajectory.prompt.prompt_id == prompts[place].prompt_id
-            found[place, trajectory.sample] = int(trajectory.response_text)
+            assert request.prompt_ids == prompts[place].prompt_ids
+            found[place, trajectory.sample] = request.seed
     return found
 
 
@@ -67,3 +77,101 @@ def test_a_resumed_run_draws_with_the_same_seeds() -> None:
     resumed = weighted()
     resumed.load_state_dict(part.state_dict())
     assert [draw(step_of(resumed), 2, step) for step in (2, 3)] == [draw(steps[1], 2, 2), draw(steps[2], 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "digest"),
+    [  # of the 32 bytes, by coreutils: b2sum -l 64
+        ((0, 0, 0, 0), "c50d124a8aaf41a1"),
+        ((7, 3, 11, 2), "04d06870f3b5aa95"),
+        ((1, 0, 0, 0), "3eea3990185ec82c"),
+    ],
+)
+def test_seed_is_the_digest_without_its_lowest_bit(arguments: tuple[int, int, int, int], digest: str) -> None:
+    reversed_bytes = "".join(digest[i : i + 2] for i in range(14, -2, -2))
+    assert request_seed(*arguments) == int(reversed_bytes, 16) // 2
+
+
+def test_neighbours_have_seeds_of_their_own_that_fit_in_an_int64() -> None:
+    seeds = {request_seed(*arguments) for arguments in itertools.product(range(8), repeat=4)}
+    assert len(seeds) == 8**4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+PROMPTS = [Prompt("sum-17", 17, [5, 6, 7], "2+2"), Prompt("sum-4", 4, [5], "1")]
+
+
+def responses(change: Callable[[list[Completion]], list[Completion]]) -> dict[tuple[str, int], str]:
+    """Of two samples of two prompts."""
+    drawn = RolloutWorker(Generating(change), EngineRank(), letters).generate(PROMPTS, Sampling(n=2), step=0)
+    return {(t.prompt.prompt_id, t.sample): t.response_text for t in drawn}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+def test_completions_may_come_in_any_order(order: Sequence[int]) -> None:
+    found = responses(lambda drawn: [drawn[place] for place in order])
+    assert found == {("sum-17", 0): "a", ("sum-17", 1): "b", ("sum-4", 0): "c", ("sum-4", 1): "d"}
+    assert list(found) == [("sum-17", 0), ("sum-17", 1), ("sum-4", 0), ("sum-4", 1)], "in the order of the prompts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda drawn: drawn[:-1], "3 completions for 4 requests: none for prompt 'sum-4', sample 1"),
+        (
+            lambda drawn: [],
+            "0 completions for 4 requests: none for prompt 'sum-17', sample 0; none for prompt 'sum-17'",
+        ),
+        (lambda drawn: [*drawn, drawn[1]], "5 completions for 4 requests: 2 for prompt 'sum-17', sample 1"),
+        (
+            lambda drawn: [*drawn[:2], drawn[0], drawn[3]],
+            "2 for prompt 'sum-17', sample 0; none for prompt 'sum-4', sample 0",
+        ),
+        (
+            lambda drawn: [*drawn[:3], completion(9, [1], [0.0])],
+            "none for prompt 'sum-4', sample 1; one for request 9, which",
+        ),
+    ],
+)
+def test_fault_25_a_lost_doubled_or_foreign_completion_is_named(
+    change: Callable[[list[Completion]], list[Completion]], message: str
+) -> None:
+    with pytest.raises(LostTrajectory, match=message):
+        responses(change)
+
+
+def test_fault_25_a_rank_that_does_not_lead_returns_nothing() -> None:
+    follower = EngineRank(0, 1, is_lead=False)
+    assert RolloutWorker(Generating(lambda drawn: []), follower, letters).generate(PROMPTS, Sampling(), step=0) == []
+    with pytest.raises(LostTrajectory, match="2 completions for 0 requests: one for request 0, which was not made"):
+        RolloutWorker(Generating(), follower, letters).generate(PROMPTS, Sampling(), step=0)
+
+
+def test_trajectories_carry_everything() -> None:
+    [one] = RolloutWorker(
+        Generating(lambda drawn: [completion(0, [8, 9], [-0.1, -0.2], "length")]), EngineRank(), letters
+    ).generate(PROMPTS[:1], Sampling(), step=0)
+    assert (one.prompt, one.sample, one.versions) == (PROMPTS[0], 0, ((3, 4),))
+    assert (one.token_ids.tolist(), one.sampled_ids.tolist(), one.response_text) == ([5, 6, 7, 8, 9], [8, 9], "ij")
+    assert one.sampled_logprobs.tolist() == pytest.approx([-0.1, -0.2]) and one.finish_reason == "length"
+
+
+REQUEST = Request(3, "prompt 'sum-17', sample 3", [5, 6, 7], Sampling(), 0)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "message"),
+    [
+        (completion(3, [], [], "stop"), "no token"),
+        (completion(3, [1, 2], [-0.5], "stop"), "1 logprobs for 2 tokens"),
+        (completion(3, [1], [-0.5, -0.5], "stop"), "2 logprobs for 1 tokens"),
+        (completion(3, [1, 2], [-0.5, float("nan")], "stop"), "nan at token 1"),
+        (completion(3, [1], [float("-inf")], "stop"), "-inf at token 0"),
+        (completion(3, [1], [0.5], "stop"), "0.5 at token 0"),
+        (completion(3, [1], [-0.5], "abort"), "'abort'"),
+    ],
+)
+def test_what_must_not_be_trained_on_is_refused_by_name(drawn: Completion, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as raised:
+        check_completion(REQUEST, drawn)
+    assert "'sum-17', sample 3" in str(raised.value)

@@ -1,0 +1,26 @@
+"""Trajectories of one response, from plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhf_mcore.data import episodes
+from rlhf_mcore.types import Completion, Prompt, Trajectory
+
+
+def single_turn(
+    prompt: Prompt,
+    sample: int,
+    response_ids: Sequence[int],
+    logprobs: Sequence[float],
+    response_text: str,
+    finish_reason: str,
+    policy_version: int,
+) -> Trajectory:
+    """As an engine would have drawn it with one policy."""
+    completion = Completion(
+        0, np.array(response_ids, np.int32), np.array(logprobs, np.float32), ((0, policy_version),), finish_reason
+    )
+    return episodes.single_turn(prompt, sample, completion, response_text)
