@@ -13,7 +13,7 @@ from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.run_kinds import RunKind
-from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, LayoutConfig, RecomputeConfig
+from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, RecomputeConfig
 from rlhf_mcore.mcore.families import ModelSpec, load_spec
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
@@ -67,8 +67,9 @@ class ModelBuilder:
     def reference(self) -> Reference:
         cfg, actor = self.cfg.reference, self.cfg.actor
         path = cfg.path or self.cfg.model.path
-        layout, saved_as = self._layout(actor.layout, actor.ranks), "reference" if cfg.refresh_steps else None
         spec = load_spec(path, field="reference.path")
+        layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
+        saved_as = "reference" if cfg.refresh_steps else None
         model = self._frozen(spec, path, layout, offload=cfg.offload, saved_as=saved_as)
         return Reference(model, self.cfg.rollout.sampling.temperature)
 
@@ -76,7 +77,7 @@ class ModelBuilder:
         cfg = self.cfg.reward.model
         assert cfg.path is not None
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
-        layout = self._layout(cfg.layout, cfg.ranks)
+        layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         return RewardModel(self._frozen(spec, cfg.path, layout, offload=cfg.offload, dtype=cfg.dtype))
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
@@ -98,8 +99,10 @@ class ModelBuilder:
         dtype: str | None = None,
     ) -> TrainedModel:
         """A model with its optimizer. ``name`` prefixes its metrics."""
-        layout, options = self._layout(cfg.layout, cfg.ranks), self._options(dtype)
-        options = replace(options, recompute=cfg.recompute, trainable=True, aux_loss_coef=cfg.moe.aux_loss_coef)
+        layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
+        options = replace(
+            self._options(dtype), recompute=cfg.recompute, trainable=True, aux_loss_coef=cfg.moe.aux_loss_coef
+        )
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
             model.add_optimizer(cfg.optimizer)
@@ -141,18 +144,4 @@ class ModelBuilder:
             trainable=False,
             deterministic=self.cfg.deterministic,
             seed=self.cfg.seed,
-        )
-
-    def _layout(self, cut: LayoutConfig, ranks: list[int] | None) -> ParallelLayout:
-        first, end = ranks or (0, dist.get_world_size())
-        return ParallelLayout(
-            end - first,
-            cut.tp,
-            cut.pp,
-            cut.vpp,
-            sequence_parallel=cut.sequence_parallel,
-            ep=cut.ep,
-            etp=cut.etp,
-            layers_per_stage=None if cut.layers_per_stage is None else tuple(cut.layers_per_stage),
-            first_rank=first,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.types import Shard
 
 
@@ -41,6 +42,27 @@ class ParallelLayout:
             raise ValueError(f"{per_stage} ranks of a stage are not a multiple of etp {self.expert_tp} x ep {self.ep}")
         if self.layers_per_stage is not None and len(self.layers_per_stage) != self.num_stages:
             raise ValueError(f"layers_per_stage {self.layers_per_stage} does not name {self.num_stages} stages")
+
+    @classmethod
+    def of(cls, cfg: LayoutConfig, ranks: list[int] | None, world_size: int) -> ParallelLayout:
+        """A layout over ``ranks`` = [first, end); None: over all ranks of the world.
+
+        Raises:
+            ValueError: it does not divide its ranks.
+        """
+        first, end = ranks or (0, world_size)
+        return cls(
+            end - first,
+            cfg.tp,
+            cfg.pp,
+            cfg.vpp,
+            cfg.cp,
+            cfg.sequence_parallel,
+            cfg.ep,
+            cfg.etp,
+            None if cfg.layers_per_stage is None else tuple(cfg.layers_per_stage),
+            first,
+        )
 
     @property
     def ranks(self) -> range:

@@ -123,20 +123,8 @@ def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: i
     Raises:
         ConfigError: it does not divide its ranks.
     """
-    first, end = ranks or (0, world_size)
     try:
-        return ParallelLayout(
-            end - first,
-            layout.tp,
-            layout.pp,
-            layout.vpp,
-            layout.cp,
-            layout.sequence_parallel,
-            layout.ep,
-            layout.etp,
-            None if layout.layers_per_stage is None else tuple(layout.layers_per_stage),
-            first,
-        )
+        return ParallelLayout.of(layout, ranks, world_size)
     except ValueError as error:
         raise ConfigError(f"{field}: {error}; change it or the number of processes") from error
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import Shard
 
@@ -122,3 +123,12 @@ def test_stages_that_do_not_fit_the_layers_are_refused() -> None:
         ParallelLayout(2, pp=2, layers_per_stage=(3, 3)).layers_of(7, 0)
     with pytest.raises(ValueError, match="does not name 4 stages"):
         ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(3, 4))
+
+
+def test_a_layout_of_the_configuration_is_over_its_ranks_or_over_the_world() -> None:
+    cfg = LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True, ep=2, etp=1, layers_per_stage=[1, 2, 3, 1])
+    expected = dict(tp=2, pp=2, vpp=2, sequence_parallel=True, ep=2, etp=1, layers_per_stage=(1, 2, 3, 1))
+    assert ParallelLayout.of(cfg, None, 8) == ParallelLayout(8, **expected)
+    assert ParallelLayout.of(cfg, [4, 12], 16) == ParallelLayout(8, **expected, first_rank=4)
+    with pytest.raises(ValueError, match="world size 6 is not a multiple"):
+        ParallelLayout.of(cfg, None, 6)

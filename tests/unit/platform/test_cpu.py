@@ -61,6 +61,7 @@ def test_this_machine_is_the_cpu_platform() -> None:
     platform = current_platform()
     assert isinstance(platform, CpuPlatform)
     assert (platform.name, platform.collective_backend, platform.default_dtype) == ("cpu", "gloo", "fp32")
+    assert (platform.dtype("auto"), platform.dtype("bf16")) == ("fp32", "bf16")
     assert platform.device() == torch.device("cpu")
 
 
