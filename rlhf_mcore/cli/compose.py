@@ -45,12 +45,12 @@ SUMMARISED = {
 
 
 def run(cfg: Config, announced: int = 0) -> bool:
-    """Train. Every rank of the world calls it, under torchrun. Returns whether the run has come to its end.
+    """Train. Every rank of the world calls it, under torchrun. Returns whether the run is complete.
 
-    ``announced``: the launcher has said that the run continues after this step.
+    ``announced``: the step after which the run continues, where the launcher has printed it already.
 
     Raises:
-        ConfigError: what could only be found out with the parts in hand; raised on every rank.
+        ConfigError: what only the loaded data and the built models can show; raised on every rank.
     """
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
@@ -109,10 +109,10 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: in
 
 
 def _broadcast(start: Start) -> Start:
-    """What the first rank has found, on every rank."""
+    """What the first rank has found, on every rank. Notes stay there."""
     weights = {role: str(path) for role, path in start.weights.items()}
-    told = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues, start.is_over], 0)
-    checkpoint, step, weights, continues, over = told
+    received = broadcast_json([str(start.checkpoint or ""), start.step, weights, start.continues, start.is_over], 0)
+    checkpoint, step, weights, continues, over = received
     found = {role: Path(path) for role, path in weights.items()}
     return Start(Path(checkpoint) if checkpoint else None, step, found, continues, over, inputs=start.inputs)
 

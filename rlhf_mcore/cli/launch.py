@@ -1,4 +1,4 @@
-"""Start torchrun on this machine as a child, without torch in this process: signals go in, the exit code comes out.
+"""Start torchrun on this machine as a child, without torch in this process: signals are forwarded, the exit code is returned.
 
 A run on one machine listens on the loopback only. torchrun's usual stores listen on every interface, and its rendezvous
 unpickles what it finds there; so the store is ours (``bound_rendezvous``), at a port that is picked when it is opened. Nothing of it
@@ -25,7 +25,7 @@ from rlhf_mcore.cli.rendezvous import LOOPBACK
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
 SHOW_CURSOR = b"\x1b[?25h"
-# Exit codes after which nothing is started again: the run has said so itself, or somebody has ended it.
+# Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
 FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 
 
@@ -39,7 +39,7 @@ def launch(
 ) -> int:
     """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
 
-    With ``logs``, what ranks write to stderr, and all but the first to stdout, goes into files in that directory.
+    With ``logs``, what ranks write to stderr, and all but the first to stdout, is written to files in that directory.
     """
 
     def attempt(_number: int) -> int:
@@ -124,7 +124,7 @@ def child_environment(
 def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a command to its end, passing on the signals that ask us to stop. Returns its exit code.
 
-    Whatever it leaves running is ended, also when it is killed: a rank that outlives it would go on writing into the run directory.
+    Whatever it leaves running is ended, also when it is killed: a rank that outlives it would still write into the run directory.
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []

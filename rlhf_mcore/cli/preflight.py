@@ -1,4 +1,4 @@
-"""What is found out about a run before any process is started, in well under a second: its directory, and how far it has come."""
+"""Checks before any process is started, in well under a second: the run directory, how far the run is, free memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only im
 def announce(cfg: Config) -> int | None:
     """Look at the run directory, and print where the run begins if it has begun before.
 
-    Returns the step that was printed, 0 where there was nothing to say; None: the run is over, and was said to be.
+    Returns the step that was printed, 0 where nothing was printed; None: the run is complete, which was printed.
 
     Raises:
         ConfigError: the directory cannot be written or is in use, or its newest checkpoint does not fit the configuration.
@@ -83,7 +83,7 @@ def is_over(cfg: Config, run: Path, step: int) -> bool:
 
 
 def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
-    """What a run that has begun before says when it is started again."""
+    """What is printed when a run that has begun before is started again."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
     return f"the run continues after {where}, from {os.path.relpath(checkpoint)}"
 

@@ -43,7 +43,7 @@ from rlhf_mcore.trainer.resume import Start
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """A model under its name in checkpoints. ``path``: where its files that are no weights come from."""
+    """A model under its name in checkpoints. ``path``: the source of its files beside the weights."""
 
     name: str
     model: RoleModel

@@ -40,20 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", metavar="CONFIG", help="YAML file; see configs/base.yaml for all keys")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    # From the launcher to its ranks: the step after which it has said that the run continues.
+    # From the launcher to its ranks: the step after which the run continues, printed already.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
 def _train(path: str, overrides: Sequence[str], announced: int, *, print_config: bool) -> int:
-    from rlhf_mcore.config.derive import default_world_size, resolve
+    from rlhf_mcore.config.derive import resolve
     from rlhf_mcore.config.load import load_config
-    from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import validate
 
-    cfg = load_config(path, overrides)
+    cfg, world_size = load_config(path, overrides), torchrun_world_size()
     try:
-        validate(cfg, torchrun_world_size())
+        validate(cfg, world_size)
     except ConfigError:
         if print_config:
             show(cfg)  # what is wrong with it is easier to see beside it
@@ -61,38 +60,45 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     cfg = resolve(cfg)
     if print_config:
         show(cfg)
-    elif torchrun_world_size() is not None:
-        quiet()
-        from rlhf_mcore.cli.compose import run
+        return exit_codes.DONE
+    if world_size is None:
+        return _launch(cfg, [path, *overrides])
+    quiet()
+    from rlhf_mcore.cli.compose import run
 
-        with rank.no_early_exit():
-            finished = run(cfg, announced)
-        return exit_codes.DONE if finished else exit_codes.REQUEUE
-    else:
-        from rlhf_mcore.cli import preflight
-        from rlhf_mcore.cli.launch import launch
-        from rlhf_mcore.config.data_files import check_fills_a_step
-        from rlhf_mcore.rewards.function import check_function
+    with rank.no_early_exit():
+        finished = run(cfg, announced)
+    return exit_codes.DONE if finished else exit_codes.REQUEUE
 
-        continues_after = preflight.announce(cfg)
-        if continues_after is None:
-            return exit_codes.DONE
-        preflight.check_world(default_world_size(cfg))
-        if run_kind(cfg).generates:
-            check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-            check_function(cfg.reward)
-        world_size, logs = default_world_size(cfg), preflight.logs_directory(cfg)
-        if cfg.logging.console != "off":
-            count = "one process" if world_size == 1 else f"{world_size} processes"
-            print(f"starting {count}; logs are in {os.path.relpath(logs)}", flush=True)
-        return launch(
-            [path, *overrides, *([f"--announced={continues_after}"] if continues_after else [])],
-            world_size,
-            cfg.trainer.threads_per_rank,
-            max_restarts=cfg.trainer.max_restarts,
-            logs=logs,
-        )
-    return exit_codes.DONE
+
+def _launch(cfg: Config, arguments: Sequence[str]) -> int:
+    """Find mistakes that need no process to be found, then start the ranks."""
+    from rlhf_mcore.cli import preflight
+    from rlhf_mcore.cli.launch import launch
+    from rlhf_mcore.config.data_files import check_fills_a_step
+    from rlhf_mcore.config.derive import default_world_size
+    from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.rewards.function import check_function
+
+    continues_after = preflight.announce(cfg)
+    if continues_after is None:
+        return exit_codes.DONE
+    world_size = default_world_size(cfg)
+    preflight.check_world(world_size)
+    if run_kind(cfg).generates:
+        check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
+        check_function(cfg.reward)
+    logs = preflight.logs_directory(cfg)
+    if cfg.logging.console != "off":
+        count = "one process" if world_size == 1 else f"{world_size} processes"
+        print(f"starting {count}; logs are in {os.path.relpath(logs)}", flush=True)
+    return launch(
+        [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
+        world_size,
+        cfg.trainer.threads_per_rank,
+        max_restarts=cfg.trainer.max_restarts,
+        logs=logs,
+    )
 
 
 def quiet() -> None:

@@ -69,7 +69,7 @@ def build_trainer(run: RunContext) -> Trainer:
     """The trainer of a run, resumed where it begins after a checkpoint. Collective over the world.
 
     Raises:
-        ConfigError: what could only be found out with data and models in hand; raised on every rank.
+        ConfigError: what only the loaded data and the built models can show; raised on every rank.
     """
     return {RL: rl_trainer, SFT: sft_trainer, REWARD_MODEL: reward_model_trainer}[run.kind](run)
 
@@ -99,7 +99,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         saved.append(SavedModel("critic", critic.model, cfg.critic.path or cfg.model.path))
         if critic.normalizer is not None:
             holders["return_normalizer"] = critic.normalizer
-    if reference is not None and cfg.reference.refresh_steps:  # it takes over the actor's weights now and then
+    if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
     checkpointer = build_checkpointer(run, saved, holders, sampler)
 

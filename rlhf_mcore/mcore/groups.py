@@ -50,7 +50,7 @@ class GroupPool:
     """Process groups by the ranks that they join: axes with the same ranks share one group, also those of different models.
 
     A group is not free: gloo runs threads for each that wake a hundred times a second, NCCL keeps buffers. The default group of the
-    process is never handed out, because Megatron's unbatched pipeline exchange relies on the pipeline's group being another one.
+    process is never used, because Megatron's unbatched pipeline exchange relies on the pipeline's group being another one.
     ``timeout`` is how long a rank waits for the others in a collective; None: torch's default.
     """
 
@@ -98,7 +98,7 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     pipelines = grid.get_rank_enum("pp")
     pgs.embd = pool.group_of([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     pgs.pos_embd = pool.group_of([ranks[:1] for ranks in pipelines])
-    if layout.ep == 1:  # experts are cut and replicated as the rest of the model
+    if layout.ep == 1:  # experts are sharded and replicated as the rest of the model
         pgs.ep = pool.group_of([[rank] for rank in layout.ranks])
         pgs.expt_tp = pgs.tp_ep = pgs.tp
         pgs.tp_ep_pp = pgs.mp

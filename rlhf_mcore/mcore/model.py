@@ -190,13 +190,13 @@ class MegatronModel:
         return output, partial(on_outputs, microbatch)
 
     def _padding(self, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
-        """True at the tokens that routers leave out of the load-balancing loss, as this chunk wants it."""
+        """True at the tokens that routers leave out of the load-balancing loss, in the shape that this chunk expects."""
         height, width = microbatch.token_ids.shape
         lengths = [sum(microbatch.lengths)] if microbatch.cu_seqlens is not None else microbatch.lengths
         real = torch.tensor(lengths + [0] * (height - len(lengths)))
         mask = torch.arange(width) >= real[:, None]
         if self.config.sequence_parallel and not chunk.pre_process:
-            # The first stage cuts the mask as it cuts the embeddings; on the later ones Megatron forgets to.
+            # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
             mask = mask.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank]
         return mask.contiguous()
 
@@ -278,7 +278,7 @@ def _build_chunk(
 
 
 def _mark_tensor_parallel(chunk: GPTModel) -> None:
-    """Mark which weights are cut over tensor-parallel ranks.
+    """Mark which weights are sharded over tensor-parallel ranks.
 
     Megatron does it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
     one rank's part only, and clipping is silently wrong.

@@ -1,7 +1,7 @@
 """Megatron's distributed AdamW with fp32 master weights: updates, and its state, named and placed, to be saved and filled in place.
 
-The optimizer cuts the flat buffer of a model's gradients over data-parallel ranks without regard to the borders of parameters; here
-every cut is a range of elements of one local parameter.
+The optimizer shards the flat buffer of a model's gradients over data-parallel ranks without regard to the bounds of parameters; here
+a shard is a list of ranges of elements, each of one local parameter.
 """
 
 from __future__ import annotations

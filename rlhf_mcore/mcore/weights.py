@@ -25,7 +25,7 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
 def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
     """Every tensor of a model on this rank: parameters, and the buffers that are part of its state.
 
-    A layer has the number that the layer itself knows (uneven and interleaved pipelines), an expert its number on this rank.
+    Layers are numbered over the whole model (by Megatron's ``layer_number``), experts within this rank.
     """
     rank, found = dist.get_rank(), []
     for chunk in map(unwrap, chunks):
@@ -36,7 +36,7 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
 
 def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that a checkpoint must hold: none in the families so far, and none may be left behind unseen."""
+    """Buffers that a checkpoint must hold: none in the families so far, and none may be left out silently."""
     for prefix, module in chunk.named_modules():
         for name, tensor in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -50,8 +50,8 @@ def _global_name(name: str, layer_numbers: list[int]) -> str:
 class HostWeights:
     """Host copies of a frozen model's weights, which are on the device only while they are used.
 
-    The copies are kept (pinned where there is a CUDA device): releasing the device's memory again costs nothing, because nobody
-    writes to the weights there.
+    The copies are kept (pinned where there is a CUDA device), so releasing the device's memory needs no copy: the weights are not
+    written to there.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):

@@ -60,7 +60,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Ten
 
 
 def union(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Named numbers of all ranks of the world; where several ranks know a name, the last of them speaks."""
+    """Named numbers of all ranks of the world; where several ranks have a name, the value of the last one is taken."""
     return {name: value for part in all_gather_json(dict(metrics)) for name, value in part.items()}
 
 

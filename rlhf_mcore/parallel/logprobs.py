@@ -1,4 +1,4 @@
-"""Logprobs and entropy over logits whose vocabulary is cut over tensor-parallel ranks.
+"""Logprobs and entropy over logits whose vocabulary is sharded over tensor-parallel ranks.
 
 No rank ever sees the full vocabulary: three scalars per token are reduced instead. The backward pass recomputes the softmax in
 chunks of tokens, so the extra memory is one chunk of fp32 logits whatever the batch. Megatron's own vocab-parallel cross entropy
@@ -40,7 +40,7 @@ def vocab_parallel_logprobs(
 class _VocabParallel(torch.autograd.Function):
     """With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
 
-    The largest logit is taken off before anything is added, so an offset that all logits share costs no digits.
+    The largest logit is subtracted first, so an offset that all logits share costs no precision.
 
     d logprob / d z_j = 1[j = y] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy).
     """

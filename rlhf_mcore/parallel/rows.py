@@ -25,14 +25,14 @@ def move_rows(
     wanted: Sequence[Rows],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Bring rows to the ranks that want them, by one all-to-all per field. Collective over ``group``.
+    """Send rows from the ranks that hold them to those that need them, by one all-to-all per field. Collective over ``group``.
 
     Args:
         fields: host tensors [tokens of the rows that this rank holds], rows ascending and back to back. The same names and dtypes on
             every rank.
         lengths: [B] tokens of every row of the step.
         holders: [B] the rank of the group that holds each row.
-        wanted: for each rank of the group the rows that it wants, in its order. Ranks that want the same share one array.
+        wanted: for each rank of the group the rows that it needs, in its order. Ranks that need the same rows share one array.
 
     Returns:
         [tokens of this rank's wanted rows] by name, in the order in which they are wanted.
@@ -65,15 +65,15 @@ def move_rows(
             incoming = outgoing
         else:
             dist.all_to_all_single(incoming, outgoing, received_tokens.astype(int).tolist(), sent_tokens, group=group)
-        came = incoming.split(arriving_lengths)
-        moved[name] = _joined([came[k] for k in back], incoming)
+        received = incoming.split(arriving_lengths)
+        moved[name] = _joined([received[k] for k in back], incoming)
     return moved
 
 
 def merge_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """[B, ...] host values, of which each rank has filled in its own rows and left the others zero, on all ranks of the group.
 
-    A row has one owner, so what is added up is one value and zeros: the result is exact, and does not depend on who owns a row.
+    A row has one owner, so a sum has one term that is not zero: the result is exact, and does not depend on which rank owns a row.
     """
     dist.all_reduce(values, group=group)
     return values

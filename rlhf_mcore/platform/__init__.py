@@ -74,7 +74,7 @@ def current_platform() -> Platform:
 class ModuleView(ModuleType):
     """A module seen through replacements; everything else is the original's.
 
-    Put in the place of the module in somebody's globals, it changes what their code sees, and nothing for anybody else.
+    Where it replaces the module in another module's globals, it changes what that module's code sees, and nothing else.
     """
 
     def __init__(self, original: ModuleType, replacements: dict[str, Any]):

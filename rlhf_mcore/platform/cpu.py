@@ -106,7 +106,7 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any
 
 # Replacements inside ``torch.distributed`` as Megatron-core sees it.
 _COLLECTIVES = {
-    "all_gather": _all_gather,  # tokens of one expert, from the ranks among which it is cut (mappings.py)
+    "all_gather": _all_gather,  # tokens of one expert, from the ranks over which it is sharded (mappings.py)
     "reduce_scatter": _reduce_scatter,  # and back
 }
 

@@ -37,7 +37,7 @@ class ValueObjective:
         fields = {name: value.to(values.device) for name, value in microbatch.fields.items()}
         return value_loss(values, fields["old_values"], fields["returns"], fields["weights"], self.clip)
 
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         return {"loss/value": sums.pop("loss")} | {f"critic/{name}": sums[name] / num_tokens for name in sums}
 
 
@@ -63,7 +63,7 @@ class Critic:
         return values, last if self.bootstrap else None
 
     def deliver_update(self, batch: TrainBatch) -> Update:
-        """All updates of a step. With a normalizer, which takes in the step's returns first, in its units.
+        """All updates of a step. A normalizer is updated with the step's returns first; the model then learns in its units.
 
         See :meth:`TrainedModel.deliver_update`.
         """

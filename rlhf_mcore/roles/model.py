@@ -83,12 +83,12 @@ class RoleModel:
         ]
 
     def microbatches(self, held: RowTokens, rows_per_unit: int = 1) -> list[Microbatch]:
-        """Rows of this rank as the layout wants them: cut by tokens, padded for sequence parallelism, counted for the pipeline.
+        """Rows of this rank as microbatches: limited in tokens, padded for sequence parallelism, as many as the pipeline needs.
 
-        Where experts are spread over data-parallel ranks these exchange tokens in every layer, so all run equally many.
+        Data-parallel ranks among which experts are sharded exchange tokens in every layer, so they all run equally many.
         """
         assert self.model is not None
-        cut = partial(
+        split = partial(
             make_microbatches,
             held,
             rows_per_unit=rows_per_unit,
@@ -97,12 +97,12 @@ class RoleModel:
             pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
         )
-        made = cut()
+        made = split()
         if self.layout.ep == 1:
             return made
         group = self.model.groups.collection.dp
         most = int(reduce_sums({"count_max": float(len(made))}, group)["count_max"])
-        return made if len(made) == most else cut(min_count=most)
+        return made if len(made) == most else split(min_count=most)
 
     def per_token(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """What ``function`` returns at the predictor of each token in the loss mask: [N] fp32, zero elsewhere.
@@ -167,7 +167,7 @@ class Objective(Protocol):
         """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""
         ...
 
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         """Sums over the minibatch under their public names."""
         ...
 
@@ -216,7 +216,7 @@ class TrainedModel(RoleModel):
     def _weighted(
         self, batch: TrainBatch, objective: Objective, held: RowTokens, num_tokens: int, num_rows: int
     ) -> RowTokens:
-        """The loss mask gives way to the weights of the tokens."""
+        """The rows with token weights in place of the loss mask."""
         sampled = batch.num_sampled[held.rows]
         aggregation, constant = self.plan.loss_aggregation, self.plan.constant_length
         per_row = row_weights(sampled, aggregation, num_tokens=num_tokens, num_rows=num_rows, constant_length=constant)
@@ -252,7 +252,7 @@ class TrainedModel(RoleModel):
             outcome = self.model.step(lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
-        named = objective.named(sums, max(float(num_tokens), 1.0))
+        named = objective.metrics(sums, max(float(num_tokens), 1.0))
         if self.model.aux_loss_coef:
             named[f"{self.name}/load_balance"] = self.model.load_balance()
         optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}

@@ -41,7 +41,7 @@ class Reference:
         return logprobs_of(self.model, batch, self.temperature)
 
     def refresh(self, actor: Actor) -> None:
-        """Take over the actor's weights."""
+        """Copy the actor's weights."""
         mine, new = self.model.model, actor.model.model
         if mine is None or new is None:
             return
@@ -101,7 +101,7 @@ class PolicyObjective:
             metrics["kl"] = masked_sum(kl.detach(), trainable)
         return loss, metrics
 
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         named = {"loss/total": sums.pop("loss"), "loss/policy": sums.pop("policy")}
         if "kl" in sums:
             named["loss/kl"] = sums.pop("kl") / num_tokens
@@ -146,7 +146,7 @@ class ImitationObjective:
         logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0)
         return sft_loss(logprobs, microbatch.fields["weights"].to(logprobs.device))
 
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         return {"loss/sft": sums["loss"], "actor/perplexity": perplexity(sums["nll"] / num_tokens)}
 
 

@@ -55,7 +55,7 @@ class PairwiseObjective:
         loss, metrics = bradley_terry_loss(scores[:, 0], scores[:, 1], pairs[:, 0], centering=self.centering)
         return loss, {**metrics, "pairs": (pairs[:, 0] > 0).sum().float()}
 
-    def named(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
+    def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:
         pairs = max(sums["pairs"], 1.0)
         return {
             "loss/reward_model": sums["loss"],

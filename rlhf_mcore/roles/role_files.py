@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trained role: a Hugging Face directory, and beside its weights what the optimizer needs to go on."""
+"""What a checkpoint holds of a trained role: a Hugging Face directory, and beside its weights the state of the optimizer."""
 
 from __future__ import annotations
 
