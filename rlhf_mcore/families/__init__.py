@@ -34,16 +34,16 @@ ARCHITECTURES: dict[str, tuple[Family, str]] = {}  # architecture of a Hugging F
 UNSUPPORTED = Family("unsupported", "", DECODER)
 
 
-def register(family: Family) -> None:
-    """Make a family known by its name and by its architectures."""
-    FAMILIES[family.name] = family
-    ARCHITECTURES.update({family.architecture + head.suffix: (family, kind) for kind, head in HEADS.items()})
+def discover() -> None:
+    """Make the families of this package known, by their names and by their architectures."""
+    for module in pkgutil.iter_modules(__path__):
+        family: Family | None = getattr(import_module(f"{__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            FAMILIES[family.name] = family
+            ARCHITECTURES.update({family.architecture + head.suffix: (family, kind) for kind, head in HEADS.items()})
 
 
-for _module in pkgutil.iter_modules(__path__):
-    _family = getattr(import_module(f"{__name__}.{_module.name}"), "FAMILY", None)
-    if _family is not None:
-        register(_family)
+discover()
 
 
 def rules_of(geometry: ModelGeometry) -> tuple[Rule, ...]:

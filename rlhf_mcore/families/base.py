@@ -71,20 +71,19 @@ _ATTENTION, _QKV = _LAYER + "self_attn.", {"q": QUERIES, "k": KV, "v": KV}
 
 
 def gated_mlp(
-    fc1: str,
-    fc2: str,
-    hf: tuple[str, str, str],
+    linear: str,
+    block: str,
     ffn: Dim,
     layers: Literal["dense", "moe"],
     spec: Literal["any", "local", "te"] = "any",
-    in_memory: tuple[str, str] = ("", ""),
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, Rule]:
-    """Rules of Megatron's two linear layers that hold the ``hf`` matrices gate, up and down."""
-    gate, up, down = (f"{_LAYER}{name}.weight" for name in hf)
-    halves = {gate: (ffn, HIDDEN), up: (ffn, HIDDEN)}
+    """Rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold the matrices gate, up and down of a module."""
+    gate, up, down = (f"{_LAYER}{block}.{name}.weight" for name in names)
+    first, second = (_MEGATRON + linear.replace("{n}", n) for n in "12")
     return (
-        Rule(_MEGATRON + fc1, "column_parallel", halves, layers, spec, in_memory[0]),
-        Rule(_MEGATRON + fc2, "row_parallel", {down: (HIDDEN, ffn)}, layers, spec, in_memory[1]),
+        Rule(first, "column_parallel", {gate: (ffn, HIDDEN), up: (ffn, HIDDEN)}, layers, spec),
+        Rule(second, "row_parallel", {down: (HIDDEN, ffn)}, layers, spec),
     )
 
 
@@ -106,13 +105,7 @@ DECODER = (
     # The norm before a mixture stands alone: there is no single linear layer to fuse it with.
     Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "moe"),
     Rule(_MEGATRON + "mlp.linear_fc1.layer_norm_weight", "replicated", _MLP_NORM, "dense", "te"),
-    *gated_mlp(
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-        ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        FFN,
-        "dense",
-    ),
+    *gated_mlp("mlp.linear_fc{n}.weight", "mlp", FFN, "dense"),
     Rule("decoder.final_layernorm.weight", "replicated", {"model.norm.weight": (HIDDEN,)}),
 )
 QKV_BIAS = (
@@ -128,18 +121,28 @@ QK_NORM = tuple(
 )
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """A mixture of experts: its router, and its experts as modules one after the other or as one grouped matrix product."""
-    hf = (f"{block}.experts.{{e}}.{gate}", f"{block}.experts.{{e}}.{up}", f"{block}.experts.{{e}}.{down}")
-    local, grouped = "mlp.experts.local_experts.{k}.", "mlp.experts."
-    stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    router = {f"{_LAYER}{block}.gate.weight": (EXPERTS, HIDDEN)}
+def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """A mixture of experts: its router, and its experts as modules one after the other or as one grouped matrix product.
+
+    ``names``: of the matrices gate, up and down in files, if they are not the usual ones.
+    """
+    hf, router = block + ".experts.{e}", {f"{_LAYER}{block}.gate.weight": (EXPERTS, HIDDEN)}
+    local = gated_mlp("mlp.experts.local_experts.{k}.linear_fc{n}.weight", hf, EXPERT_FFN, "moe", "local", *names)
+    first, second = gated_mlp("mlp.experts.linear_fc{n}.weight{k}", hf, EXPERT_FFN, "moe", "te", *names)
     return (
         Rule(_MEGATRON + "mlp.router.weight", "replicated", router, "moe", in_memory="mlp.gate.weight"),
-        *gated_mlp(local + "linear_fc1.weight", local + "linear_fc2.weight", hf, EXPERT_FFN, "moe", "local"),
-        *gated_mlp(
-            grouped + "linear_fc1.weight{k}", grouped + "linear_fc2.weight{k}", hf, EXPERT_FFN, "moe", "te", stacks
-        ),
+        *local,
+        replace(first, in_memory="mlp.experts.gate_up_proj"),
+        replace(second, in_memory="mlp.experts.down_proj"),
+    )
+
+
+def shared_expert(block: str, gate: str) -> tuple[Rule, ...]:
+    """The expert that sees every token beside a mixture, and the gate that its output is multiplied with."""
+    shared = "mlp.shared_experts."
+    return (
+        *gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe"),
+        Rule(_MEGATRON + shared + "gate_weight", "replicated", {f"{_LAYER}{gate}.weight": (ONE, HIDDEN)}, "moe"),
     )
 
 

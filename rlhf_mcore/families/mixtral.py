@@ -5,7 +5,7 @@ from rlhf_mcore.families.base import DECODER, Family, Mixture, experts
 FAMILY = Family(
     "mixtral",
     "Mixtral",
-    DECODER + experts("block_sparse_moe", "w1", "w3", "w2"),
+    DECODER + experts("block_sparse_moe", ("w1", "w3", "w2")),
     mixture=Mixture("intermediate_size", top_k=2, always_renormalises=True),
     window_switch="sliding_window",
 )

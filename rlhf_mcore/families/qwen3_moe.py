@@ -5,7 +5,7 @@ from rlhf_mcore.families.base import DECODER, QK_NORM, Family, Mixture, experts
 FAMILY = Family(
     "qwen3_moe",
     "Qwen3Moe",
-    DECODER + QK_NORM + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    DECODER + QK_NORM + experts("mlp"),
     megatron={"qk_layernorm": True},
     mixture=Mixture("moe_intermediate_size", top_k=8, has_dense_layers=True),
     flags={"attention_bias": False, "mlp_bias": False},

@@ -39,6 +39,7 @@ CASES = {
     "qwen3_tied": "tp2_pp2",  # one key-value head
     "qwen3_moe": "tp2_sp_pp2",
     "qwen3_moe_mixed": "tp2_sp_pp2",
+    "qwen2_moe": "tp2_sp_ep2_etp1_dp2",
     "mixtral": "tp2_sp_pp2_ep2_etp1",
 }
 # The layer spec that runs without Transformer Engine has the norms as modules of their own; files have them in linear layers.

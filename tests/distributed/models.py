@@ -15,6 +15,8 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -60,6 +62,11 @@ MOE_MODELS = {
         Qwen3MoeForCausalLM,
         Qwen3MoeConfig,
         {**QWEN_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**QWEN_EXPERTS, "head_dim": None, "norm_topk_prob": False, "shared_expert_intermediate_size": 80},
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -30,7 +30,7 @@ from tests.distributed.setting import (
 )
 from tests.distributed.update_worker import oracle, small_steps, update
 
-UPDATED = ("qwen3_moe_mixed", "mixtral")
+UPDATED = ("qwen3_moe_mixed", "qwen2_moe", "mixtral")
 # Microbatches of one and of few rows; ranks have different numbers of them unless something is done about it.
 CUTS = {"one/packed": (10_000, True), "many/packed": (24, True), "many/padded": (24, False)}
 SAVED_LAYOUTS = ("ep2_etp2_dp4", "tp2_sp_pp2_ep2_etp1")

@@ -34,6 +34,7 @@ CASES = [
     ("llama", "dp4", "fp32"),
     ("qwen3_moe_mixed", "tp2_sp_ep2_etp1_dp2", "bf16"),
     ("qwen3_moe", "pp2_vpp2_ep2_dp2", "fp32"),
+    ("qwen2_moe", "tp2_sp_pp2_ep2_etp1", "bf16"),
     ("mixtral", "tp2_sp_pp2", "bf16"),
 ]
 BUCKET_BYTES = 20_000

@@ -11,7 +11,7 @@ from tests.distributed.planning_worker import CASES
 from tests.distributed.world import run_world
 
 KEYS = ["/".join(case) for case in CASES]
-DENSE = [key for key in KEYS if not key.startswith(("qwen3_moe", "mixtral"))]
+DENSE = [key for key in KEYS if not key.startswith(("qwen3_moe", "qwen2_moe", "mixtral"))]
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,10 @@ ENGINES = (
     ("qwen3_seven", 2),
     ("qwen3_tied", 4),
     ("qwen3_moe_mixed", 1),
+    ("qwen2_moe", 2),
     ("mixtral", 2),
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_seven", "qwen3_moe", "qwen3_moe_mixed", "mixtral")
+FAMILIES = tuple(name for name in (*models.MODELS, *models.MOE_MODELS) if "rope" not in name and "yarn" not in name)
 MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4))
 # Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
 FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")

@@ -27,9 +27,11 @@ class Case:
         return f"{self.family}-{'tied' if self.is_tied else 'untied'}-kv{self.num_kv_heads}-{self.dtype}"
 
 
+MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral")
 CASES = (
     Case("qwen3_moe", False, 2),  # first: vLLM makes its expert-parallel group for a mixture only
     Case("mixtral", False, 1),
+    Case("qwen2_moe", False, 2),
     Case("qwen2", True, 2),
     Case("qwen2", False, 1),
     Case("qwen3", True, 1),
@@ -46,14 +48,14 @@ CASES = (
 def hf_config(case: Case) -> Any:
     import transformers
 
-    stem = {"qwen3_moe": "Qwen3Moe"}.get(case.family, case.family.capitalize())
+    stem = "".join(part.capitalize() for part in case.family.split("_"))
     sizes: dict[str, Any] = {
         "architectures": [f"{stem}ForCausalLM"],
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": 96,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4 if case.family != "qwen2" else 2,
+        "num_attention_heads": 2 if case.family.startswith("qwen2") else 4,
         "num_key_value_heads": case.num_kv_heads,
         "max_position_embeddings": 256,
         "tie_word_embeddings": case.is_tied,
@@ -61,10 +63,12 @@ def hf_config(case: Case) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if case.family != "qwen2":  # which has no such key: 64 / 2 heads = 32
+    if not case.family.startswith("qwen2"):  # which has no such key: 64 / 2 heads = 32
         sizes["head_dim"] = 32
-    if case.family == "qwen3_moe":
+    if case.family in ("qwen3_moe", "qwen2_moe"):
         sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    if case.family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 96
     if case.family == "mixtral":
         sizes |= {"num_local_experts": EXPERTS, "num_experts_per_tok": 2}
     return getattr(transformers, f"{stem}Config")(**sizes)
@@ -72,7 +76,7 @@ def hf_config(case: Case) -> Any:
 
 def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Written out by hand from the published checkpoints of each family."""
-    heads, width = (2, 64) if case.family == "qwen2" else (4, 128)
+    heads, width = (2, 64) if case.family.startswith("qwen2") else (4, 128)
     key_width = width // heads * case.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(2):
@@ -80,7 +84,7 @@ def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
         shapes[prefix + "input_layernorm.weight"] = (HIDDEN,)
         for name, rows in (("q", width), ("k", key_width), ("v", key_width)):
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
-            if case.family == "qwen2":
+            if case.family.startswith("qwen2"):
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
         shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN, width)
         if case.family.startswith("qwen3"):
@@ -94,13 +98,15 @@ def checkpoint_shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(case: Case, prefix: str) -> dict[str, tuple[int, ...]]:
-    if case.family not in ("qwen3_moe", "mixtral"):
+    if case.family not in MIXTURES:
         return _gated(prefix + "mlp.", ("gate_proj", "up_proj", "down_proj"))
-    block = prefix + ("mlp." if case.family == "qwen3_moe" else "block_sparse_moe.")
-    names = ("gate_proj", "up_proj", "down_proj") if case.family == "qwen3_moe" else ("w1", "w3", "w2")
+    block = prefix + ("block_sparse_moe." if case.family == "mixtral" else "mlp.")
+    names = ("w1", "w3", "w2") if case.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     shapes = {block + "gate.weight": (EXPERTS, HIDDEN)}
     for expert in range(EXPERTS):
         shapes |= _gated(f"{block}experts.{expert}.", names)
+    if case.family == "qwen2_moe":
+        shapes |= {f"{block}shared_expert_gate.weight": (1, HIDDEN)} | _gated(f"{block}shared_expert.", names)
     return shapes
 
 

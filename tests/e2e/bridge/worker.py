@@ -23,7 +23,7 @@ from rlhf_mcore.bridge.run.reload import keep_loading_layout, reloading
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling
-from tests.e2e.bridge.models import CASES, Case, build, checkpoint_shapes, random_weights, vllm_config
+from tests.e2e.bridge.models import CASES, MIXTURES, Case, build, checkpoint_shapes, random_weights, vllm_config
 from tests.e2e.rollout.drawing import generate
 
 Weights = dict[str, torch.Tensor]
@@ -160,7 +160,7 @@ def check_live(model: Any, plain: Any, shapes: dict[str, tuple[int, ...]], case:
     synchronise(model, engine_map, weights)
     plain.load_weights(iter(weights.items()))
     seen = {"changed": changed, "map": described(engine_map), "gaps": kernel_gaps(model, plain)}
-    if case.family not in ("qwen3_moe", "mixtral"):  # vLLM 0.32 reloads experts on the CPU without packing them
+    if case.family not in MIXTURES:  # vLLM 0.32 reloads experts on the CPU without packing them
         from vllm.config import get_current_vllm_config
 
         pointers = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}

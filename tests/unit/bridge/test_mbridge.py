@@ -19,7 +19,7 @@ from tests.distributed.models import MODELS, MOE_MODELS, SIZES
 
 KNOWN = {**MODELS, **MOE_MODELS}
 # mbridge has no mistral, gives a tied Llama no second owner, and its mixtures have experts in every layer.
-NAMES = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral")
+NAMES = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "qwen2_moe", "mixtral")
 # How Megatron cuts what is cut at all: column-parallel tensors by rows (0), row-parallel ones by columns (1).
 CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -53,7 +53,7 @@ class Case:
 
 
 def is_cut(name: str) -> bool:
-    return "norm" not in name and "router" not in name
+    return "norm" not in name and "router" not in name and "gate_weight" not in name
 
 
 def make_case(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> Case:
@@ -90,6 +90,7 @@ def make_geometry(config: object) -> ModelGeometry:
         tied_embeddings=bool(values["tie_word_embeddings"]),
         num_experts=experts,
         expert_ffn_size=values.get("moe_intermediate_size", values["intermediate_size"]) if experts else 0,
+        shared_expert_ffn_size=values.get("shared_expert_intermediate_size", 0),
     )
 
 
@@ -97,13 +98,15 @@ def megatron_names(geometry: ModelGeometry) -> Iterator[str]:
     """What a model built with Transformer Engine calls its parameters; mbridge knows only this naming."""
     yield from ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
     attention = ["linear_qkv.weight", "linear_qkv.layer_norm_weight", "linear_proj.weight"]
-    if geometry.family == "qwen2":
+    if geometry.family.startswith("qwen2"):
         attention.append("linear_qkv.bias")
     if geometry.family.startswith("qwen3"):
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
     dense = ("mlp.linear_fc1.weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc2.weight")
     moe = ["pre_mlp_layernorm.weight", "mlp.router.weight"]
     moe += [f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(geometry.num_experts)]
+    if geometry.shared_expert_ffn_size:
+        moe += [f"mlp.shared_experts.{name}" for name in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")]
     for layer in range(geometry.num_layers):
         prefix = f"decoder.layers.{layer}."
         yield from (f"{prefix}self_attention.{name}" for name in attention)

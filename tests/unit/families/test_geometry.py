@@ -22,6 +22,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         model_type="qwen3_moe", num_key_value_heads=2, head_dim=32, num_experts=6, moe_intermediate_size=24,
         mlp_only_layers=[1], decoder_sparse_step=2,
     ),
+    "Qwen2Moe": dict(
+        model_type="qwen2_moe", num_key_value_heads=2, num_experts=6, moe_intermediate_size=24, num_experts_per_tok=3,
+        shared_expert_intermediate_size=80, mlp_only_layers=[1], decoder_sparse_step=2,
+    ),
     "Mixtral": dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=5),
 }  # fmt: skip
 
@@ -41,9 +45,11 @@ def test_sizes(tmp_path: Path, name: str) -> None:
     assert found.ffn_size == hf.intermediate_size
     assert found.tied_embeddings is bool(hf.tie_word_embeddings)
     if "num_local_experts" in CONFIGS[name] or "num_experts" in CONFIGS[name]:
-        assert found.num_experts == hf.num_local_experts
+        assert found.num_experts == getattr(hf, "num_local_experts", None) or hf.num_experts
         assert found.expert_ffn_size == getattr(hf, "moe_intermediate_size", hf.intermediate_size)
-    assert found.dense_layers == ((0, 1, 2) if name == "Qwen3Moe" else ())
+        assert found.experts_per_token == hf.num_experts_per_tok
+        assert found.shared_expert_ffn_size == getattr(hf, "shared_expert_intermediate_size", 0)
+    assert found.dense_layers == ((0, 1, 2) if name in ("Qwen3Moe", "Qwen2Moe") else ())
 
 
 @pytest.mark.parametrize("value", ["4", 0, -1, 2.0, True, [1]])

@@ -23,7 +23,13 @@ SAME = (
     "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "hidden_dropout", "attention_dropout",
     "layernorm_epsilon", "num_moe_experts",
 )  # fmt: skip
-SAME_OF_EXPERTS = ("moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax")
+SAME_OF_EXPERTS = (
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
 
 
 def config_from(args: Namespace) -> TransformerConfig:
@@ -46,7 +52,9 @@ def config_from(args: Namespace) -> TransformerConfig:
     return TransformerConfig(**settings)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral"]
+)
 def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
     make(name, tmp_path / "hf")
     assert main(["--from", "hf", "--to", "megatron", str(tmp_path / "hf"), str(tmp_path / "m")]) == 0

@@ -98,7 +98,9 @@ def test_a_buffer_that_belongs_to_the_state_is_not_left_behind_unseen(model: Meg
         pieces(added.name, model.spec.geometry, added.shard)
 
 
-@pytest.mark.parametrize(("name", "pre_softmax"), [("qwen3_moe", False), ("qwen3_moe_mixed", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("name", "pre_softmax"), [("qwen3_moe", False), ("qwen3_moe_mixed", True), ("qwen2_moe", True), ("mixtral", False)]
+)
 def test_router_settings(tmp_path: Path, groups: ModelGroups, name: str, pre_softmax: bool) -> None:
     make(name, tmp_path)
     config = build(tmp_path, groups).config

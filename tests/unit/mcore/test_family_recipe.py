@@ -1,0 +1,116 @@
+"""CONTRIBUTING's recipe for a model family, followed to the letter: its module, a model by transformers, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import SeedOssConfig, SeedOssForCausalLM
+
+from rlhf_mcore import families
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.cli.convert import main as convert
+from rlhf_mcore.config.model_files import inspect_model, read_geometry
+from rlhf_mcore.data.collate import restore_tokens
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.sync import destinations
+from rlhf_mcore.planning.weights import num_parameters, state_bytes
+from rlhf_mcore.types import Microbatch
+from tests.distributed import models
+from tests.unit.mcore.test_model import LENGTHS, TEMPERATURE, build, expected_logprobs, groups, microbatches
+
+__all__ = ["groups"]
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = [
+    pytest.mark.usefixtures("world"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a gloo world: the CPU platform only"),
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The lines of the recipe's module, which is found among the families as if it were a file of the package."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Adding a model family")[2]
+    name, text = re.findall(r"rlhf_mcore/families/(\w+)\.py`:\n\n```python\n(.*?)```", page, re.S)[0]
+    assert name == "seed_oss" and name not in families.FAMILIES
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / f"{name}.py").write_text(text)
+    before = dict(families.FAMILIES), dict(families.ARCHITECTURES)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "more")])
+    families.discover()
+    monkeypatch.setitem(models.MODELS, name, (SeedOssForCausalLM, SeedOssConfig, {}))
+    yield text.splitlines()
+    for known, old in zip((families.FAMILIES, families.ARCHITECTURES), before, strict=True):
+        known.clear()
+        known.update(old)
+
+
+def test_a_cousin_is_one_file_of_a_few_lines(recipe: list[str], tmp_path: Path, groups: ModelGroups) -> None:
+    assert len(recipe) < 30
+    hf = models.make("seed_oss", tmp_path / "m")
+    # Checks: the directory is a model, whose weights are those of config.json.
+    geometry, problems = inspect_model(str(tmp_path / "m"), "model.path")
+    assert problems == [] and geometry == read_geometry(tmp_path / "m")
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "m" / "model.safetensors").items()}
+    assert hf_shapes(geometry) == written
+    # A plan: every element has an owner and reaches every engine, and none is counted twice.
+    layout = ParallelLayout(4, tp=2, pp=2)
+    sources = trainer_places(stage_names(geometry, layout), geometry, layout)
+    check_coverage(sources, destinations(geometry, 2, 2), written)
+    assert num_parameters(geometry) == sum(p.numel() for p in hf.parameters())
+    role = PlannedRole("actor", geometry, ParallelLayout(1), trained=False, dtype="fp32")
+    assert state_bytes(role, 0).weights == 4 * num_parameters(geometry)
+    # Megatron with these weights gives the logprobs of transformers.
+    model = build(tmp_path / "m", groups, trainable=False)
+
+    def logprobs(logits: torch.Tensor, part: Microbatch) -> torch.Tensor:
+        return model.logprobs_and_entropy(logits, part, TEMPERATURE)[0]
+
+    with torch.no_grad():
+        expected = expected_logprobs(hf)
+    found = restore_tokens(model.forward(microbatches(True), logprobs), microbatches(True), LENGTHS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("recipe")
+def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
+    models.make("seed_oss", tmp_path / "m")
+    assert convert(["--from", "hf", "--to", "megatron", str(tmp_path / "m"), str(tmp_path / "megatron")]) == 0
+    assert convert(["--from", "megatron", "--to", "hf", str(tmp_path / "megatron"), str(tmp_path / "back")]) == 0
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "back"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_out_bias": True}, "attention_out_bias is not supported for SeedOssForCausalLM"),
+        ({"attention_bias": False}, "attention_bias=false is not supported for SeedOssForCausalLM"),
+        ({"architectures": ["SeedOssForQuestionAnswering"]}, "SeedOssForQuestionAnswering is not supported"),
+    ],
+)
+def test_what_it_does_not_support_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    models.make("seed_oss", tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert message in "\n".join(inspect_model(str(tmp_path / "m"), "model.path")[1])
+
+
+@pytest.mark.usefixtures("recipe")
+def test_its_sizes_are_what_config_json_leaves_out_too(tmp_path: Path) -> None:
+    models.make("seed_oss", tmp_path / "m")
+    path, whole = tmp_path / "m" / "config.json", read_geometry(tmp_path / "m")
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key != "head_dim"}
+    path.write_text(json.dumps(content))
+    assert read_geometry(tmp_path / "m") == replace(whole, head_dim=128)
