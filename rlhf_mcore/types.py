@@ -53,7 +53,7 @@ class ModelGeometry:
 class Shard:
     """Which part of a tensor a rank holds, and of an expert's tensor: which of the experts.
 
-    ``rank`` of ``size`` is the cut of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are dealt to
+    ``rank`` of ``size`` is the split of the tensor itself: tensor parallel, for experts expert tensor parallel. Experts are given to
     expert-parallel ranks in equal contiguous runs; ``expert_rank`` of ``expert_size`` is the run of this rank.
     """
 

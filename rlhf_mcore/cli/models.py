@@ -14,9 +14,9 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.run_kinds import RunKind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, RecomputeConfig
-from rlhf_mcore.mcore.families import ModelSpec, load_spec
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
+from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform

@@ -31,7 +31,7 @@ from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.mcore.families import DTYPES, load_spec
+from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.protocols import WeightBridge, WeightTarget
 from rlhf_mcore.rewards.reward import build_reward, check_sources

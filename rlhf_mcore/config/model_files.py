@@ -165,7 +165,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iter
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Tensors that tell one model from another: the first layer (with its first expert), the last norms, the embedding."""
+    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     around = [rule for rule in family.rules if "{i}" not in rule.mcore]
     first = family.layer_rules(is_moe=geometry.is_moe_layer(0))

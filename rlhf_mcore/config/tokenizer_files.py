@@ -45,7 +45,7 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def tokenizer_difference(directory: str, own: str) -> str | None:
-    """The first thing in which the tokenizer in ``directory`` is not that of ``own``; None where there is none, or files do not tell.
+    """The first difference of the tokenizer in ``directory`` from that of ``own``; None where there is none or files do not show it.
 
     More tokens than those of ``own`` are no difference: they have rows of the embedding beyond its.
     """
@@ -130,7 +130,7 @@ def special_problems(model_dir: str, hf_config: Fields) -> Iterator[str]:
     texts = _texts_of_tokens(content)
     special = {token.get("id") for token in content.get("added_tokens") or () if isinstance(token, dict)}
     if not special:
-        return  # nothing in the file tells special tokens from others
+        return  # nothing in the file distinguishes special tokens from others
     ids: dict[str, list[int | None]] = {
         "eos_token_id": [*end_tokens(hf_config)],
         "bos_token_id": [hf_config.integer("bos_token_id", default=None)],

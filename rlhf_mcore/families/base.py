@@ -152,8 +152,8 @@ class Mixture:
 
     ffn_key: str  # of an expert's intermediate size
     top_k: int
-    has_dense_layers: bool = False  # as decoder_sparse_step and mlp_only_layers tell
-    always_renormalises: bool = False  # else norm_topk_prob tells
+    has_dense_layers: bool = False  # given by decoder_sparse_step and mlp_only_layers
+    always_renormalises: bool = False  # otherwise norm_topk_prob decides
     shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
 
     def renormalises(self, hf_config: Fields) -> bool:

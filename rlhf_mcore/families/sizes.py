@@ -107,7 +107,7 @@ def rope_type(hf_config: Fields) -> str:
 
 
 def max_positions(hf_config: Fields) -> int:
-    """Tokens of the longest sequence, 0 where config.json does not tell.
+    """Tokens of the longest sequence, 0 where config.json does not have it.
 
     yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched.
     """

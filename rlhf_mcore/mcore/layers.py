@@ -1,15 +1,19 @@
-"""Layer specs. With Transformer Engine its own modules; without it a local spec that also runs on a CPU.
+"""Layer specs, and the modules in them that are not Megatron's. With Transformer Engine its own modules; without it a local spec that
+also runs on a CPU.
 
 The local spec takes Megatron's linear layers and replaces two parts: the norm (torch's refuses sequence parallelism) and the core
-attention (Megatron's refuses packed input).
+attention (Megatron's refuses packed input). Under both, mixtures have a router whose load-balancing loss does not depend on how
+ranks share the tokens, and a scalar head may stand in the place of the output layer.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -17,11 +21,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
 )
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -29,8 +37,6 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 from torch import Tensor
-
-from rlhf_mcore.mcore.moe import moe_spec, with_router
 
 try:
     import transformer_engine  # noqa: F401
@@ -96,6 +102,59 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
+class Router(TopKRouter):
+    """Top-k softmax router with the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6).
+
+    Of a microbatch of n tokens and E experts it is E * sum_e f_e * P_e, with f_e the fraction of the n * top_k assignments that
+    went to expert e and P_e the mean router probability of e; 1 is perfect balance. Microbatches are weighted by n, padding does
+    not count. Megatron's own multiplies by the tokens of one tensor-parallel rank, so its strength depends on the layout.
+
+    ``balance_weight`` (set for each update) multiplies n times the loss; ``balance_sum`` collects this rank's part of n times the
+    loss, over the microbatches since it was last set.
+    """
+
+    balance_weight: float = 0.0
+    balance_sum: float | Tensor = 0.0
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Attach the loss to ``probs`` [n, E]; ``scores_for_aux_loss`` and ``routing_map`` [n, E] are zero at padding."""
+        assigned = routing_map.sum(dim=0).float()
+        dist.all_reduce(assigned, group=self.tp_cp_group)
+        fractions = assigned / assigned.sum().clamp(min=1.0)
+        # Other ranks of the group hold the other tokens, and add their own part of P_e.
+        weighted = self.num_experts * (fractions * scores_for_aux_loss.sum(dim=0)).sum()
+        self.balance_sum = self.balance_sum + weighted.detach()
+        return MoEAuxLossAutoScaler.apply(probs, self.balance_weight * weighted)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Megatron's compiles itself at its first call, to do nothing for families without an expert bias."""
+        assert not self.enable_expert_bias
+
+
+class ScalarHead(torch.nn.Module):
+    """One number per token, in place of Megatron's output layer: values of a critic, scores of a reward model.
+
+    It is small and whole on every tensor-parallel rank. Hidden states have their full gradient on each of these, so nothing is
+    reduced on the way back; with sequence parallelism they are gathered first. Computed in fp32.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, *, has_bias: bool):
+        super().__init__()
+        self._tp = tp_group
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype)) if has_bias else None
+
+    def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None) -> tuple:
+        """[T or T / tp, b, hidden] -> [T, b, 1] fp32, and None where a bias would be returned."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self._tp)
+        bias = self.bias.float() if self.bias is not None else None
+        return F.linear(hidden.float(), self.weight.float(), bias), None
+
+
 def use_te(kind: str) -> bool:
     """Whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
     return kind == "te" or (kind == "auto" and HAVE_TE)
@@ -133,14 +192,18 @@ def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=moe, qk_layernorm=config.qk_layernorm
     )
     if moe:
-        with_router(spec.submodules.mlp)
+        spec.submodules.mlp.submodules.router = Router
     return spec
 
 
 def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     backend = LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    mlp = moe_spec(config.num_moe_experts) if moe else get_mlp_module_spec_for_backend(backend=backend)
+    if moe:  # one expert after the other
+        mlp = get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=False)
+        mlp.submodules.router = Router
+    else:
+        mlp = get_mlp_module_spec_for_backend(backend=backend)
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
         core_attention=SDPACoreAttention,
@@ -161,3 +224,9 @@ def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
+    """The routers of a model's chunks, layer by layer."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, Router))

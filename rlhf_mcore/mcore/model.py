@@ -30,11 +30,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
-from rlhf_mcore.mcore.families import ModelSpec, transformer_config
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
-from rlhf_mcore.mcore.heads import ScalarHead
-from rlhf_mcore.mcore.layers import decoder_spec, use_te
-from rlhf_mcore.mcore.moe import routers
+from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, routers, use_te
+from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.weights import HostWeights, local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums

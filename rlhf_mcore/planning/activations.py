@@ -124,7 +124,7 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
     """
     geometry, layout = role.geometry, role.layout
     share = _sequence_share(layout)
-    # With experts cut over more ranks than tokens are, a rank sees the tokens of all of them.
+    # With experts split over more ranks than tokens are, a rank sees the tokens of all of them.
     copies = role.geometry.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
     per_copy = 2 * geometry.hidden_size + 4 * geometry.expert_ffn_size / layout.expert_tp
     shared = 4 * geometry.shared_expert_ffn_size / layout.tp

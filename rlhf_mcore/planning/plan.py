@@ -27,7 +27,7 @@ from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parame
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """One model: its size, how it is cut, what it holds on its first rank and in a checkpoint."""
+    """One model: its size, its layout, what it holds on its first rank and in a checkpoint."""
 
     name: str
     parameters: int

@@ -61,7 +61,7 @@ def _roles(plan: RunPlan) -> list[str]:
     )
     rows = []
     for role in plan.roles:
-        state, cut = role.state, role.cut
+        state, share = role.state, role.cut
         held = [state.weights, state.gradients, state.masters, state.moments]
         rows.append(
             (
@@ -69,8 +69,8 @@ def _roles(plan: RunPlan) -> list[str]:
                 f"{role.parameters / 1e9:.2f} B" if role.parameters >= 1e8 else f"{role.parameters / 1e6:.2f} M",
                 _layout(role),
                 role.recompute if role.trained else "-",
-                f"{cut.num_microbatches} of {plan.work.microbatch_tokens}",
-                f"{cut.bubble:.0%}",
+                f"{share.num_microbatches} of {plan.work.microbatch_tokens}",
+                f"{share.bubble:.0%}",
                 *(gib(size) for size in held),
             )
         )

@@ -17,9 +17,9 @@ warnings.filterwarnings("ignore")
 from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
-from rlhf_mcore.mcore.families import load_spec  # noqa: E402
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model  # noqa: E402
+from rlhf_mcore.mcore.model_spec import load_spec  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402

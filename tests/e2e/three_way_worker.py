@@ -16,8 +16,8 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
-from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import EngineModel, build_engine

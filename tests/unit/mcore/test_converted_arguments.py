@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from rlhf_mcore.cli.convert import main
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.distributed.models import make
-from tests.unit.mcore.test_families import config_for
+from tests.unit.mcore.test_model_spec import config_for
 
 SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "normalization",

@@ -18,7 +18,6 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.families import architecture_name
-from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
 from rlhf_mcore.mcore.model import (
     BuildOptions,
@@ -29,6 +28,7 @@ from rlhf_mcore.mcore.model import (
     scalar_outputs,
     set_rng_tracker_states,
 )
+from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform

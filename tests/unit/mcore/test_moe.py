@@ -10,10 +10,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.mcore.families import load_spec
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
+from rlhf_mcore.mcore.layers import Router, routers
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
-from rlhf_mcore.mcore.moe import Router, routers
+from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform

@@ -30,7 +30,7 @@ def runs(parameter: str, geometry: ModelGeometry) -> tuple[list[Run], tuple[int,
     width = held[0].shape[1:]
     found = []
     for piece in held:
-        # On one rank nothing is cut by columns: every piece is whole rows.
+        # On one rank nothing is split by columns: every piece is whole rows.
         assert piece.shape[1:] == width and not any(piece.start[1:]), parameter
         found.append(Run(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
     found.sort(key=lambda run: run.row)

@@ -106,7 +106,7 @@ class _Chunks:
             found = locate_one(path, offset, part.length, check=self._check)
             if (found.shape, found.dtype) != (part.shape, dtype):
                 raise ConfigError(
-                    f"{path}: the tensor at byte {offset} is {found.dtype} {found.shape}, the index says {dtype} {part.shape}."
+                    f"{path}: the tensor at byte {offset} is {found.dtype} {found.shape}, the index has {dtype} {part.shape}."
                 )
             chunk = read(path, found, tuple(slice(0, size) for size in found.shape))
             self._known[path, offset] = chunk

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.mcore.families import load_spec, transformer_config
+from rlhf_mcore.mcore.model_spec import load_spec, transformer_config
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.types import ModelGeometry

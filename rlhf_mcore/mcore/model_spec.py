@@ -1,4 +1,4 @@
-"""Of a family what only Megatron needs: a Hugging Face config in, TransformerConfig out. Anything unknown is refused by name."""
+"""A model as Megatron builds it: a Hugging Face config in, TransformerConfig out. Anything unknown is refused by name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -20,7 +22,6 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import ARCHITECTURES, architecture_name
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.mcore.stages import UnevenStages
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.types import ModelGeometry
 
@@ -163,6 +164,39 @@ def _parallelism(groups: ModelGroups, dtype: str) -> dict[str, Any]:
         # The loss arrives already divided by the global count: Megatron must neither divide by microbatches nor by ranks.
         calculate_per_token_loss=True,
     )
+
+
+class UnevenStages(PipelineParallelLayerLayout):
+    """Megatron's table of which stage has which layers, as one rank asks it.
+
+    Megatron-core 0.16 asks its globals for the pipeline rank, and for whether the pipeline is interleaved: where the latter is not
+    set, all chunks silently get the layers of the first one. This table knows both itself.
+    """
+
+    def __init__(self, groups: ModelGroups):
+        layout = groups.layout
+        assert layout.layers_per_stage is not None
+        stages = [["decoder"] * count for count in layout.layers_per_stage]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        super().__init__(stages, layout.pp)
+        self._pp_rank = groups.pp_rank
+
+    def get_num_layers_to_build(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers of a chunk of a rank (this one, if none is named)."""
+        rank = self._pp_rank if pp_rank is None else pp_rank
+        return int(self.layout[rank][vp_stage or 0].count(layer_type))
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Layers in the stages before a chunk."""
+        rank = self._pp_rank if pp_rank is None else pp_rank
+        before = (vp_stage or 0) * self.pipeline_model_parallel_size + rank
+        stages = [divmod(number, self.pipeline_model_parallel_size) for number in range(before)]
+        return sum(self.layout[stage][chunk].count(layer_type) for chunk, stage in stages)
 
 
 def _experts(spec: ModelSpec, groups: ModelGroups, fused: bool, aux_loss_coef: float) -> dict[str, Any]:
