@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from rlhf_mcore.data.episodes import flat_fields
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
-from rlhf_mcore.parallel.rows import move_rows, owners_of, rows_by_rank
+from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
+from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, shortened
 from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
+
+# As ``move_rows``: fields, lengths, holders, wanted rows of every rank -> fields of this rank's rows.
+Move = Callable[[Mapping[str, Tensor], Rows, Rows, Sequence[Rows]], dict[str, Tensor]]
 
 
 @dataclass(slots=True)
@@ -28,9 +33,10 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it."""
+    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``."""
 
     samples_per_prompt: int
+    move: Move = move_rows
 
     def __call__(
         self,
@@ -47,55 +53,98 @@ class Exchange:
             trajectories, scores: those that this rank has drawn, maybe none.
 
         Raises:
-            RuntimeError: a trajectory is missing, doubled, or has no finite score.
+            LostTrajectory: on every rank, a trajectory is missing, doubled, or arrives changed.
+            RuntimeError: on every rank, a trajectory has no finite score.
         """
-        numbers = np.array(
-            [p * self.samples_per_prompt + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64
-        )
+        num_samples = self.samples_per_prompt
+        numbers = np.array([p * num_samples + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64)
         order = np.argsort(numbers, kind="stable").tolist()
         mine = [trajectories[k] for k in order]
         values = torch.tensor([scores[k].value for k in order], dtype=torch.float64)
-        batch = exchange_rows(
-            numbers[order], mine, values, len(prompts) * self.samples_per_prompt, self.samples_per_prompt
-        )
+        group_ids = torch.arange(len(prompts)).repeat_interleave(num_samples)
+
+        def name(row: int) -> str:
+            place, sample = divmod(row, num_samples)
+            return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
+
+        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move)
         return Exchanged(batch, _part_means(scores), _failures(scores))
 
 
 def exchange_rows(
-    numbers: np.ndarray, trajectories: Sequence[Trajectory], scores: Tensor, num_rows: int, rows_per_group: int
+    numbers: np.ndarray,
+    trajectories: Sequence[Trajectory],
+    scores: Tensor,
+    group_ids: Tensor,
+    name: Callable[[int], str] = "row {}".format,
+    move: Move = move_rows,
 ) -> TrainBatch:
     """Rows ``numbers`` (ascending), which this rank has drawn, and those of all other ranks as a batch. Collective over the world.
 
+    Args:
+        scores: of the trajectories.
+        group_ids: [B] which prompt of the step each row belongs to.
+        name: of a row, for messages.
+
     Raises:
-        RuntimeError: the ranks together do not have each of the ``num_rows`` rows once, or a row has no finite score.
+        LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
+        RuntimeError: a row has no finite score.
     """
+    num_rows, sent = len(group_ids), flat_fields(trajectories)
     facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank()) for t in trajectories]
-    table = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
-    table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], table], dim=1))
+    mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
+    digests = row_digests(sent, mine[:, 0].tolist())
+    table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], mine, digests[:, None]], dim=1))
     scores = all_gather_rows(scores)
     order = table[:, 0].argsort(stable=True)
     table, scores = table[order], scores[order]
     if not torch.equal(table[:, 0], torch.arange(num_rows)):
-        raise RuntimeError(f"the engines returned {len(table)} trajectories, {num_rows} different ones were asked for")
+        raise LostTrajectory(_miscounted(table[:, 0].tolist(), num_rows, name))
     if not scores.isfinite().all():
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
-    _, lengths, num_sampled, truncated, holders = table.unbind(1)
+    _, lengths, num_sampled, truncated, holders, digests = table.unbind(1)
     world_size = dist.get_world_size()
     owners = owners_of(lengths.numpy(), world_size)
     owned = rows_by_rank(owners, world_size)
-    moved = move_rows(flat_fields(trajectories), lengths.numpy(), holders.numpy(), owned)
+    rows = torch.from_numpy(owned[dist.get_rank()])
+    moved = move(sent, lengths.numpy(), holders.numpy(), owned)
+    changed = rows[row_digests(moved, lengths[rows].tolist()) != digests[rows]].tolist()
+    if lost := sorted(row for found in all_gather_json(changed) for row in found):
+        raise LostTrajectory(
+            f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
+            f"{name(lost[0])}. {REMEDY}"
+        )
     return TrainBatch(
         lengths=lengths,
         num_sampled=num_sampled,
         scores=scores,
         truncated=truncated.bool(),
-        group_ids=torch.arange(num_rows) // rows_per_group,
+        group_ids=group_ids,
         owners=torch.from_numpy(owners),
-        rows=torch.from_numpy(owned[dist.get_rank()]),
+        rows=rows,
         token_ids=moved["token_ids"],
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
     )
+
+
+def row_digests(fields: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
+    """Hash of all fields [N] of each row, whose tokens are back to back: [rows] int64."""
+    flat = [fields[name].numpy() for name in sorted(fields)]
+    digests, start = np.empty(len(lengths), np.uint64), 0
+    for row, length in enumerate(lengths):
+        digest = xxhash.xxh3_64()
+        for values in flat:
+            digest.update(values[start : start + length].tobytes())
+        digests[row], start = digest.intdigest(), start + length
+    return torch.from_numpy(digests.view(np.int64))
+
+
+def _miscounted(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) -> str:
+    counts = Counter(rows)
+    wrong = [f"none for {name(row)}" for row in range(num_rows) if not counts[row]]
+    wrong += [f"{count} for {name(row)}" for row, count in counts.items() if count > 1 and 0 <= row < num_rows]
+    return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {shortened(wrong)}. {REMEDY}"
 
 
 def _part_means(scores: Sequence[Score]) -> dict[str, float]:

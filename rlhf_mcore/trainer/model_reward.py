@@ -35,7 +35,7 @@ class ModelReward:
         first = sum(counts[: dist.get_rank()])
         numbers = np.arange(first, first + len(trajectories))
         zeros = torch.zeros(len(trajectories), dtype=torch.float64)
-        batch = exchange_rows(numbers, trajectories, zeros, sum(counts), rows_per_group=1)
+        batch = exchange_rows(numbers, trajectories, zeros, torch.arange(sum(counts)))
         found = self.model.compute_scores(batch)[numbers].tolist()
         return [
             Score(other.value + self.weight * value, {**other.parts, PART: value}, other.failure, other.cause)

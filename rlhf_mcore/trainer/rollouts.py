@@ -15,7 +15,8 @@ from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
-_SHOWN = 5  # requests named in a message
+_SHOWN = 5  # problems named in a message
+REMEDY = "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
 
 
 class LostTrajectory(RuntimeError):
@@ -110,12 +111,8 @@ def matched(requests: Sequence[Request], completions: Sequence[Completion]) -> l
     ]
     problems += [f"one for request {request_id}, which was not made" for request_id in unknown]
     if problems:
-        shown = "; ".join(problems[:_SHOWN]) + (
-            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        )
         raise LostTrajectory(
-            f"the engine returned {len(completions)} completions for {len(requests)} requests: {shown}. "
-            "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
+            f"the engine returned {len(completions)} completions for {len(requests)} requests: {shortened(problems)}. {REMEDY}"
         )
     for request in requests:
         check_completion(request, by_id[request.request_id][0])
@@ -139,6 +136,12 @@ def check_completion(request: Request, completion: Completion) -> None:
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine gave up with finish_reason={completion.finish_reason!r} for {where}")
+
+
+def shortened(problems: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -79,7 +79,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_another_number_of_ranks_is_said(tmp_path: Path) -> None:
     state, _, _ = make(1.0, 0, Generators())
     save(tmp_path, state)
-    two = {f"rank-{rank}/torch.cpu": torch.get_rng_state() for rank in range(2)}
+    two = {f"rank-{rank}/{name}": state for rank in range(2) for name, state in rng.capture().items()}
     (tmp_path / rng.RNG_FILE).write_bytes(rng.encode(two))
     (note,) = make(0.0, 0, Generators())[0].load(tmp_path)
     assert "random generators begin anew" in note

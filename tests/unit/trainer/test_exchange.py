@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.trainer.exchange import Exchange, Exchanged
+from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -117,7 +121,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled", "replaced", "foreign"])
-def test_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
+def test_fault_25_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
     positions, trajectories = made()
     if fault == "missing":
         positions, trajectories = positions[:-1], trajectories[:-1]
@@ -127,8 +131,43 @@ def test_a_lost_or_doubled_trajectory_is_an_error(fault: str) -> None:
         positions[5], trajectories[5] = positions[4], trajectories[4]
     else:
         positions[5] = 99
-    with pytest.raises(RuntimeError, match=r"returned 2[345] trajectories, 24 different ones were asked for"):
+    named = {
+        "missing": "none for prompt 'p7', sample 2",
+        "doubled": "2 for prompt 'p1', sample 1",
+        "replaced": "none for prompt 'p1', sample 2; 2 for prompt 'p1', sample 1",
+        "foreign": "none for prompt 'p1', sample 2",
+    }
+    with pytest.raises(
+        LostTrajectory, match=r"returned 2[345] trajectories, 24 different ones were asked for"
+    ) as raised:
         call(positions, trajectories)
+    assert named[fault] in str(raised.value)
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("fault", ["swapped", "one bit"])
+def test_fault_25_a_row_that_is_lost_between_ranks_is_named_on_all_of_them(fault: str) -> None:
+    positions, trajectories = [0, 1, 2, 3], [trajectory(PROMPTS[place], 0, 5) for place in range(4)]
+    four = [*PROMPTS[:3], prompt(3, length=1)]
+    trajectories[3] = trajectory(four[3], 0, 5)
+
+    def move(fields: Any, lengths: Any, holders: Any, wanted: Any) -> dict[str, torch.Tensor]:
+        moved = move_rows(fields, lengths, holders, wanted)
+        if 3 in wanted[dist.get_rank()]:
+            if fault == "swapped":  # for another one of the same length
+                moved["token_ids"] = torch.from_numpy(trajectories[0].token_ids)
+            else:
+                moved["rollout_logprobs"].view(torch.int32)[-1] ^= 1
+        return moved
+
+    def body(group: ThreadGroup) -> str:
+        rank = group.rank()
+        with pytest.raises(LostTrajectory) as raised:
+            Exchange(1, move)(four, [positions[rank]], [trajectories[rank]], [Score(0.0)])
+        return str(raised.value)
+
+    for message in run_ranks(4, body):
+        assert "1 trajectories have arrived" in message and "prompt 'p3', sample 0" in message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
+from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.trainer.advantages import Estimation
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
@@ -22,6 +23,7 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.parts import PromptBatches, Roles
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
 from tests.unit.trainer.records import completions, prompt, worker
 
@@ -33,12 +35,13 @@ Log = list[tuple[Any, ...]]
 class Generating:
     """A Generator: nothing but what the loop calls."""
 
-    def __init__(self, log: Log) -> None:
-        self.log = log
+    def __init__(self, log: Log, lose: int) -> None:
+        self.log, self.lose, self.calls = log, lose, 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.log.append(("generate", [request.prompt_ids[0] - 100 for request in requests[::2]]))
-        return completions(requests)
+        self.calls += 1
+        return completions(requests)[: -1 if self.calls == self.lose else None]
 
 
 class Memory:
@@ -66,10 +69,11 @@ class Bridge:
 class Reward:
     def __init__(self, log: Log) -> None:
         self.log = log
+        self.value: Callable[[Trajectory], float] = lambda trajectory: float(trajectory.sample)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         self.log.append(("score", len(trajectories)))
-        return [Score(float(t.sample)) for t in trajectories]
+        return [Score(self.value(t)) for t in trajectories]
 
 
 class Model:
@@ -78,6 +82,7 @@ class Model:
     def __init__(self, log: Log, name: str, says: float) -> None:
         self.log, self.name, self.says = log, name, says
         self.batch: TrainBatch | None = None
+        self.metrics: Callable[[], dict[str, float]] = lambda: {f"loss/{name}": 0.5}  # of an update
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         self.log.append((self.name,))
@@ -100,7 +105,7 @@ class Model:
 
         def update() -> dict[str, float]:
             self.log.append(("update", self.name))
-            return {f"loss/{self.name}": 0.5}
+            return self.metrics()
 
         return update
 
@@ -125,6 +130,7 @@ class Watch:
         self.metrics: dict[int, Mapping[str, float]] = {}
         self.stop_after: int | None = None
         self.best: int | None = None
+        self.save: Callable[[], None] = lambda: None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -144,6 +150,7 @@ class Watch:
     def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         self.log.append(("checkpoint", step))
         assert metrics is self.metrics[step]
+        self.save()
         return step == self.stop_after
 
     def save_to(self, directory: Path, step: int) -> Path:
@@ -169,35 +176,43 @@ class Sampler:
 SAYS = {"actor": -2.0, "reference": -3.0, "critic": 0.25}
 
 
-def trainer(due: set[int], *beside_the_actor: str, **settings: Any) -> tuple[Trainer, Log]:
-    """With the roles that are named; ``settings`` are those of ``Roles``."""
+@dataclass(slots=True)
+class Run:
+    """A trainer, its fakes and what they have written down."""
+
+    trainer: Trainer
+    log: Log
+    watch: Watch
+    models: dict[str, Model]
+    reward: Reward
+    source: SampledBatches
+
+
+def make(due: set[int], *beside_the_actor: str, sampler: Any = None, lose: int = 0, **settings: int) -> Run:
+    """With the roles that are named; ``settings`` are those of ``Roles``. ``lose``: the call whose last completion does not come."""
     log: Log = []
-    watch = Watch(log)
+    watch, reward = Watch(log), Reward(log)
     algorithm = AlgorithmConfig(
         advantage="gae" if "critic" in beside_the_actor else "grpo",
         kl=KLConfig(coef=0.1 if "reference" in beside_the_actor else 0.0),
     )
     models = {name: Model(log, name, SAYS[name]) for name in ("actor", *beside_the_actor)}
-    prompts = PromptBatches([prompt(i) for i in range(4)], Sampler())
-    parts: Any = models | settings
-    drawn_by = worker(Generating(log))
+    prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
+    by = worker(Generating(log, lose))
+    roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward, OneBatch(), Exchange(2), watch)
     made = Trainer(
-        source=SampledBatches(prompts, drawn_by, Sampling(n=2), Reward(log), OneBatch(), Exchange(2), watch),
-        learner=PolicyLearner(Roles(**parts), Estimation(algorithm), watch),
+        source=source,
+        learner=PolicyLearner(roles, Estimation(algorithm), watch),
         publisher=EnginePublisher(Memory(log), Bridge(log), watch),
         evaluator=Evaluator(log, due),
         checkpointer=watch,
         recorder=watch,
     )
-    return made, log
+    return Run(made, log, watch, models, reward, source)
 
 
-def roles_of(which: Trainer) -> Any:
-    """The fakes that learn."""
-    return which.learner.roles  # type: ignore[attr-defined]
-
-
-def updated(model: Any) -> TrainBatch:
+def updated(model: Model) -> TrainBatch:
     """The batch as a fake got it in its last update."""
     assert model.batch is not None
     return model.batch
@@ -237,8 +252,9 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
 
 @pytest.mark.parametrize("beside", [(), ("reference",), ("critic",), ("reference", "critic")])
 def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
-    which, log = trainer({0, 2}, *beside)
-    which.run(2)
+    run = make({0, 2}, *beside)
+    log = run.log
+    run.trainer.run(2)
     assert log == [
         *published(0),
         ("phase", "evaluate"),
@@ -258,8 +274,9 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
 
 
 def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing_again() -> None:
-    which, log = trainer({0, 2, 3})
-    assert which.run(3, first_step=3) is True
+    run = make({0, 2, 3})
+    log = run.log
+    assert run.trainer.run(3, first_step=3) is True
     assert log == [
         *published(2),
         ("begin",),
@@ -273,15 +290,17 @@ def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing
 
 
 def test_a_run_that_is_over_makes_no_step() -> None:
-    which, log = trainer({0, 3})
-    assert which.run(3, first_step=4) is True
+    run = make({0, 3})
+    log = run.log
+    assert run.trainer.run(3, first_step=4) is True
     assert log == [*published(3), ("begin",), ("end",)]
 
 
 def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
-    which, log = trainer({0, 3})
-    which.checkpointer.best = 2  # type: ignore[attr-defined]
-    assert which.run(3) is True
+    run = make({0, 3})
+    log = run.log
+    run.watch.best = 2
+    assert run.trainer.run(3) is True
     assert log[log.index(("end",)) :] == [
         ("end",),
         ("sleep", 2),
@@ -293,55 +312,56 @@ def test_a_run_that_ends_with_its_best_model_evaluates_that_one() -> None:
 
 
 def test_a_checkpoint_on_demand_is_that_of_the_steps_that_were_made() -> None:
-    which, log = trainer(set())
-    which.run(2)
-    assert which.save_checkpoint(Path("there")) == Path("there/checkpoint-2") and log[-1] == ("save", 2)
+    run = make(set())
+    log = run.log
+    run.trainer.run(2)
+    assert run.trainer.save_checkpoint(Path("there")) == Path("there/checkpoint-2") and log[-1] == ("save", 2)
 
 
 def test_a_run_ends_when_the_checkpointer_says_so() -> None:
-    which, log = trainer(set())
-    which.checkpointer.stop_after = 2  # type: ignore[attr-defined]
-    assert which.run(5) is False
+    run = make(set())
+    log = run.log
+    run.watch.stop_after = 2
+    assert run.trainer.run(5) is False
     assert log[-1] == ("checkpoint", 2)
 
 
 def test_fault_23_updates_that_are_skipped_again_and_again_end_the_run() -> None:
-    which, log = trainer(set())
+    run = make(set())
+    log = run.log
     counts = iter([0.0, 1.0, 2.0, 3.0])
-
-    def deliver_update(batch: TrainBatch) -> Callable[[], dict[str, float]]:
-        return lambda: {"actor/bad_updates_in_a_row": next(counts)}
-
-    roles_of(which).actor.deliver_update = deliver_update
-    which.max_bad_updates = 3
+    run.models["actor"].metrics = lambda: {"actor/bad_updates_in_a_row": next(counts)}
+    run.trainer.max_bad_updates = 3
     with pytest.raises(
         DivergedError, match=r"of the actor was not finite in 3 updates in a row \(trainer.max_bad_updates=3\)"
     ):
-        which.run(9)
+        run.trainer.run(9)
     assert ("sync", 3) in log and ("sync", 4) not in log, "weights are not handed on any more"
 
 
 def test_fault_23_weights_that_are_not_finite_are_never_synced() -> None:
-    which, log = trainer(set())
-    roles_of(which).actor.deliver_update = lambda batch: lambda: {"actor/not_finite": 1.0}
+    run = make(set())
+    log = run.log
+    run.models["actor"].metrics = lambda: {"actor/not_finite": 1.0}
     with pytest.raises(
         DivergedError, match=r"optimizer's state of actor are not finite: this step is neither saved nor sent"
     ):
-        which.run(9)
+        run.trainer.run(9)
     assert ("sync", 0) in log and ("sync", 1) not in log and ("checkpoint", 1) not in log
 
 
 def test_nothing_is_recorded_before_training_without_an_evaluation() -> None:
-    which, log = trainer(set())
-    which.run(1)
+    run = make(set())
+    log = run.log
+    run.trainer.run(1)
     assert log[:6] == [*published(0), ("begin",), ("phase", "generate")]
 
 
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
-    which, _ = trainer({1}, *["reference"] * with_reference)
-    which.run(1)
-    batch = updated(roles_of(which).actor)
+    run = make({1}, *["reference"] * with_reference)
+    run.trainer.run(1)
+    batch = updated(run.models["actor"])
     assert batch.group_ids.tolist() == [0, 0, 1, 1]
     assert batch.old_logprobs is not None and batch.advantages is not None and batch.old_values is None
     assert batch.token_ids[:5].tolist() == [103, 103, 4000, 4001, 4002]  # prompt 3 came first
@@ -355,9 +375,9 @@ def test_the_update_gets_a_complete_batch(with_reference: bool) -> None:
 
 
 def test_metrics_of_all_parts_arrive_in_one_record() -> None:
-    which, _ = trainer({1}, "reference", "critic")
-    which.run(1)
-    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    run = make({1}, "reference", "critic")
+    run.trainer.run(1)
+    metrics = run.watch.metrics[1]
     assert metrics["reward/mean"] == 0.5 and metrics["rollout/num_tokens"] == 12.0
     assert metrics["loss/actor"] == metrics["loss/critic"] == 0.5 and metrics["evaluate/reward"] == 1.0
     # The engine said -4.0, -4.001, ... and -2.2 at most; the trainer says -2 of every token.
@@ -365,21 +385,43 @@ def test_metrics_of_all_parts_arrive_in_one_record() -> None:
 
 
 def test_an_error_in_a_part_ends_the_run() -> None:
-    which, log = trainer(set())
+    run = make(set())
+    log = run.log
 
-    def broken(trajectories: Sequence[Trajectory]) -> list[Score]:
+    def broken(trajectory: Trajectory) -> float:
         raise ValueError("the grader fails")
 
-    which.source.reward.score = broken  # type: ignore[attr-defined]
+    run.reward.value = broken
     with pytest.raises(ValueError, match="the grader fails"):
-        which.run(2)
+        run.trainer.run(2)
     assert ("update", "actor") not in log and ("record", 1) not in log
 
 
+def test_fault_25_a_lost_response_ends_the_step_before_anything_learns_and_the_next_run_draws_it() -> None:
+    sampler = PromptSampler(4, 2, seed=1, shuffle=True)
+    whole = make(set(), sampler=PromptSampler(4, 2, seed=1, shuffle=True))
+    whole.trainer.run(3)
+    run = make(set(), sampler=sampler, lose=2)
+    saved: dict[str, Any] = {}
+    run.watch.save = lambda: saved.update(sampler.state_dict())
+    with pytest.raises(LostTrajectory, match="3 completions for 4 requests: none for prompt"):
+        run.trainer.run(3)
+    assert run.log.count(("update", "actor")) == 1 and ("sync", 1) in run.log and ("sync", 2) not in run.log
+    again = PromptSampler(4, 2, seed=1, shuffle=True)
+    again.load_state_dict(saved)
+    resumed = make(set(), sampler=again)
+    resumed.trainer.run(3, first_step=2)
+
+    def drawn(made: Run) -> Log:
+        return [line for line in made.log if line[0] == "generate"]
+
+    assert drawn(resumed) == drawn(whole)[1:] and drawn(run) == drawn(whole)[:2]
+
+
 def test_values_are_known_before_anything_is_updated() -> None:
-    which, _ = trainer(set(), "critic")
-    which.run(1)
-    for model in (roles_of(which).critic, roles_of(which).actor):
+    run = make(set(), "critic")
+    run.trainer.run(1)
+    for model in (run.models["critic"], run.models["actor"]):
         batch = updated(model)
         assert batch.old_values is not None and batch.bootstrap_values is not None
         assert torch.equal(batch.old_values, torch.full((20,), 0.25))
@@ -388,20 +430,22 @@ def test_values_are_known_before_anything_is_updated() -> None:
 
 
 def test_the_critic_alone_learns_in_its_first_steps() -> None:
-    which, log = trainer(set(), "critic", warmup_steps=2)
-    which.run(3)
+    run = make(set(), "critic", warmup_steps=2)
+    log = run.log
+    run.trainer.run(3)
     assert [line for line in log if line[0] == "update"] == [("update", "critic")] * 3 + [("update", "actor")]
     # The engines get weights and a version in every step all the same.
     assert [line for line in log if line[0] == "sync"] == [("sync", version) for version in range(4)]
-    metrics = which.recorder.metrics  # type: ignore[attr-defined]
+    metrics = run.watch.metrics
     assert ["loss/actor" in metrics[step] for step in (1, 2, 3)] == [False, False, True]
     assert all("loss/critic" in metrics[step] for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize(("every", "before"), [(0, []), (1, [2, 3, 4, 5]), (2, [3, 5]), (3, [4])])
 def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, before: list[int]) -> None:
-    which, log = trainer(set(), "reference", refresh_steps=every)
-    which.run(5)
+    run = make(set(), "reference", refresh_steps=every)
+    log = run.log
+    run.trainer.run(5)
     refreshed, step = [], 0
     for line in log:
         step += line[0] == "generate"
@@ -409,12 +453,14 @@ def test_the_reference_takes_over_the_actors_weights_when_it_is_due(every: int, 
             refreshed.append(step)
     assert refreshed == before
     says = SAYS["actor"] if before else SAYS["reference"]
-    assert updated(roles_of(which).actor).ref_logprobs.unique().tolist() == [says]  # type: ignore[union-attr]
+    logprobs = updated(run.models["actor"]).ref_logprobs
+    assert logprobs is not None and logprobs.unique().tolist() == [says]
 
 
 def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() -> None:
-    which, log = trainer(set(), "reference", refresh_steps=1)
-    which.run(2)
+    run = make(set(), "reference", refresh_steps=1)
+    log = run.log
+    run.trainer.run(2)
     assert log[log.index(("refresh", "actor")) - 1 :][:3] == [
         ("phase", "reference"),
         ("refresh", "actor"),
@@ -425,29 +471,25 @@ def test_a_refreshed_reference_speaks_with_its_new_weights_in_the_same_step() ->
 def test_metrics_that_only_other_ranks_know_are_recorded_here(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a rank that holds neither model both updates are empty; what the others say comes through the union.
     monkeypatch.setattr("rlhf_mcore.trainer.reinforcement.union", lambda metrics: {**metrics, "loss/elsewhere": 7.0})
-    which, _ = trainer(set(), "critic")
-    for model in (roles_of(which).critic, roles_of(which).actor):
-        monkeypatch.setattr(model, "deliver_update", lambda batch: dict)
-    which.run(1)
-    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    run = make(set(), "critic")
+    for model in (run.models["critic"], run.models["actor"]):
+        model.metrics = dict
+    run.trainer.run(1)
+    metrics = run.watch.metrics[1]
     assert metrics["loss/elsewhere"] == 7.0 and "loss/actor" not in metrics
 
 
 def test_dynamic_sampling_draws_until_the_step_is_full() -> None:
-    which, log = trainer(set())
-    source: Any = which.source
-    which.source = replace(source, collector=DynamicSampling(max_batches=3))
-    given: Any = source.reward
+    run = make(set())
+    log = run.log
+    run.trainer.source = replace(run.source, collector=DynamicSampling(max_batches=3))
 
-    def equal_for_odd_prompts(trajectories: Sequence[Trajectory]) -> list[Score]:
-        return [Score(float(t.sample * (1 - t.prompt.index % 2))) for t in trajectories]
-
-    given.score = equal_for_odd_prompts
-    which.run(1)
+    run.reward.value = lambda t: float(t.sample * (1 - t.prompt.index % 2))  # equal for odd prompts
+    run.trainer.run(1)
     # Prompts 3, 1 teach nothing; 0 and 2 do, and come in the second batch.
     assert [line[1] for line in log if line[0] == "generate"] == [[3, 1], [0, 2]]
     assert log.count(("sleep", 2)) == 1
-    batch = updated(roles_of(which).actor)
+    batch = updated(run.models["actor"])
     assert batch.token_ids[::5].tolist() == [100, 100, 102, 102]
-    metrics = which.recorder.metrics[1]  # type: ignore[attr-defined]
+    metrics = run.watch.metrics[1]
     assert metrics["rollout/num_batches"] == 2.0 and metrics["rollout/informative_fraction"] == 0.5
