@@ -48,7 +48,7 @@ from rlhf_mcore.config.schema import BridgeConfig, RecomputeConfig, RolloutConfi
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.protocols import WeightTarget
@@ -179,8 +179,10 @@ def measure(
 ) -> dict[str, Any]:
     """One layout: every contender once to warm up, checked by digests, then in turns."""
     parameters, geometry, pgs = model.local_parameters(), model.spec.geometry, model.groups.collection
-    planned = PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES)
-    PlannedBridge(parameters, geometry, engine, bucket_bytes=BUCKET_BYTES, verify="digest", poison=True).sync(0)
+    planned = PlannedBridge(parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
+    PlannedBridge(
+        parameters, geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES, verify="digest", poison=True
+    ).sync(0)
     gatherer = Gatherer(parameters, geometry, pgs.tp, pgs.pp)
     bucketed = BucketedGatherer(parameters, geometry)
     ready = {name: tensor.clone() for name, tensor in gatherer}
@@ -272,7 +274,7 @@ class BucketedGatherer:
         self._tensors = {parameter.name: parameter.tensor for parameter in parameters}
         self._like = parameters[0].tensor
         self._shapes = hf_shapes(geometry)
-        places = describe_sources(parameters, lambda p: pieces(p.name, geometry, p.shard))
+        places = describe_sources(parameters, lambda p: pieces(p.name, geometry, p.shard), world_group())
         by_name: dict[str, dict[tuple[int, ...], tuple[int, str, Piece]]] = defaultdict(dict)
         for place in places:
             for piece in place.pieces:

@@ -16,6 +16,7 @@ from benchmarks.common import report, timed
 from benchmarks.synthetic import LARGE, SMALL, num_bytes, parameters, world_of_one
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.checkpoint.disk import fsync
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 
 GOAL = 0.8
@@ -35,7 +36,7 @@ def main() -> None:
     with world_of_one() as folder:
         (folder / "config.json").write_text("{}")
         held = parameters(geometry, ParallelLayout(1), 0)
-        exporter = Exporter(held, geometry, [str(folder)], bucket_bytes=2**28)
+        exporter = Exporter(held, geometry, [str(folder)], world_group(), bucket_bytes=2**28)
         exporter.write(folder / "ours")
         ready = {name: tensor.clone() for name, tensor in load_file(folder / "ours" / "model.safetensors").items()}
         for _ in range(rounds):

@@ -22,6 +22,7 @@ from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.signals import SignalRequests
 from rlhf_mcore.checkpoint.triggers import Decision
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.types import ModelGeometry
@@ -35,7 +36,9 @@ class Part:
     def __init__(self, geometry: ModelGeometry, folder: Path):
         layout = ParallelLayout(1)
         (folder / "config.json").write_text("{}")
-        self._exporter = Exporter(parameters(geometry, layout, 0), geometry, [str(folder)], bucket_bytes=2**28)
+        self._exporter = Exporter(
+            parameters(geometry, layout, 0), geometry, [str(folder)], world_group(), bucket_bytes=2**28
+        )
         self._state = RankState(shards(geometry, layout, 0), geometry)
         self._image = FileImage.empty(state_file(0), self._state.layout, pinned=False)
 

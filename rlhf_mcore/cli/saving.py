@@ -33,7 +33,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
-from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.checkpointer import Checkpointer
@@ -171,6 +171,7 @@ def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
         saved.model.local_parameters(),
         spec.geometry,
         [saved.path, cfg.model.tokenizer_path or cfg.model.path],
+        world_group(),
         bucket_bytes=cfg.bridge.bucket_bytes,
         config_updates=spec.config_updates,
     )

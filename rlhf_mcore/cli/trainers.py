@@ -32,7 +32,7 @@ from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.protocols import WeightBridge, WeightTarget
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.model import TrainedModel
@@ -281,6 +281,7 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         actor.model.local_parameters(),
         actor.model.spec.geometry,
         target,
+        world_group(),
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,

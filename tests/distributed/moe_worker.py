@@ -15,6 +15,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.balance import balance
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.parallel.collectives import world_group
 from tests.distributed import models
 from tests.distributed.parity_worker import distances, gathered_equals_file, names_are_predicted
 from tests.distributed.setting import (
@@ -88,7 +89,12 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
         findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
         if layout in SAVED_LAYOUTS:
             exporter = Exporter(
-                model.local_parameters(), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
+                model.local_parameters(),
+                model.spec.geometry,
+                [str(path)],
+                world_group(),
+                bucket_bytes=10_000,
+                shard_bytes=60_000,
             )
             exporter.save(directory / f"{name}_{layout}_saved")
 

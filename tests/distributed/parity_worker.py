@@ -13,10 +13,17 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.layouts import stage_names
-from rlhf_mcore.bridge.run.nearby import share
+from rlhf_mcore.bridge.run.shared_memory import share_memory
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows, broadcast_json, gather_json, reduce_sums
+from rlhf_mcore.parallel.collectives import (
+    all_gather_json,
+    all_gather_rows,
+    broadcast_json,
+    gather_json,
+    reduce_sums,
+    world_group,
+)
 from rlhf_mcore.roles.policy import Actor
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -60,7 +67,12 @@ def main(directory: Path) -> None:
             findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
             if layout in SAVED_LAYOUTS:
                 exporter = Exporter(
-                    model.local_parameters(), model.spec.geometry, [str(path)], bucket_bytes=10_000, shard_bytes=60_000
+                    model.local_parameters(),
+                    model.spec.geometry,
+                    [str(path)],
+                    world_group(),
+                    bucket_bytes=10_000,
+                    shard_bytes=60_000,
                 )
                 for _ in range(2):  # the second save replaces the first
                     exporter.save(directory / f"{name}_{layout}_saved")
@@ -114,10 +126,10 @@ def collectives() -> dict[str, Any]:
 
 def shared_memory(rank: int) -> list[Any]:
     """What ranks read in the memory of the next one, after it has changed, and who can read theirs."""
-    nearby = share(3 * rank, [(rank + 1) % 4])
-    nearby.mine.fill_(rank + 10)
+    mapped = share_memory(3 * rank, [(rank + 1) % 4], world_group())
+    mapped.own.fill_(rank + 10)
     dist.barrier()
-    return all_gather_json([{r: memory.tolist() for r, memory in nearby.of.items()}, sorted(nearby.readers)])
+    return all_gather_json([{r: memory.tolist() for r, memory in mapped.of.items()}, sorted(mapped.readers)])
 
 
 if __name__ == "__main__":

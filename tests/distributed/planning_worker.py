@@ -17,7 +17,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import sync_plan
 from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
@@ -85,7 +85,9 @@ def compare_state(model: MegatronModel, actor: Actor, role: PlannedRole) -> dict
 
 def compare_checkpoint(model: MegatronModel, actor: Actor, role: PlannedRole, source: Path) -> dict[str, Any]:
     path = source.with_name(f"{source.name}-{role.dtype}-checkpoint")
-    exporter = Exporter(model.local_parameters(), role.geometry, [str(source)], bucket_bytes=BUCKET_BYTES)
+    exporter = Exporter(
+        model.local_parameters(), role.geometry, [str(source)], world_group(), bucket_bytes=BUCKET_BYTES
+    )
     RoleFiles("actor", actor.model, exporter).write(path)
     dist.barrier()
     return {"checkpoint": [sum(map(tensor_bytes, path.rglob("*.safetensors"))), checkpoint_bytes(role)]}
@@ -99,7 +101,7 @@ def tensor_bytes(file: Path) -> int:
 def compare_sync(model: MegatronModel, role: PlannedRole, path: Path) -> dict[str, Any]:
     """The plan of a bridge between this model and a transformers model on every rank, as the engine ``hf`` is one."""
     engine: Any = SimpleNamespace(model=load_hf(path))
-    bridge = PlannedBridge(model.local_parameters(), role.geometry, engine, bucket_bytes=BUCKET_BYTES)
+    bridge = PlannedBridge(model.local_parameters(), role.geometry, engine, world_group(), bucket_bytes=BUCKET_BYTES)
     cfg = Config()
     cfg.rollout.engine, cfg.bridge.bucket_bytes = "hf", BUCKET_BYTES
     planned = sync_plan(cfg, role, dist.get_world_size(), ranks_per_node=8)

@@ -18,7 +18,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig,
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json, union
+from rlhf_mcore.parallel.collectives import all_gather_json, union, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
@@ -156,6 +156,7 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
         untrained.local_parameters(),
         spec.geometry,
         [str(path)],
+        world_group(),
         bucket_bytes=10_000,
         config_updates=spec.config_updates,
     )

@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
-from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
+from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums, world_group
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
@@ -84,7 +84,7 @@ class World:
     def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
         geometry = model.spec.geometry
         exporter = Exporter(
-            model.local_parameters(), geometry, [str(companions)], bucket_bytes=4096, shard_bytes=150_000
+            model.local_parameters(), geometry, [str(companions)], world_group(), bucket_bytes=4096, shard_bytes=150_000
         )
         return RoleFiles("actor", actor.model, exporter)
 

@@ -7,18 +7,22 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.landing import EngineLanding
 from rlhf_mcore.bridge.run.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
@@ -158,6 +162,7 @@ def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, 
         parameters,
         geometry,
         engine,
+        world_group(),
         bucket_bytes=1 << 24,
         verify="full",
         gatherer=gatherer(model),
@@ -166,7 +171,9 @@ def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, 
     )
     assert whole.plan.num_buckets == 1
     whole.sync(version)
-    bridge = PlannedBridge(parameters, geometry, engine, bucket_bytes=bucket, verify="digest", poison=True, **options)
+    bridge = PlannedBridge(
+        parameters, geometry, engine, world_group(), bucket_bytes=bucket, verify="digest", poison=True, **options
+    )
     stats = bridge.sync(version + 1)
     total = bridge.plan.bytes()
     return {
@@ -198,7 +205,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
     for version, which in enumerate((name, other, name)):
         model, _ = build(world.directory / which, groups, world.platform, Settings())
         bridge = PlannedBridge(
-            model.local_parameters(), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest"
+            model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify="digest"
         )
         if version == 1:
             found["torn"] = torn(bridge, engine, world.prompts)
@@ -226,7 +233,9 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
     """
     path, other = world.directory / "qwen3_seven", world.directory / "qwen3_seven_other"
     model, actor = build(other, groups, world.platform, Settings())
-    bridge = PlannedBridge(model.local_parameters(), model.spec.geometry, engine, bucket_bytes=20_000, verify="digest")
+    bridge = PlannedBridge(
+        model.local_parameters(), model.spec.geometry, engine, world_group(), bucket_bytes=20_000, verify="digest"
+    )
     stats = bridge.sync(10, only=["model.layers.1.self_attn.q_proj.weight", "model.norm.*"])
     brought = greedy(engine, world.prompts)
     names = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"] + ["model.norm.weight"]
@@ -257,20 +266,18 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
 
 def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
     """Every rank fails at the third bucket: nothing may be generated afterwards."""
-    executor = bridge._whole.executor
-    original = executor._land
+    open_bucket = EngineLanding.open
 
-    def land(flight: Any, destinations: Any) -> None:
-        if flight.bucket.index == 3:
+    def failing(landing: EngineLanding, bucket: Bucket) -> Any:
+        if bucket.index == 3:
             raise OSError("the wire is cut")
-        original(flight, destinations)
+        return open_bucket(landing, bucket)
 
-    executor._land = land  # type: ignore[method-assign]
-    try:
-        bridge.sync(1)
-    except OSError as error:
-        cause = str(error)
-    executor._land = original  # type: ignore[method-assign]
+    with mock.patch.object(EngineLanding, "open", failing):
+        try:
+            bridge.sync(1)
+        except OSError as error:
+            cause = str(error)
     dist.barrier()
     try:
         worker_of(engine).rollouts(prompts, Sampling(max_new_tokens=2), step=0)
@@ -281,25 +288,22 @@ def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
 
 def tampered(bridge: PlannedBridge) -> str:
     """One element of one rank's copy changes on its way: the digests must tell."""
-    executor = bridge._whole.executor
-    original = executor._scatter
+    post = SharedMemory.post
+    changed: list[int] = []
 
-    changed: list[str] = []
+    def tampering(transport: SharedMemory, sends: Any, receives: Any, tag: int) -> Any:
+        exchange = post(transport, sends, receives, tag)
+        if dist.get_rank() == 1 and receives and not changed:
+            exchange.arrive()
+            receives[0].parts[0].view(-1)[0] += 1.0
+            changed.append(tag)
+        return exchange
 
-    def scatter(flight: Any, buffers: Any) -> None:
-        original(flight, buffers)
-        if dist.get_rank() == 1 and flight.receives and not changed:
-            copy = flight.receives[0].message.copies[0]
-            buffers[copy.buffer][copy.offset] += 1.0
-            changed.append(copy.hf_name)
-
-    executor._scatter = scatter  # type: ignore[method-assign]
-    try:
-        bridge.sync(8)
-    except SyncMismatch as error:
-        return str(error)
-    finally:
-        executor._scatter = original  # type: ignore[method-assign]
+    with mock.patch.object(SharedMemory, "post", tampering):
+        try:
+            bridge.sync(8)
+        except SyncMismatch as error:
+            return str(error)
     return "not noticed"
 
 

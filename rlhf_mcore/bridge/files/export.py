@@ -25,18 +25,21 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import build_plan
-from rlhf_mcore.bridge.plan.rank_plan import RankPlan
-from rlhf_mcore.bridge.run.execute import Destinations, Executor
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
+from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources
+from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 
 class Exporter:
-    """Writes a model's weights as a Hugging Face directory, again and again. Built and called collectively.
+    """Writes a model's weights as a Hugging Face directory, again and again. Built and called by all ranks of a group.
 
     Args:
         parameters: the trained tensors of this rank.
         geometry: of the model.
         companions: directories whose config and tokenizer files are copied, the first that has a file wins.
+        group: the ranks among which the files are divided; at least those that hold the model.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
         shard_bytes: largest size of a file, unless a single tensor is larger.
         config_updates: keys of the written config.json that differ from the copied one.
@@ -47,6 +50,7 @@ class Exporter:
         parameters: Sequence[LocalParameter],
         geometry: ModelGeometry,
         companions: Sequence[str],
+        group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
         shard_bytes: int = SHARD_BYTES,
@@ -55,49 +59,49 @@ class Exporter:
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
 
-        self._companions, self._config_updates = companions, config_updates
-        dtypes = wire_dtypes(parameters, pieces_of)
+        self._companions, self._config_updates, self._group = companions, config_updates, group
+        dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
-        self.shards = cut_into_shards(sizes, dist.get_world_size(), shard_bytes)
-        self._mine = [shard for shard in self.shards if shard.rank == dist.get_rank()]
+        self.shards = cut_into_shards(sizes, group.size(), shard_bytes)
+        self._mine = [shard for shard in self.shards if shard.rank == group.rank()]
         self._images: list[FileImage] | None = None
         self._pinned = any(parameter.tensor.is_cuda for parameter in parameters)
         plan = build_plan(
-            describe_sources(parameters, pieces_of),
+            describe_sources(parameters, pieces_of, group),
             [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
             element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
             order=list(self._types),
         )
-        self._rank_plan = plan.rank_view(dist.get_rank())
-        flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
-        self._executor = Executor(self._rank_plan, flats, dtypes, nearby=True)
+        self._rank_plan = plan.rank_view(group.rank())
+        sources = LiveSources({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
+        self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
     @property
     def num_bytes(self) -> int:
         """Size of the files that this rank writes, the config and the tokenizer among them."""
         layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in self._mine]
-        copied = companion_files(self._companions) if dist.get_rank() == 0 else []
+        copied = companion_files(self._companions) if self._group.rank() == 0 else []
         return sum(layout.num_bytes for layout in layouts) + sum(path.stat().st_size for path in copied)
 
     def save(self, directory: Path) -> None:
-        """Write the directory, whole or not at all. Collective over the world."""
+        """Write the directory, whole or not at all. Collective over the group."""
         temporary = directory.with_name(f".{directory.name}.partial")
-        if dist.get_rank() == 0:
+        if self._group.rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        dist.barrier()
+        dist.barrier(self._group)
         self.write(temporary)
-        dist.barrier()
-        if dist.get_rank() == 0:
+        dist.barrier(self._group)
+        if self._group.rank() == 0:
             if directory.exists():
                 shutil.rmtree(directory)
             temporary.rename(directory)
-        dist.barrier()
+        dist.barrier(self._group)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write this rank's files into a directory and return their paths. Collective over the world.
+        """Write this rank's files into a directory and return their paths. Collective over the group.
 
         Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
         """
@@ -111,7 +115,7 @@ class Exporter:
         return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
 
     def snapshot(self) -> list[FileImage]:
-        """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the world.
+        """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the group.
 
         What is returned is valid until the next snapshot; :meth:`write_companions` writes the rest of the directory.
         """
@@ -123,7 +127,7 @@ class Exporter:
 
     def write_companions(self, directory: Path) -> list[Path]:
         """Write the index, the config and the tokenizer. The first rank does; the others return no paths."""
-        if dist.get_rank() != 0:
+        if self._group.rank() != 0:
             return []
         write_index(directory, self.shards, self._types)
         copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)
@@ -138,7 +142,7 @@ def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
 class _FileLanding(Destinations):
     """Assembles the tensors of this rank's files and writes each to its place when it is complete.
 
-    The first error is kept for later and nothing is written any more, because the other ranks go on sending.
+    The first error is kept for later and nothing is written any more, because the other ranks still send.
     """
 
     def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes, plan: RankPlan):
@@ -155,16 +159,16 @@ class _FileLanding(Destinations):
         except OSError as error:
             self.error = error
 
-    def open(self, bucket: int) -> Mapping[str, Tensor]:
-        for name in self._first.get(bucket, ()):
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        for name in self._first.get(bucket.index, ()):
             dtype, shape = self._types[name]
             size = prod(shape) * dtype.itemsize
             room = self._room[size].pop() if self._room[size] else torch.empty(size, dtype=torch.uint8)
             self._flats[name] = room.view(dtype)
         return self._flats
 
-    def close(self, bucket: int) -> None:
-        for name in self._last.get(bucket, ()):
+    def close(self, bucket: Bucket) -> None:
+        for name in self._last.get(bucket.index, ()):
             flat = self._flats.pop(name)
             if self._files is not None and self.error is None:
                 try:
@@ -189,10 +193,10 @@ class _MemoryLanding(Destinations):
     def __init__(self, images: Sequence[FileImage]):
         self._flats = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
 
-    def open(self, bucket: int) -> Mapping[str, Tensor]:
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return self._flats
 
-    def close(self, bucket: int) -> None: ...
+    def close(self, bucket: Bucket) -> None: ...
 
 
 def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

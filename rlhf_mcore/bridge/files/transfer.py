@@ -110,9 +110,8 @@ class Gatherer:
                 for piece in held:
                     full[piece.hf_name][piece.slices] = view(part, piece)
         if self._pp.size() > 1:
-            source = dist.get_process_group_ranks(self._pp)[stage]
             for target in targets:
-                dist.broadcast(full[target], source, group=self._pp)
+                dist.broadcast(full[target], group=self._pp, group_src=stage)
         return full
 
     def _parts(self, local: Tensor, by_rank: list[list[Piece]], group: dist.ProcessGroup | None) -> list[Tensor]:

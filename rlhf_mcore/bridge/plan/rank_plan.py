@@ -80,6 +80,12 @@ class Bucket:
         return sum(message.nbytes for phase in self.phases for message in phase.receives)
 
     @property
+    def source_buffers(self) -> set[str]:
+        """Buffers of this rank that the bucket reads. What is forwarded comes from destination buffers."""
+        local = {copy.source.buffer for copy in self.local}
+        return local | {copy.buffer for message in self.phases[0].sends for copy in message.copies}
+
+    @property
     def destination_buffers(self) -> set[str]:
         """Buffers of this rank that the bucket writes."""
         local = {copy.destination.buffer for copy in self.local}

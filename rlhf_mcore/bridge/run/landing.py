@@ -1,4 +1,4 @@
-"""Where a sync writes: the live tensors of an engine, and, for layers that the engine repacks, tensors that live for a moment."""
+"""Where a sync writes: the live tensors of an engine, and, for layers that the engine repacks, tensors that exist for a moment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import view
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
-from rlhf_mcore.bridge.plan.rank_plan import RankPlan
-from rlhf_mcore.bridge.run.execute import Destinations, Turn
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
+from rlhf_mcore.bridge.run.endpoints import Destinations, TransientBuffers
 from rlhf_mcore.bridge.run.reload import reloading
 
 Written = Callable[[EngineParameter, Tensor], None]
@@ -22,13 +22,13 @@ Written = Callable[[EngineParameter, Tensor], None]
 class _Group:
     """The repacked parameters of one layer, between their first and their last bucket.
 
-    ``is_brief``: one bucket brings them whole, and hands nothing on.
+    ``is_transient``: one bucket brings them whole, and forwards nothing.
     """
 
     parameters: Sequence[EngineParameter]
     first: int
     last: int
-    is_brief: bool
+    is_transient: bool
     stack: ExitStack = field(default_factory=ExitStack)
     flats: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -37,13 +37,13 @@ class EngineLanding(Destinations):
     """The destinations of one engine rank during one sync.
 
     Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
-    that brings a part of it, and closed, so that the engine processes it, after the last; layers that one bucket brings whole take
-    turns. Padding is zeroed.
+    that brings a part of it, and closed, so that the engine processes it, after the last; layers that one bucket brings whole are
+    opened one after the other. Padding is zeroed.
 
     Args:
         model: the engine's live model.
         engine: its map.
-        plan: the plan of this rank, whose buckets are landed in order.
+        plan: the plan of this rank, whose buckets are written in order.
         poison: fill what will be written with NaN first, so that an element that is never written shows.
         written: called with every parameter and its flat tensor when it is complete.
         names: the tensors that the plan brings, under Hugging Face names; None: all.
@@ -66,26 +66,28 @@ class EngineLanding(Destinations):
             self._prepare(parameter, self._flats[parameter.name])
         self._groups = _groups(engine, plan)
 
-    def open(self, bucket: int) -> Mapping[str, Tensor]:
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Flat tensors that the bucket writes."""
         for group in self._groups:
-            if group.first == bucket and not group.is_brief:
+            if group.first == bucket.index and not group.is_transient:
                 group.flats = group.stack.enter_context(self._reloaded(group))
                 self._flats.update(group.flats)
         return self._flats
 
-    def turns(self, bucket: int) -> Sequence[Turn]:
+    def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
         """Layers that the bucket brings whole."""
         return [
-            Turn(frozenset(parameter.name for parameter in group.parameters), partial(self._reloaded, group))
+            TransientBuffers(
+                frozenset(parameter.name for parameter in group.parameters), partial(self._reloaded, group)
+            )
             for group in self._groups
-            if group.is_brief and group.first == bucket
+            if group.is_transient and group.first == bucket.index
         ]
 
-    def close(self, bucket: int) -> None:
-        """Put the layers to use that the bucket has completed."""
+    def close(self, bucket: Bucket) -> None:
+        """Let the engine process the layers that the bucket has completed."""
         for group in self._groups:
-            if group.last == bucket and not group.is_brief:
+            if group.last == bucket.index and not group.is_transient:
                 group.stack.close()
                 for name in group.flats:
                     del self._flats[name]
@@ -99,7 +101,7 @@ class EngineLanding(Destinations):
             self._finish(group.parameters, flats)
 
     def finish(self) -> None:
-        """Everything has landed."""
+        """Everything is written."""
         self._finish(self._engine.direct, self._flats)
 
     def abandon(self) -> None:
@@ -129,7 +131,7 @@ def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
     if not engine.repacked:
         return []
     touched: dict[str, list[int]] = {}
-    hands_on = {bucket.index for bucket in plan.buckets if bucket.phases[1].sends or bucket.phases[1].receives}
+    forwarding = {bucket.index for bucket in plan.buckets if bucket.phases[1].sends or bucket.phases[1].receives}
     for bucket in plan.buckets:
         for name in bucket.destination_buffers:
             touched.setdefault(name, []).append(bucket.index)
@@ -138,5 +140,5 @@ def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
         buckets = [bucket for parameter in parameters for bucket in touched.get(parameter.name, [])]
         if buckets:
             first, last = min(buckets), max(buckets)
-            groups.append(_Group(parameters, first, last, first == last and first not in hands_on))
+            groups.append(_Group(parameters, first, last, first == last and first not in forwarding))
     return groups

@@ -21,9 +21,11 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.run.endpoints import LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.landing import EngineLanding
 from rlhf_mcore.bridge.run.reload import watching
+from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import SyncMismatch, SyncStats, WeightTarget
@@ -83,9 +85,13 @@ class PlannedBridge:
     Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
 
     Args:
-        parameters: the trained tensors of this rank.
+        parameters: what this rank sends, in the dtypes of the wire. Their own tensors are sent unless ``sources`` are given; then they
+            may be on the meta device.
         geometry: of the model.
         target: this rank's part of a rollout engine.
+        group: the ranks that hold the model or an engine.
+        sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
+            adapters, averaged or cast.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight.
         verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
@@ -100,8 +106,10 @@ class PlannedBridge:
         parameters: Sequence[LocalParameter],
         geometry: ModelGeometry,
         target: WeightTarget,
+        group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
+        sources: Sources | None = None,
         verify: str = "off",
         gatherer: Gatherer | None = None,
         ranks_per_node: int | None = None,
@@ -115,13 +123,17 @@ class PlannedBridge:
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._ranks_per_node = bucket_bytes, ranks_per_node
         self._is_tied = geometry.tied_embeddings
+        self._group = group
         self._map = engine_map(target.model, shapes)
-        self._dtypes = wire_dtypes(parameters, pieces_of)
+        self._dtypes = wire_dtypes(parameters, pieces_of, group)
         self._sides = _Sides(
-            describe_sources(parameters, pieces_of), describe_destinations(self._map), shapes, self._engine_dtypes()
+            describe_sources(parameters, pieces_of, group),
+            describe_destinations(self._map, group),
+            shapes,
+            self._engine_dtypes(),
         )
         check_coverage(self._sides.sources, self._sides.destinations, shapes)
-        self._flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
+        self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
         self._whole = self._planned(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
         self._together: list[frozenset[str]] | None = None
@@ -149,9 +161,13 @@ class PlannedBridge:
             ranks_per_node=self._ranks_per_node,
             only=names,
         )
-        _agree(plan)
-        rank_plan = plan.rank_view(dist.get_rank())
-        return _Transfer(plan, rank_plan, Executor(rank_plan, self._flats, self._dtypes, nearby=True), names)
+        digests = all_gather_json(plan.digest, self._group)
+        if len(set(digests)) > 1:
+            raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")
+        rank_plan = plan.rank_view(self._group.rank())
+        return _Transfer(
+            plan, rank_plan, Executor(rank_plan, self._sources, self._dtypes, GroupLinks(self._group)), names
+        )
 
     def _engine_dtypes(self) -> dict[str, torch.dtype]:
         """The dtype in which the engines hold each Hugging Face tensor. Collective."""
@@ -160,10 +176,12 @@ class PlannedBridge:
             for parameter in self._map.parameters
             for piece in parameter.pieces
         }
-        return {name: getattr(torch, dtype) for part in all_gather_json(mine) for name, dtype in part.items()}
+        return {
+            name: getattr(torch, dtype) for part in all_gather_json(mine, self._group) for name, dtype in part.items()
+        }
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
-        """Write weights into the engine and set their version. Collective over the world.
+        """Write weights into the engine and set their version. Collective over the group.
 
         Args:
             version: of the weights.
@@ -177,7 +195,7 @@ class PlannedBridge:
         """
         started = time.perf_counter()
         transfer = self._whole if only is None else self._part(only)
-        seen = _Seen(self._sides, transfer, self._verify)
+        seen = _Seen(self._sides, transfer, self._verify, self._group)
         with self._target.begin(version) as model:
             landing = EngineLanding(
                 model,
@@ -212,7 +230,7 @@ class PlannedBridge:
         names = _matching(only, self._sides.shapes, self._is_tied)
         if self._together is None:  # what is repacked may differ between ranks
             mine = [sorted({p.hf_name for q in group for p in q.pieces}) for group in self._map.repacked]
-            self._together = [frozenset(group) for groups in all_gather_json(mine) for group in groups]
+            self._together = [frozenset(group) for groups in all_gather_json(mine, self._group) for group in groups]
         while more := {name for group in self._together if group & names for name in group} - names:
             names |= more
         if names not in self._parts:
@@ -220,19 +238,26 @@ class PlannedBridge:
         return self._parts[names]
 
     def source_digests(self) -> dict[str, int]:
-        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the world."""
+        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
         return self._source_digests(self._whole)
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
-        sides, rank = self._sides, dist.get_rank()
+        sides, rank, sources = self._sides, self._group.rank(), self._sources
         places = _brought(sides.sources, transfer)
-        mine = [
-            sides.digest(self._flats[place.buffer], piece)
-            for place in places
-            if rank in place.ranks
-            for piece in place.pieces
-        ]
-        return tensor_digests(mine, places, sides.shapes)
+        held = [place for place in places if rank in place.ranks]
+        found: dict[str, list[int]] = {}
+        for bucket in transfer.rank_plan.buckets:
+            names = None if sources.is_static else bucket.source_buffers
+            unread = [place for place in held if place.buffer not in found and (names is None or place.buffer in names)]
+            if unread:
+                flats = sources.open(bucket)
+                for place in unread:
+                    found[place.buffer] = [sides.digest(flats[place.buffer], piece) for piece in place.pieces]
+                if not sources.is_static:
+                    sources.close(bucket)
+        # Of sources that are made for each bucket, a rank has only what it sends.
+        mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
+        return tensor_digests(mine, places, sides.shapes, self._group)
 
     def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
         """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
@@ -249,7 +274,7 @@ class PlannedBridge:
         flats = self._map.views(self._target.model)
         for parameter in self._map.direct:
             check(parameter, flats[parameter.name])
-        wrong = sorted({name for names in all_gather_json([*wrong, *copies]) for name in names})
+        wrong = sorted({name for names in all_gather_json([*wrong, *copies], self._group) for name in names})
         if wrong:
             problem = f"{len(wrong)} engine parameters differ from a plain load, among them {wrong[0]}"
             self._target.abandon(problem)
@@ -259,8 +284,8 @@ class PlannedBridge:
 class _Seen:
     """What a sync has left in the engine, seen parameter by parameter: hashes, or copies."""
 
-    def __init__(self, sides: _Sides, transfer: _Transfer, verify: str):
-        self._sides, self._transfer, self._verify = sides, transfer, verify
+    def __init__(self, sides: _Sides, transfer: _Transfer, verify: str, group: dist.ProcessGroup):
+        self._sides, self._transfer, self._verify, self._group = sides, transfer, verify, group
         self._digests: dict[str, list[int]] = {}
         self.copies: dict[str, Tensor] = {}
 
@@ -273,9 +298,9 @@ class _Seen:
 
     def digests(self) -> dict[str, int]:
         """Hash of every tensor as engines hold it. Collective."""
-        places, rank = _brought(self._sides.destinations, self._transfer), dist.get_rank()
+        places, rank = _brought(self._sides.destinations, self._transfer), self._group.rank()
         mine = [value for place in places if rank in place.ranks for value in self._digests[place.buffer]]
-        return tensor_digests(mine, places, self._sides.shapes)
+        return tensor_digests(mine, places, self._sides.shapes, self._group)
 
 
 def _brought(places: Sequence[Place], transfer: _Transfer) -> list[Place]:
@@ -314,9 +339,3 @@ def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Engin
 
 def _whole(name: str, shape: tuple[int, ...]) -> Piece:
     return Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
-
-
-def _agree(plan: Plan) -> None:
-    digests = all_gather_json(plan.digest)
-    if len(set(digests)) > 1:
-        raise SyncMismatch(f"the ranks have made different plans: {sorted(set(digests))}")

@@ -1,8 +1,8 @@
 """Proof that a sync was whole: a hash of every Hugging Face tensor on the trainer's side and on the engines' side.
 
 The hash of a tensor is the sum, modulo 2**64, of a mix of every element's bits with its position in the full tensor. Sums do not
-depend on how a tensor is cut, so both sides are hashed where they lie, whatever their layouts, and nothing is gathered but 8 bytes
-for every piece.
+depend on how a tensor is cut, so both sides are hashed where they are stored, whatever their layouts, and
+nothing is gathered but a hash for every piece.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import Rectangle
+from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.protocols import SyncMismatch
 
 CHUNK_ELEMENTS = 1 << 22
@@ -57,19 +58,23 @@ def _signed(value: int) -> int:
 
 
 def tensor_digests(
-    mine: Sequence[int], places: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]
+    mine: Sequence[int | None],
+    places: Sequence[Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    group: dist.ProcessGroup,
 ) -> dict[str, int]:
-    """Hash of every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the world.
+    """Hash of every Hugging Face tensor of one side, from the hashes of all ranks' pieces. Collective over the group.
+
+    ``mine`` are those of this rank's pieces, in the order of ``places``; None where another rank that holds the piece has its hash.
 
     Raises:
         SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
     """
-    by_rank = _gather(mine)
     known: dict[tuple[str, Rectangle], int] = {}
-    for rank, values in enumerate(by_rank):
+    for rank, values in enumerate(_gather(mine, group)):
         held = (piece for place in places if rank in place.ranks for piece in place.pieces)
         for piece, value in zip(held, values, strict=True):
-            if known.setdefault((piece.hf_name, piece.rectangle), value) != value:
+            if value is not None and known.setdefault((piece.hf_name, piece.rectangle), value) != value:
                 raise SyncMismatch(
                     f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
                 )
@@ -84,14 +89,12 @@ def tensor_digests(
     return {name: _signed(total) for name, total in totals.items()}
 
 
-def _gather(values: Sequence[int]) -> list[list[int]]:
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(values)]))
-    padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.int64)
-    padded[: len(values)] = torch.tensor(values, dtype=torch.int64)
-    out = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(out, padded)
-    return [part[: int(size)].tolist() for part, size in zip(out, sizes, strict=True)]
+def _gather(values: Sequence[int | None], group: dist.ProcessGroup) -> list[list[int | None]]:
+    """All ranks' values, in rank order."""
+    rows = torch.tensor([[value or 0, value is not None] for value in values], dtype=torch.int64).view(-1, 2)
+    sizes = all_gather_json(len(values), group)
+    parts = all_gather_rows(rows, group).split(sizes)
+    return [[value if known else None for value, known in part.tolist()] for part in parts]
 
 
 def compare(source: Mapping[str, int], destination: Mapping[str, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +21,12 @@ from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_pla
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
-from rlhf_mcore.bridge.run import execute
-from rlhf_mcore.bridge.run.execute import Destinations, Executor, Turn
-from rlhf_mcore.bridge.run.nearby import Nearby
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources, TransientBuffers
+from rlhf_mcore.bridge.run.execute import Executor
+from rlhf_mcore.bridge.run.shared_memory import MappedMemory
+from rlhf_mcore.bridge.run.staging import Staging
+from rlhf_mcore.bridge.run.transports import Links, Parcel, Work
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 
@@ -33,13 +36,14 @@ SHAPES = hf_shapes(GEOMETRY)
 DTYPES = {name: torch.float64 if "norm" in name else torch.float32 for name in SHAPES}
 
 
-class Wire:
+class Wire(Links):
     """Point-to-point messages between threads. A message is read when its receiver waits: a buffer filled anew before shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks_per_machine: int = 1) -> None:
+        """``ranks_per_machine`` ranks read each other's memory; with 0 there is no such memory."""
         self._boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
         self._lock, self._here = threading.Lock(), threading.local()
-        self.ranks_per_machine, self._meeting = 1, threading.Barrier(RANKS)
+        self._ranks_per_machine, self._meeting = ranks_per_machine, threading.Barrier(RANKS)
         self._memory: dict[int, tuple[Tensor, set[int]]] = {}
 
     def run(self, body: Callable[[int], None]) -> None:
@@ -50,36 +54,34 @@ class Wire:
         with ThreadPoolExecutor(RANKS) as pool:
             list(pool.map(enter, range(RANKS)))
 
-    def share(self, nbytes: int, wanted: Collection[int]) -> Nearby:
-        """What ``execute`` asks of memory: pairs of ranks, or all four, are on one machine."""
-        rank = self._here.rank
-        self._memory[rank] = (torch.zeros(nbytes, dtype=torch.uint8), set(wanted))
+    def share(self, nbytes: int, senders: Collection[int]) -> MappedMemory | None:
+        if not self._ranks_per_machine:
+            return None
+        rank, size = self._here.rank, self._ranks_per_machine
+        self._memory[rank] = (torch.zeros(nbytes, dtype=torch.uint8), set(senders))
         self._meeting.wait(5)
-        near = {r for r in range(RANKS) if r // self.ranks_per_machine == rank // self.ranks_per_machine}
-        of = {r: self._memory[r][0] for r in near if r in wanted}
-        return Nearby(self._memory[rank][0], of, frozenset(r for r in near if rank in self._memory[r][1]))
+        near = {r for r in range(RANKS) if r // size == rank // size}
+        of = {r: self._memory[r][0] for r in near if r in senders}
+        return MappedMemory(self._memory[rank][0], of, frozenset(r for r in near if rank in self._memory[r][1]))
 
-    def namespace(self) -> SimpleNamespace:
-        """What ``execute`` asks of torch.distributed."""
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> list[Work]:
+        works: list[Work] = []
+        # Two ranks that waited for their sends first would wait for each other.
+        for tensor, peer in receives:
+            box = self._box(peer, self._here.rank, tag)
+            works.append(SimpleNamespace(wait=lambda box=box, tensor=tensor: _receive(box, tensor)))
+        for tensor, peer in sends:
+            arrived = threading.Event()
+            self._box(self._here.rank, peer, tag).put((tensor, arrived))
+            works.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(5)))
+        return works
 
-        def make(kind: str, tensor: Tensor, peer: int, tag: int) -> tuple[str, Tensor, int, int]:
-            return kind, tensor, peer, tag
+    def lose_messages(self) -> None:
+        self._boxes.clear()
 
-        return SimpleNamespace(P2POp=make, isend="send", irecv="receive", batch_isend_irecv=self._post, Work=object)
-
-    def _post(self, operations: list[tuple[str, Tensor, int, int]]) -> list[Any]:
-        sends, receives = [], []
-        for kind, tensor, peer, tag in operations:
-            ends = (self._here.rank, peer) if kind == "send" else (peer, self._here.rank)
-            with self._lock:
-                box = self._boxes[(*ends, tag)]
-            if kind == "send":
-                arrived = threading.Event()
-                box.put((tensor, arrived))
-                sends.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(5)))
-            else:
-                receives.append(SimpleNamespace(wait=lambda box=box, tensor=tensor: _receive(box, tensor)))
-        return receives + sends  # two ranks that waited for their sends first would wait for each other
+    def _box(self, sender: int, receiver: int, tag: int) -> queue.Queue[Any]:
+        with self._lock:
+            return self._boxes[sender, receiver, tag]
 
 
 def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
@@ -87,14 +89,6 @@ def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
     assert sent.shape == tensor.shape
     tensor.copy_(sent)
     arrived.set()
-
-
-@pytest.fixture
-def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    made = Wire()
-    monkeypatch.setattr(execute, "dist", made.namespace())
-    monkeypatch.setattr(execute, "share", made.share)
-    yield made
 
 
 @dataclass(slots=True)
@@ -105,13 +99,13 @@ class Landing(Destinations):
     fails_at: int = -1
     closed: list[int] = field(default_factory=list)
 
-    def open(self, bucket: int) -> Mapping[str, Tensor]:
-        if bucket == self.fails_at:
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        if bucket.index == self.fails_at:
             raise OSError("no")
         return self.flats
 
-    def close(self, bucket: int) -> None:
-        self.closed.append(bucket)
+    def close(self, bucket: Bucket) -> None:
+        self.closed.append(bucket.index)
 
 
 def held(tp: int, pp: int) -> list[Place]:
@@ -184,10 +178,9 @@ CASES = [
 @pytest.mark.parametrize("machine", [0, 1, 2, 4])
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_every_run_brings_what_the_sources_hold_then(
-    tp: int, pp: int, parts: int, per_node: int | None, machine: int, wire: Wire
+    tp: int, pp: int, parts: int, per_node: int | None, machine: int
 ) -> None:
-    """``machine`` ranks read each other's memory; with 0 they do not ask for it."""
-    wire.ranks_per_machine = machine
+    wire = Wire(machine)
     sources, destinations = held(tp, pp), needed(parts)
     plan = make_plan(sources, destinations, per_node)
     # Buffers are used again, unless every rank holds all.
@@ -195,7 +188,7 @@ def test_every_run_brings_what_the_sources_hold_then(
 
     def rank_body(rank: int) -> None:
         mine, landing = tensors_of(sources, rank), Landing(tensors_of(destinations, rank))
-        executor = Executor(plan.rank_view(rank), mine, DTYPES, nearby=machine > 0)
+        executor = Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire)
         for seed in range(3):
             full = random_model(seed)
             spread(mine, sources, rank, full)
@@ -216,12 +209,12 @@ class BriefLanding(Landing):
     brief: tuple[str, ...] = ()
     entered: list[str] = field(default_factory=list)
 
-    def open(self, bucket: int) -> Mapping[str, Tensor]:
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return {name: flat for name, flat in self.flats.items() if not name.endswith(self.brief)}
 
-    def turns(self, bucket: int) -> list[Turn]:
+    def transient(self, bucket: Bucket) -> list[TransientBuffers]:
         names = [name for name in self.flats if name.endswith(self.brief)]
-        return [Turn(frozenset([name]), partial(self.enter, name)) for name in names]
+        return [TransientBuffers(frozenset([name]), partial(self.enter, name)) for name in names]
 
     @contextmanager
     def enter(self, name: str) -> Iterator[Mapping[str, Tensor]]:
@@ -232,8 +225,8 @@ class BriefLanding(Landing):
 
 @pytest.mark.parametrize("machine", [0, 4])
 @pytest.mark.parametrize("brief", [("1", "2"), ("0", "1", "2")])
-def test_buffers_that_take_turns_are_there_one_at_a_time(machine: int, brief: tuple[str, ...], wire: Wire) -> None:
-    wire.ranks_per_machine = machine
+def test_transient_buffers_exist_one_at_a_time(machine: int, brief: tuple[str, ...]) -> None:
+    wire = Wire(machine)
     sources, destinations = held(2, 2), needed(1, buffers=3)
     plan = make_plan(sources, destinations, None)
 
@@ -241,7 +234,7 @@ def test_buffers_that_take_turns_are_there_one_at_a_time(machine: int, brief: tu
         mine, landing = tensors_of(sources, rank), BriefLanding(tensors_of(destinations, rank), brief=brief)
         full = random_model(3)
         spread(mine, sources, rank, full)
-        Executor(plan.rank_view(rank), mine, DTYPES, nearby=machine > 0).run(landing)
+        Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire).run(landing)
         expected = tensors_of(destinations, rank)
         spread(expected, destinations, rank, full)
         assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
@@ -252,17 +245,18 @@ def test_buffers_that_take_turns_are_there_one_at_a_time(machine: int, brief: tu
 
 
 def test_what_goes_to_several_peers_is_packed_once() -> None:
-    plan = make_plan(sources := held(4, 1), needed(1), None)
-    executor = Executor(plan.rank_view(0), tensors_of(sources, 0), DTYPES)
+    plan = make_plan(held(4, 1), needed(1), None)
+    staging = Staging(plan.rank_view(0), DTYPES, 2, torch.device("cpu"))
     largest = max(plan.rank_view(0).buckets, key=lambda bucket: bucket.send_bytes)
-    sent = [message.nbytes for message in largest.phases[0].sends]
-    assert len(sent) == 3 and len(set(sent)) == 1
-    assert executor._sent_bytes(largest) == sent[0]
+    [packets, _] = staging.stage(largest).sends
+    assert len(packets) == 3 and len({packet.flat.data_ptr() for packet in packets}) == 1
+    assert [len(packet.parts) > 0 for packet in packets] == [True, False, False]
+    assert staging.send_bytes <= 2 * packets[0].message.nbytes
 
 
 @pytest.mark.parametrize("machine", [0, 2, 4])
-def test_a_run_after_one_that_failed_is_whole(machine: int, wire: Wire) -> None:
-    wire.ranks_per_machine = machine
+def test_a_run_after_one_that_failed_is_whole(machine: int) -> None:
+    wire = Wire(machine)
     sources, destinations = held(2, 2), needed(1)
     plan = make_plan(sources, destinations, None)
     old, new = random_model(0), random_model(1)
@@ -270,7 +264,7 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, wire: Wire) -> None:
 
     def failing(rank: int) -> None:
         mine, landing = tensors_of(sources, rank), Landing(tensors_of(destinations, rank))
-        executor = Executor(plan.rank_view(rank), mine, DTYPES, nearby=machine > 0)
+        executor = Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire)
         bodies[rank] = (mine, landing, executor)
         spread(mine, sources, rank, old)
         executor.run(landing)
@@ -279,7 +273,7 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, wire: Wire) -> None:
             executor.run(landing)
 
     wire.run(failing)
-    wire._boxes.clear()  # what was on the wire is lost
+    wire.lose_messages()  # what was on the wire is lost
 
     def whole(rank: int) -> None:
         mine, landing, executor = bodies[rank]
@@ -291,3 +285,65 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, wire: Wire) -> None:
         assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
 
     wire.run(whole)
+
+
+class Averages(Sources):
+    """Means of two models, made for every bucket that is open and for no other."""
+
+    device, is_static = torch.device("cpu"), False
+
+    def __init__(self, models: Sequence[Mapping[str, Tensor]]):
+        self._models = models
+        self.open_buckets: dict[int, dict[str, Tensor]] = {}
+        self.most_open = 0
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        assert bucket.index not in self.open_buckets
+        names = bucket.source_buffers
+        made = {name: torch.stack([model[name].float() for model in self._models]).mean(0) for name in names}
+        self.open_buckets[bucket.index] = made
+        self.most_open = max(self.most_open, len(self.open_buckets))
+        return made
+
+    def close(self, bucket: Bucket) -> None:
+        for tensor in self.open_buckets.pop(bucket.index).values():
+            tensor.fill_(torch.nan)  # whoever reads it later notices
+
+
+@pytest.mark.parametrize("machine", [0, 4])
+@pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
+def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_node: int | None, machine: int) -> None:
+    """Averages in fp32 are sent in the dtypes of the wire, which are wider for norms."""
+    wire, sources, destinations = Wire(machine), held(tp, pp), needed(parts)
+    plan = make_plan(sources, destinations, per_node)
+
+    def rank_body(rank: int) -> None:
+        mine = [tensors_of(sources, rank), tensors_of(sources, rank)]
+        averages, landing = Averages(mine), Landing(tensors_of(destinations, rank))
+        executor = Executor(plan.rank_view(rank), averages, DTYPES, wire)
+        for seed in (0, 2):
+            models = [random_model(seed + k) for k in range(2)]
+            for flats, model in zip(mine, models, strict=True):
+                spread(flats, sources, rank, model)
+            executor.run(landing)
+            mean = {name: ((models[0][name].float() + models[1][name].float()) / 2) for name in SHAPES}
+            expected = tensors_of(destinations, rank)
+            spread(expected, destinations, rank, mean)
+            assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+            assert not averages.open_buckets and averages.most_open <= 2
+
+    wire.run(rank_body)
+
+
+def test_sources_are_closed_after_a_failure() -> None:
+    wire, sources, destinations = Wire(0), held(1, 1), needed(1)
+    plan = make_plan(sources, destinations, None)
+
+    def rank_body(rank: int) -> None:
+        mine = tensors_of(sources, rank)
+        averages, landing = Averages([mine, mine]), Landing(tensors_of(destinations, rank), fails_at=0)
+        with pytest.raises(OSError, match="no"):
+            Executor(plan.rank_view(rank), averages, DTYPES, wire).run(landing)
+        assert not averages.open_buckets and averages.most_open > 0
+
+    wire.run(rank_body)

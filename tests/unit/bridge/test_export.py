@@ -14,6 +14,7 @@ from rlhf_mcore.bridge.files import hf_writer
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
 from rlhf_mcore.bridge.files.hf_writer import cut_into_shards
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.test_transfer import GEOMETRY
@@ -27,7 +28,7 @@ def exporter(hf: dict[str, torch.Tensor], source: Path, **settings: int) -> Expo
     source.mkdir(exist_ok=True)
     (source / "config.json").write_text('{"dtype": "bfloat16"}')
     parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
-    return Exporter(parameters, GEOMETRY, [str(source)], **{"bucket_bytes": 100, **settings})
+    return Exporter(parameters, GEOMETRY, [str(source)], world_group(), **{"bucket_bytes": 100, **settings})
 
 
 def test_tensors_share_files_up_to_the_limit_and_ranks_share_the_bytes() -> None:
@@ -92,7 +93,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
     hf = float_tensors()
     parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
     (tmp_path / "config.json").write_text("{}")
-    made = Exporter(parameters, GEOMETRY, [str(tmp_path)], bucket_bytes=100, shard_bytes=1000)
+    made = Exporter(parameters, GEOMETRY, [str(tmp_path)], world_group(), bucket_bytes=100, shard_bytes=1000)
     target = tmp_path / "actor"
     target.mkdir()
     images = made.snapshot()

@@ -2,58 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.landing import EngineLanding
 from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
-from rlhf_mcore.rollout.weights import VersionedWeights
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
+from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
 pytestmark = pytest.mark.usefixtures("world")
 TIED = replace(GEOMETRY, tied_embeddings=True)
-
-
-class Engine(VersionedWeights):
-    """An engine whose model holds every Hugging Face tensor as it is."""
-
-    def __init__(self, shapes: dict[str, torch.Size]):
-        super().__init__()
-        self.model = nn.Module()
-        for name, shape in shapes.items():
-            owner = self.model
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, nn.Module())
-                owner = getattr(owner, part)
-            owner.register_parameter(last, nn.Parameter(torch.zeros(shape, dtype=torch.float64), requires_grad=False))
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    @contextmanager
-    def begin(self, version: int) -> Iterator[nn.Module]:
-        self.begin_load()
-        yield self.model
-        self.commit_load(version)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.begin_load()
-        parameters = dict(self.model.named_parameters())
-        for name, tensor in weights:
-            parameters[name].copy_(tensor)
-        self.commit_load(version)
 
 
 class Trainer:
@@ -79,7 +47,9 @@ class Trainer:
             parameter.tensor.copy_(tensor)
 
     def bridge(self, engine: Engine, **options: Any) -> PlannedBridge:
-        return PlannedBridge(self.parameters, self.geometry, engine, bucket_bytes=256, poison=True, **options)  # type: ignore[arg-type]
+        return PlannedBridge(
+            self.parameters, self.geometry, engine, world_group(), bucket_bytes=256, poison=True, **options
+        )  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=[GEOMETRY, TIED], ids=["untied", "tied"])
@@ -168,17 +138,16 @@ def test_names_that_mean_nothing_are_refused(trainer: Trainer, only: list[str], 
     assert engine.policy_version == 0, "nothing was touched"
 
 
-def tamper(bridge: PlannedBridge, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def tamper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The lowest bit of one element changes on its way."""
-    land = bridge._whole.executor._land
+    close = EngineLanding.close
 
-    def tampered(flight: Any, destinations: Any) -> None:
-        land(flight, destinations)
-        if name in flight.bucket.destination_buffers:
-            bits = destinations.open(flight.bucket.index)[name].view(torch.int64)
-            bits[-1] ^= 1
+    def tampered(landing: EngineLanding, bucket: Bucket) -> None:
+        if name in bucket.destination_buffers:
+            landing.open(bucket)[name].view(torch.int64)[-1] ^= 1
+        close(landing, bucket)
 
-    monkeypatch.setattr(bridge._whole.executor, "_land", tampered)
+    monkeypatch.setattr(EngineLanding, "close", tampered)
 
 
 @pytest.mark.parametrize(("verify", "named"), [("digest", "tensors differ"), ("full", "differ from a plain load")])
@@ -187,7 +156,7 @@ def test_a_changed_bit_is_noticed_and_nothing_is_generated(
 ) -> None:
     engine = engine_of(trainer)
     bridge = trainer.bridge(engine, verify=verify, gatherer=trainer.gatherer)
-    tamper(bridge, monkeypatch, "model.layers.1.input_layernorm.weight")
+    tamper(monkeypatch, "model.layers.1.input_layernorm.weight")
     with pytest.raises(SyncMismatch, match=rf"{named}.*layers\.1\.input_layernorm"):
         bridge.sync(0)
     assert engine.policy_version == -1

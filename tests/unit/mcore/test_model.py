@@ -30,6 +30,7 @@ from rlhf_mcore.mcore.model import (
 )
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import _global_name, unwrap
+from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.types import Microbatch
@@ -212,6 +213,7 @@ def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_pat
         model.local_parameters(),
         spec.geometry,
         [str(tmp_path)],
+        world_group(),
         bucket_bytes=2**20,
         config_updates=spec.config_updates,
     )

@@ -18,15 +18,15 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Nearby:
+class MappedMemory:
     """This rank's bytes that others read, the bytes that it reads of others, and the ranks that can read these."""
 
-    mine: Tensor  # [n] uint8
-    of: dict[int, Tensor]  # by rank
+    own: Tensor  # [n] uint8
+    of: dict[int, Tensor]  # by group rank
     readers: frozenset[int]
 
 
-def share(nbytes: int, wanted: Collection[int]) -> Nearby:
+def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup) -> MappedMemory:
     """Allocate ``nbytes`` that ranks of this machine can map, and map those of the ranks in ``wanted`` that can be. Collective.
 
     The memory has no name in the file system and no limit of its own, and is gone with the processes that have it mapped. Another
@@ -35,17 +35,17 @@ def share(nbytes: int, wanted: Collection[int]) -> Nearby:
     """
     stamp, size = os.urandom(16), _STAMP_BYTES + nbytes
     descriptor = os.memfd_create("rlhf_mcore", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
-    mine = torch.empty(size, dtype=torch.uint8)
+    own = torch.empty(size, dtype=torch.uint8)
     if descriptor is not None:
         os.ftruncate(descriptor, size)
-        mine = _map(f"/proc/self/fd/{descriptor}", size)
-        mine[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
-    every = all_gather_json([_machine(), os.getpid(), descriptor, size, stamp.hex()])
-    of = {rank: found for rank in wanted if (found := _of_rank(every[rank], every[dist.get_rank()][0])) is not None}
-    readers = [rank for rank, ranks in enumerate(all_gather_json(sorted(of))) if dist.get_rank() in ranks]
+        own = _map(f"/proc/self/fd/{descriptor}", size)
+        own[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+    every, rank = all_gather_json([_machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
+    of = {peer: found for peer in wanted if (found := _of_rank(every[peer], every[rank][0])) is not None}
+    readers = [peer for peer, ranks in enumerate(all_gather_json(sorted(of), group)) if rank in ranks]
     if descriptor is not None:
         os.close(descriptor)
-    return Nearby(mine[_STAMP_BYTES:], of, frozenset(readers))
+    return MappedMemory(own[_STAMP_BYTES:], of, frozenset(readers))
 
 
 def _machine() -> str:

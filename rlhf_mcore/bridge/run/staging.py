@@ -1,0 +1,135 @@
+"""Memory of messages: where each is packed or arrives, and where its rectangles are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, Message, RankPlan
+from rlhf_mcore.bridge.run.shared_memory import MappedMemory
+from rlhf_mcore.bridge.run.transports import Packet
+
+
+@dataclass(slots=True)
+class StagedBucket:
+    """The messages of a bucket in their places, by phase. The same in every run."""
+
+    sends: list[list[Packet]]
+    receives: list[list[Packet]]
+
+
+class Staging:
+    """Buckets use ``depth`` slots of memory in turn, one for what is sent and one for what is received each.
+
+    What several peers get is stored once. Messages that this rank reads in their senders' memory need no room.
+
+    Args:
+        plan: of this rank.
+        dtypes: the dtype of each Hugging Face tensor on the wire.
+        depth: number of slots.
+        device: of the memory.
+    """
+
+    def __init__(self, plan: RankPlan, dtypes: Mapping[str, torch.dtype], depth: int, device: torch.device):
+        self._plan, self._dtypes, self._depth, self._device = plan, dtypes, depth, device
+        self._alignment = max(dtype.itemsize for dtype in dtypes.values())
+        self._memory: MappedMemory | None = None
+        self._send_bytes = self._largest(self._sent_bytes)
+        self._receive_bytes = self._largest(self._received_bytes)
+        self._sends: list[Tensor] = []
+        self._receives: list[Tensor] = []
+        self._staged: dict[int, StagedBucket] = {}
+
+    @property
+    def send_bytes(self) -> int:
+        """Of all slots."""
+        return sum(self._send_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots, of both directions."""
+        return sum(self._send_bytes) + sum(self._receive_bytes)
+
+    def pack_into(self, memory: MappedMemory) -> None:
+        """Pack what is sent where peers can read it."""
+        self._memory = memory
+        self._receive_bytes = self._largest(self._received_bytes)
+
+    def stage(self, bucket: Bucket) -> StagedBucket:
+        """The messages of a bucket. Memory is allocated for the first one."""
+        if not self._sends:
+            memory = self._empty(self.send_bytes) if self._memory is None else self._memory.own
+            self._sends = list(memory.split(self._send_bytes))
+            self._receives = [self._empty(size) for size in self._receive_bytes]
+        if bucket.index not in self._staged:
+            slot = bucket.index % self._depth
+            sends, receives, sent, received = [], [], 0, 0
+            for phase in bucket.phases:
+                offsets, sent = self._send_offsets(phase.sends, sent)
+                sends.append(self._packed(phase.sends, offsets, self._sends[slot]))
+                arriving = []
+                for message in phase.receives:
+                    size = self._arriving_bytes(message)
+                    flat = self._receives[slot][received : received + min(size, message.nbytes)]
+                    arriving.append(Packet(message, flat, self.views(message, flat) if size else []))
+                    received += size
+                receives.append(arriving)
+            self._staged[bucket.index] = StagedBucket(sends, receives)
+        return self._staged[bucket.index]
+
+    def forget(self) -> None:
+        """Leave nothing behind but what peers have mapped: after a failure messages may still be arriving."""
+        self._sends, self._receives, self._staged = [], [], {}
+
+    def views(self, message: Message, flat: Tensor) -> list[Tensor]:
+        """The rectangles of a message in its bytes."""
+        return [self._part(copy, flat) for copy in message.copies]
+
+    def _part(self, copy: Copy, flat: Tensor) -> Tensor:
+        raw = flat[copy.message_offset : copy.message_offset + copy.nbytes]
+        return raw.view(self._dtypes[copy.hf_name]).view(copy.shape)
+
+    def _packed(self, messages: Sequence[Message], offsets: list[int], slot: Tensor) -> list[Packet]:
+        packets = []
+        for number, (message, offset) in enumerate(zip(messages, offsets, strict=True)):
+            flat = slot[offset : offset + message.nbytes]
+            is_first = offsets.index(offset) == number
+            packets.append(Packet(message, flat, self.views(message, flat) if is_first else []))
+        return packets
+
+    def _send_offsets(self, messages: Sequence[Message], end: int) -> tuple[list[int], int]:
+        """Where messages start, one behind the other from byte ``end``, and where they end."""
+        offsets: list[int] = []
+        for number, message in enumerate(messages):
+            twin = next((k for k in range(number) if messages[k].copies == message.copies), None)
+            offsets.append(end if twin is None else offsets[twin])
+            if twin is None:
+                end += self._rounded(message.nbytes)
+        return offsets, end
+
+    def _largest(self, size_of: Callable[[Bucket], int]) -> list[int]:
+        """Size of each slot."""
+        sizes = [size_of(bucket) for bucket in self._plan.buckets]
+        return [max(sizes[slot :: self._depth], default=0) for slot in range(self._depth)]
+
+    def _sent_bytes(self, bucket: Bucket) -> int:
+        end = 0
+        for phase in bucket.phases:
+            _, end = self._send_offsets(phase.sends, end)
+        return end
+
+    def _received_bytes(self, bucket: Bucket) -> int:
+        return sum(self._arriving_bytes(message) for phase in bucket.phases for message in phase.receives)
+
+    def _arriving_bytes(self, message: Message) -> int:
+        is_mapped = self._memory is not None and message.peer in self._memory.of
+        return 0 if is_mapped else self._rounded(message.nbytes)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._alignment) * self._alignment
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)

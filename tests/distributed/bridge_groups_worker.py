@@ -1,0 +1,126 @@
+"""Run by torchrun on four ranks: syncs and saves over the world, and over two groups of two ranks at once with other weights each.
+
+torchrun ... bridge_groups_worker.py DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
+from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run.endpoints import Sources
+from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.types import LocalParameter, Shard, StateShard
+from tests.distributed.setting import finish
+from tests.unit.bridge.engine import Engine
+from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
+
+TP = 2
+PAIRS = ((0, 2), (1, 3))
+
+
+class Averages(Sources):
+    """The mean of two sets of tensors, made for the buckets that are open."""
+
+    device, is_static = torch.device("cpu"), False
+
+    def __init__(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]):
+        self._one, self._other = one, other
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        return {name: ((self._one[name] + self._other[name]) / 2).view(-1) for name in bucket.source_buffers}
+
+    def close(self, bucket: Bucket) -> None: ...
+
+
+def held_of(group: dist.ProcessGroup, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return mcore_tensors(GEOMETRY, dict(hf), group.rank() % TP, TP)
+
+
+def parameters_of(group: dist.ProcessGroup, held: Mapping[str, Tensor]) -> list[LocalParameter]:
+    return [LocalParameter(name, tensor, Shard(group.rank() % TP, TP)) for name, tensor in held.items()]
+
+
+def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that differ."""
+    return sorted(
+        name for name in expected | found if name not in found or not torch.equal(found[name], expected[name])
+    )
+
+
+def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
+    """What each rank's engine lacks after a whole sync, one of some tensors and one of averages, and the bytes of each."""
+    hf = {name: tensor * scale for name, tensor in hf_tensors(GEOMETRY).items()}
+    held, engine = held_of(group, hf), Engine({name: tensor.shape for name, tensor in hf.items()})
+    parameters = parameters_of(group, held)
+    bridge = PlannedBridge(parameters, GEOMETRY, engine, group, bucket_bytes=256, verify="digest", poison=True)
+    stats = [bridge.sync(0)]
+    found = [wrong(engine.tensors, hf)]
+    for tensor in held.values():
+        tensor += 1
+    stats.append(bridge.sync(1, only=["*norm.weight"]))
+    found.append(wrong(engine.tensors, {n: t + n.endswith("norm.weight") for n, t in hf.items()}))
+    doubled = held_of(group, {name: tensor * 2 for name, tensor in hf.items()})
+    averages = Averages({name: tensor - 1 for name, tensor in held.items()}, doubled)
+    options: dict[str, Any] = {"bucket_bytes": 256, "verify": "digest", "poison": True, "sources": averages}
+    stats.append(PlannedBridge(parameters, GEOMETRY, engine, group, **options).sync(2))
+    found.append(wrong(engine.tensors, {name: tensor * 1.5 for name, tensor in hf.items()}))
+    return {"wrong": found, "bytes": [[s.received_bytes, s.local_bytes, s.peak_bytes] for s in stats]}
+
+
+def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
+    """Weights and state of an optimizer as files of a group: what differs when they are read again."""
+    hf = {name: tensor.float() * scale for name, tensor in hf_tensors(GEOMETRY).items()}
+    held = held_of(group, hf)
+    if group.rank() == 0:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    dist.barrier(group)
+    parameters = parameters_of(group, held)
+    Exporter(parameters, GEOMETRY, [str(directory)], group, bucket_bytes=256, shard_bytes=500).save(directory / "saved")
+    saved = {name: t for path in (directory / "saved").glob("*.safetensors") for name, t in load_file(path).items()}
+
+    def shards(fill: bool) -> list[StateShard]:
+        kinds = {name: t.view(-1) if fill else torch.full_like(t.view(-1), torch.nan) for name, t in held.items()}
+        return [StateShard(p.name, p.shard, 0, p.tensor.numel(), {"exp_avg": kinds[p.name]}) for p in parameters]
+
+    writers = shards(fill=True) if group.rank() < TP else []  # of data-parallel replicas the first
+    state = RankState(writers, GEOMETRY)
+    if state.described:
+        state.write(directory / state_file(group.rank()))
+    index = gather_index(state.described, GEOMETRY, {"step": 1} if writers else None, group)
+    if index is not None:
+        (directory / STATE_INDEX).write_text(json.dumps(index))
+    dist.barrier(group)
+    StateReader(directory, GEOMETRY).read_into(found := shards(fill=False))
+    return wrong(saved, hf) + wrong(
+        {s.name: s.tensors["exp_avg"] for s in found}, {n: t.view(-1) for n, t in held.items()}
+    )
+
+
+def main(directory: Path) -> None:
+    dist.init_process_group("gloo")
+    world, rank = world_group(), dist.get_rank()
+    groups = [dist.new_group(list(pair)) for pair in PAIRS]
+    mine = next(number for number, pair in enumerate(PAIRS) if rank in pair)
+    findings = {"world": all_gather_json([sync(world, 1.0), save(world, 1.0, directory / "world")])}
+    # Both groups at once: a message, a description or a file of one would show in the other.
+    found = [sync(groups[mine], 3.0 + mine), save(groups[mine], 3.0 + mine, directory / f"pair{mine}")]
+    findings["pairs"] = all_gather_json(found)
+    finish(findings, directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,39 @@
+"""The bridge over a part of the world: two groups of ranks at the same time, each as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.bridge_groups_worker import PAIRS
+from tests.distributed.world import run_world
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("groups")
+    return run_world("bridge_groups_worker.py", 4, directory)
+
+
+@pytest.mark.parametrize("over", ["world", "pairs"])
+@pytest.mark.parametrize(("sync", "what"), enumerate(["all tensors", "norms", "averages"]))
+def test_a_sync_brings_every_tensor_bit_for_bit(findings: Any, over: str, sync: int, what: str) -> None:
+    assert [found["wrong"][sync] for found, _ in findings[over]] == [[]] * 4, what
+
+
+def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any) -> None:
+    """A rank of either holds half of the model and needs all of it."""
+    world, pairs = ([found["bytes"] for found, _ in findings[over]] for over in ("world", "pairs"))
+    for pair in PAIRS:
+        for place, rank in enumerate(pair):
+            received, local = ([sync[k] for sync in pairs[rank]] for k in (0, 1))
+            assert received == [sync[0] for sync in world[place]]
+            assert local == [sync[1] for sync in world[place]]
+            assert received[0] > received[1] == 0 and local[1] > 0
+
+
+@pytest.mark.parametrize("over", ["world", "pairs"])
+def test_files_of_a_group_hold_its_weights_and_its_state(findings: Any, over: str) -> None:
+    assert [differ for _, differ in findings[over]] == [[]] * 4

@@ -1,0 +1,46 @@
+"""An engine without a model to compute with: tensors that a bridge writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_mcore.rollout.weights import VersionedWeights
+
+
+class Engine(VersionedWeights):
+    """An engine whose model holds every Hugging Face tensor as it is."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]):
+        super().__init__()
+        self.model = nn.Module()
+        for name, shape in shapes.items():
+            owner = self.model
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(
+                last, nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64), requires_grad=False)
+            )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    @contextmanager
+    def begin(self, version: int) -> Iterator[nn.Module]:
+        self.begin_load()
+        yield self.model
+        self.commit_load(version)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        self.begin_load()
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+        self.commit_load(version)
