@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.config import choices
+from rlhf_mcore.config.choices import registering
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,23 +68,6 @@ PolicyLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, dict[str, 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def advantage_estimator(name: str) -> Callable[[F], F]:
-    """Decorator: the function is ``algorithm.advantage: name``."""
-    return _add_to(ADVANTAGE_ESTIMATORS, name)
-
-
-def policy_loss(name: str) -> Callable[[F], F]:
-    """Decorator: the function is ``algorithm.policy_loss: name``."""
-    return _add_to(POLICY_LOSSES, name)
-
-
-def _add_to(table: dict, name: str) -> Callable[[F], F]:
-    def add(function: F) -> F:
-        assert name not in table, f"{name} is registered twice"
-        table[name] = function
-        return function
-
-    return add
+# Decorators: the function is the one that ``algorithm.advantage: name`` or ``algorithm.policy_loss: name`` chooses.
+advantage_estimator = registering(ADVANTAGE_ESTIMATORS, choices.ADVANTAGES)
+policy_loss = registering(POLICY_LOSSES, choices.POLICY_LOSSES)

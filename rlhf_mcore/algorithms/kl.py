@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from rlhf_mcore.config.choices import KL_ESTIMATORS, registering
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-ESTIMATORS = ("k1", "k2", "k3")
+KLFunction = Callable[["Tensor", float], "Tensor"]  # d = ref_logprobs - logprobs and the largest value -> the estimate
+ESTIMATORS: dict[str, KLFunction] = {}
+kl_estimator = registering(ESTIMATORS, KL_ESTIMATORS)
 
 # exp(20) is 4.9e8: far outside anything a healthy run shows, and far from the float32 overflow at exp(88).
 MAX_LOG_RATIO = 20.0
@@ -46,19 +52,28 @@ def kl_penalty(
     Raises:
         ValueError: unknown estimator.
     """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(ESTIMATORS)}")
     log_ratio = at_least_float32(ref_logprobs) - at_least_float32(logprobs)
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0)
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        values = 0.5 * log_ratio.square()
-    elif estimator == "k3":
-        log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
-        values = torch.expm1(log_ratio) - log_ratio
-    else:
-        raise ValueError(f"unknown KL estimator {estimator!r}: use one of {', '.join(ESTIMATORS)}")
-    return values if clip is None else values.clamp(max=clip)
+    return ESTIMATORS[estimator](log_ratio, math.inf if clip is None else clip)
+
+
+@kl_estimator("k1")
+def k1(log_ratio: Tensor, limit: float) -> Tensor:
+    return -log_ratio
+
+
+@kl_estimator("k2")
+def k2(log_ratio: Tensor, limit: float) -> Tensor:
+    return (0.5 * log_ratio.square()).clamp(max=limit)
+
+
+@kl_estimator("k3")
+def k3(log_ratio: Tensor, limit: float) -> Tensor:
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    return (torch.expm1(log_ratio) - log_ratio).clamp(max=limit)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -27,11 +27,10 @@ from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
-from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
+from rlhf_mcore.observability.trackers import build_trackers
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
@@ -95,11 +94,9 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: in
         record.recall(directory.records())
     elif (earlier := directory.set_aside_metrics()) is not None:
         notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
-    trackers: list[Tracker] = [JsonlTracker(directory.metrics_path)]
-    if cfg.logging.tensorboard:
-        trackers.append(TensorboardTracker(directory.tensorboard_path, start.step if start.continues else None))
     record.directory = directory
-    record.tracker = stack.enter_context(closing(MultiTracker(trackers)))
+    trackers = build_trackers(cfg.logging, directory, start.step if start.continues else None)
+    record.tracker = stack.enter_context(closing(trackers))
     title = f"{cfg.project} / {cfg.experiment}"
     console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
     record.console = stack.enter_context(console)

@@ -20,12 +20,11 @@ from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
-from rlhf_mcore.config.data_files import file_keys
+from rlhf_mcore.config.data_files import file_keys, wanted_columns
 from rlhf_mcore.config.derive import longest_example, needs_critic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.supervised import wanted_columns
 from rlhf_mcore.data.examples import Example, ExampleBatches, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler

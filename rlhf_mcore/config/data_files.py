@@ -1,24 +1,60 @@
-"""What can be said about data files before any process has started: files, columns, and the first rows."""
+"""What can be known of data files before any process has started: files, columns, and the first rows."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.data_rows import RowLimits, checked_prompt, ground_truth, mapping, read_rows, require_column
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import DataConfig
+from rlhf_mcore.config.data_rows import (
+    RowLimits,
+    checked_prompt,
+    checked_response,
+    ground_truth,
+    mapping,
+    read_rows,
+    require_column,
+)
+from rlhf_mcore.config.derive import needs_answer
+from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.user_functions import function_problems
 
 ANSWER_COLUMNS = ("reward_model", "answer")
+MESSAGES = "messages"  # a conversation, in the place of a prompt and its only response
 # All rows of ordinary files (GSM8K's 7,473 take a tenth of a second); the ranks find what is wrong further on.
 SCANNED_ROWS = 50_000
 SCAN_S = 1.0
+
+
+def prompt_problems(cfg: Config) -> Iterator[str]:
+    """Check the files of prompts, and what else ``data`` asks of them."""
+    yield from _common_problems(cfg)
+    weights = cfg.data.weights
+    if weights is not None and len(weights) != len(cfg.data.train):
+        yield (
+            f"data.weights={weights} has {len(weights)} numbers for the {len(cfg.data.train)} files of data.train; "
+            "give one for each, or null"
+        )
+    if any(not math.isfinite(weight) or weight <= 0 for weight in weights or ()):
+        yield f"data.weights={weights}: a share has to be a positive number; leave a file out of data.train instead"
+    for field, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
+        yield from map(FileProblem, data_problems(cfg.data, files, field, needs_answer=needs_answer(cfg)))
+
+
+def _common_problems(cfg: Config) -> Iterator[str]:
+    if not cfg.data.train:
+        yield "data.train=[] names no file; give a list of .parquet or .jsonl files"
+    if cfg.evaluate.every > 0 and not cfg.data.eval:
+        yield f"evaluate.every={cfg.evaluate.every} but data.eval=[]; name files in data.eval or set evaluate.every=0"
+    if cfg.data.transform is not None:  # its file is parsed, never run
+        yield from map(FileProblem, function_problems(cfg.data.transform, "data.transform"))
 
 
 def data_problems(data: DataConfig, files: list[str], field: str, *, needs_answer: bool) -> Iterator[str]:
@@ -87,12 +123,6 @@ def row_problems(
                 return
     except ConfigError as error:
         yield f"{field}: {error}"
-
-
-def transform_problems(data: DataConfig) -> Iterator[str]:
-    """Whether ``data.transform`` names a function. Its file is parsed, never run."""
-    if data.transform is not None:
-        yield from function_problems(data.transform, "data.transform")
 
 
 def check_fills_a_step(data: DataConfig, wanted: int) -> None:
@@ -201,3 +231,77 @@ def _parquet_columns(file: Path, field: str) -> list[str]:
         return [str(name) for name in parquet.read_schema(file).names]
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"{field}: {file} is not a readable parquet file ({error}); write it again") from error
+
+
+# -------------------------------------------------------------------------------------------- examples with their responses
+def example_problems(cfg: Config) -> Iterator[str]:
+    """Check that every file is there, is of a known kind, and has the columns of an example."""
+    yield from _common_problems(cfg)
+    for field, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
+        if problems := list(key_problems(cfg.data, files, field)):
+            yield from problems
+            continue
+        deadline = time.monotonic() + SCAN_S
+        for file, (prompt_key, _) in zip(files, file_keys(cfg.data, files, field), strict=True):
+            yield from map(FileProblem, _example_file_problems(cfg, file, field, prompt_key, deadline))
+
+
+def _example_file_problems(cfg: Config, file: str, field: str, prompt_key: str, deadline: float) -> Iterator[str]:
+    limits = row_limits(cfg.data)
+    try:
+        columns = read_columns(Path(file), field, limits)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if cfg.data.transform is not None:
+        yield from row_problems(file, field, None, limits, deadline)
+        return
+    wanted = wanted_columns(cfg, prompt_key)
+    missing = [key for key, column in wanted.items() if column not in columns]
+    if missing and not (run_kind(cfg).reads_conversations and MESSAGES in columns):
+        named = " and ".join(f"{wanted[key]!r}" for key in missing)
+        remedy = f"Set {' and '.join(missing)}" + (f", or give a column {MESSAGES!r}" if len(wanted) == 2 else "")
+        yield (
+            f"{field}: {file} has no column {named}, which algorithm.kind={cfg.algorithm.kind} reads; "
+            f"its columns are: {', '.join(columns) or 'none'}. {remedy}"
+        )
+        return
+
+    def check(row: dict[str, Any], place: str) -> None:
+        _, prompt, _ = example_contents(row, wanted, place)
+        checked_prompt(prompt, f"{place}, prompt")
+
+    yield from row_problems(file, field, check, limits, deadline)
+
+
+def wanted_columns(cfg: Config, prompt_key: str) -> dict[str, str]:
+    """Columns of an example, by the keys that name them: the prompt, then its responses."""
+    responses = {key: getattr(cfg.data, key.removeprefix("data.")) for key in run_kind(cfg).response_keys}
+    return {"data.prompt_key": prompt_key, **responses}
+
+
+def example_contents(row: dict[str, Any], columns: Mapping[str, str], place: str) -> tuple[str, Any, list[str]]:
+    """(place, content of the prompt, responses) of a row; ``columns`` as of ``wanted_columns``.
+
+    Raises:
+        ConfigError: a column is missing, or a response is no text.
+    """
+    (prompt_key, prompt_column), *responses = columns.items()
+    if len(responses) == 1 and MESSAGES in row and responses[0][1] not in row:
+        prompt, answers = _split(row[MESSAGES], f"{place}, column {MESSAGES!r}")
+    else:
+        prompt = require_column(row, prompt_column, place, setting=prompt_key)
+        answers = {column: require_column(row, column, place, setting=key) for key, column in responses}
+    return place, prompt, [checked_response(text, f"{place}, column {column!r}") for column, text in answers.items()]
+
+
+def _split(messages: Any, place: str) -> tuple[list[Any], dict[str, Any]]:
+    """A conversation up to its last message, and this one."""
+    if not isinstance(messages, list) or len(messages) < 2 or not isinstance(messages[-1], dict):
+        raise ConfigError(f"{place}: expected a list of two or more {{role, content}}, found {messages!r:.80}")
+    last = messages[-1]
+    if last.get("role") != "assistant":
+        raise ConfigError(
+            f"{place}: the last message has to be the assistant's, which is learned; found role {last.get('role')!r}"
+        )
+    return messages[:-1], {MESSAGES: last.get("content")}

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rlhf_mcore.config.choices import ADVANTAGES, Estimator
+from rlhf_mcore.config.reward_rules import any_needs_truth
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 
@@ -133,8 +135,13 @@ def needs_critic(cfg: Config) -> bool:
     if not run_kind(cfg).generates:
         return False
     if cfg.algorithm.use_critic == "auto":
-        return cfg.algorithm.advantage == "gae"
+        return ADVANTAGES.get(cfg.algorithm.advantage, Estimator()).needs_values
     return cfg.algorithm.use_critic == "true"
+
+
+def needs_answer(cfg: Config) -> bool:
+    """Whether some grader compares a response with a ground truth from the data."""
+    return cfg.reward.function is None and any_needs_truth(cfg.reward)
 
 
 def max_new_tokens(cfg: Config) -> int:

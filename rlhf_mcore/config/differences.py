@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.choices import ADVANTAGES
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import Config, RuleConfig
@@ -66,9 +67,9 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
 
 
 def _has_critic(tree: dict[str, Any]) -> bool:
-    """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, are nobody's."""
-    wanted = tree.get("algorithm.use_critic")
-    return wanted == "true" or (wanted == "auto" and tree.get("algorithm.advantage") == "gae")
+    """Whether such a run builds a critic (``derive.needs_critic``); without one its keys, which follow from others, do not count."""
+    wanted, estimator = tree.get("algorithm.use_critic"), ADVANTAGES.get(str(tree.get("algorithm.advantage")))
+    return wanted == "true" or (wanted == "auto" and estimator is not None and estimator.needs_values)
 
 
 def further_models(saved: str) -> list[str]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 
-from rlhf_mcore.config import validate as checks
 from rlhf_mcore.config.data_files import data_problems
-from rlhf_mcore.config.derive import resolve, role_layouts
+from rlhf_mcore.config.derive import default_world_size, needs_answer, resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.layouts import layout_problems, tensor_cut_problems
+from rlhf_mcore.config.layouts import layout_problems, model_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems, tokenizer_size
+from rlhf_mcore.config.validate import choice_problems, microbatch_problems, range_problems, reward_problems
 from rlhf_mcore.foreign import INDEX, read_json
 
 CANDIDATES = ("", "actor", "latest/actor")  # an HF directory, a checkpoint of ours, a run directory
@@ -108,8 +108,8 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
     Raises:
         ConfigError: with every problem that was found.
     """
-    out_of_range = list(checks._range_problems(cfg))
-    problems = [*checks._choice_problems(cfg), *out_of_range, *checks._reward_problems(cfg), *_data_problems(cfg)]
+    out_of_range = list(range_problems(cfg))
+    problems = [*choice_problems(cfg), *out_of_range, *reward_problems(cfg), *_data_problems(cfg)]
     if not out_of_range:
         problems += _world_problems(cfg, world_size)
     for field in ("checkpoint", "compare"):
@@ -129,12 +129,12 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
 def _data_problems(cfg: Config) -> Iterator[str]:
     if not cfg.data.eval:
         yield "data.eval=[] names no file; give a list of .parquet or .jsonl files"
-    yield from data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=checks.needs_answer(cfg))
+    yield from data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=needs_answer(cfg))
 
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     tp, engine = cfg.rollout.layout.tp, cfg.rollout.engine
-    world = checks.default_world_size(cfg) if world_size is None else world_size
+    world = default_world_size(cfg) if world_size is None else world_size
     if world % tp:
         yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
     for role in role_layouts(cfg):
@@ -171,10 +171,10 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     yield from tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
     if own.reward.model.path is not None:
         layout = own.reward.model.layout
-        yield from checks._model_problems(
+        yield from model_problems(
             "reward.model.path", own.reward.model.path, ("sequence",), "reward.model", layout, shape
         )
-        yield from checks.microbatch_problems(own)
+        yield from microbatch_problems(own)
     longest = own.rollout.max_model_len or 0
     if longest > shape.max_positions:
         yield (

@@ -1,4 +1,4 @@
-"""What keys there are, under their dotted names, and which of them is meant by a misspelt one."""
+"""What keys there are, under their dotted names, how they are described, and which of them is meant by a misspelt one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,31 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.key import Choices, Description, description_of
 
 
-def _walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Description]]:
+    """Dotted name, type and description of everything in a dataclass of the schema, groups before what is in them."""
     hints = get_type_hints(group)
     for item in fields(group):
         hint = hints[item.name]
-        yield prefix + item.name, hint
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _walk(hint, f"{prefix}{item.name}.")
+        yield prefix + item.name, hint, description_of(item)
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from walk(hint, f"{prefix}{item.name}.")
 
 
-KEYS: dict[str, Any] = dict(_walk(Config))
+KEYS: dict[str, Any] = {key: hint for key, hint, _ in walk(Config)}
 """Type of every key, groups included: {"actor.layout": LayoutConfig, "actor.layout.tp": int, ...}."""
+
+DESCRIPTIONS: dict[str, Description] = {key: description for key, _, description in walk(Config)}
+"""Description of every key, groups included."""
+
+
+def choices_of(key: str) -> tuple[str, ...]:
+    """The texts that a key may be."""
+    allowed = DESCRIPTIONS[key].allowed
+    assert isinstance(allowed, Choices), key
+    return tuple(allowed.meanings)
 
 
 def is_group(key: str) -> bool:
@@ -32,6 +44,13 @@ def is_group(key: str) -> bool:
 def leaf_keys() -> list[str]:
     """All keys that hold a value, in the order of the schema."""
     return [key for key in KEYS if not is_group(key)]
+
+
+def value_of(cfg: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
 
 
 def item_type(hint: Any) -> Any:
@@ -54,14 +73,12 @@ def type_name(hint: Any) -> str:
     """A type in a user's words: "int", "int or null", "list of str"."""
     if hint is Any:
         return "str or list of str"
-    if table := next((kind for kind in (hint, *get_args(hint)) if get_origin(kind) is dict), None):
-        return f"a table of names, each with a {type_name(get_args(table)[1])}" + (
-            " or null" if table is not hint else ""
-        )
+    if get_origin(hint) is dict:
+        return f"a table of names, each with a {type_name(get_args(hint)[1])}"
     if get_origin(hint) is list:
         keys = item_keys(hint)
         return "list of " + ("{" + ", ".join(keys) + "}" if keys else str(item_type(hint).__name__))
-    names = [kind.__name__ for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]
+    names = [type_name(kind) for kind in get_args(hint) if kind is not NoneType] or [hint.__name__]
     return " or ".join(names) + (" or null" if NoneType in get_args(hint) else "")
 
 

@@ -4,12 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlhf_mcore.config.derive import RoleLayout, balanced_stages
-from rlhf_mcore.config.schema import LayoutConfig
+from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_size, needs_critic, role_layouts
+from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.config.schema import Config, LayoutConfig
+from rlhf_mcore.config.schema.run import MAX_WORLD
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.types import ModelGeometry
 
-MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
+
+def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
+    """Whether the roles fit a world of ``world_size`` processes (None: ``default_world_size``)."""
+    world, source = _world(cfg, world_size)
+    for role in role_layouts(cfg):
+        yield from layout_problems(role, world, f"{source}={world}")
+
+
+def engine_problems(cfg: Config, world_size: int | None, shape: ModelGeometry | None) -> Iterator[str]:
+    """Whether the engines fit that world, and the actor's model, of ``shape`` where that is known, fits an engine."""
+    world, source = _world(cfg, world_size)
+    if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
+        yield (
+            f"actor.ranks={cfg.actor.ranks}: full tensors are gathered by all ranks (bridge.method={cfg.bridge.method}, "
+            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest, or set actor.ranks=null"
+        )
+    tp = cfg.rollout.layout.tp
+    if world % tp:
+        yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
+    if shape is None:
+        return
+    yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
+    if shape.num_experts and shape.expert_ffn_size % tp:
+        yield (
+            f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_ffn_size} of an expert of model.path; "
+            f"choose a divisor of {shape.expert_ffn_size}"
+        )
+    if shape.num_experts and cfg.rollout.engine == "hf":
+        yield "rollout.engine=hf does not take the experts of model.path one by one; set it to vllm"
+    if 0 < shape.num_experts < tp:
+        yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
+
+
+def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
+    """The number of processes, and where it is from."""
+    if world_size is not None:
+        return world_size, "the number of processes"
+    return default_world_size(cfg), "trainer.world_size"
+
+
+def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
+    """The models beside the actor, each against its layout."""
+    if cfg.reference.path is not None and cfg.algorithm.kl.coef:
+        yield from model_problems("reference.path", cfg.reference.path, ("lm",), "actor", cfg.actor.layout, actor)
+    if needs_critic(cfg):
+        key = "model.path" if cfg.critic.path is None else "critic.path"
+        path = cfg.critic.path or cfg.model.path
+        yield from model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
+        shape, _ = inspect_model(path, key, ("lm", "token"))
+        if shape is not None:
+            yield from balance_problems("critic", cfg.critic.moe.aux_loss_coef, shape, key)
+    if cfg.reward.model.path is not None:
+        path, layout = cfg.reward.model.path, cfg.reward.model.layout
+        yield from model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
+
+
+def model_problems(
+    key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
+) -> Iterator[str]:
+    """A model beside the actor: its files, its vocabulary and its layout. ``actor`` is None where that cannot be compared."""
+    shape, problems = inspect_model(path, key, heads)
+    if key != "model.path":
+        yield from problems
+    if shape is None or actor is None:
+        return
+    if shape.vocab_size != actor.vocab_size:
+        yield (
+            f"{key}={path}: its vocab_size={shape.vocab_size} is not model.path's {actor.vocab_size}; "
+            "choose a model with the same vocabulary"
+        )
+    yield from cut_problems(role, layout, shape, key)
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:

@@ -16,10 +16,10 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
+from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.interpolations import MAX_REFERENCES, count_references, examine, interpolated_texts
 from rlhf_mcore.config.keys import KEYS, type_name
-from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import FromEnvironment
 from rlhf_mcore.config.sources import Setting, SettingReader

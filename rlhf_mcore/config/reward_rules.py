@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
+from rlhf_mcore.config.choices import GRADERS, Grader
+from rlhf_mcore.config.keys import walk
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
-
-RULES = (
-    "final_number",
-    "boxed",
-    "answer_line",
-    "math",
-    "exact_match",
-    "multiple_choice",
-    "format",
-    "regex",
-    "length",
-    "language",
-)
-RULES_WITHOUT_ANSWER = ("format", "length", "language")  # and regex with a pattern
-OPTIONS = {"regex": ("pattern",), "length": ("min_chars", "max_chars", "margin_chars"), "language": ("scripts",)}
+from rlhf_mcore.config.schema.key import Range
 
 _NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
 _DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
@@ -56,7 +43,8 @@ def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
 
 def needs_truth(rule: RuleConfig) -> bool:
     """Whether a rule compares a response with a ground truth."""
-    return rule.name not in RULES_WITHOUT_ANSWER and not (rule.name == "regex" and rule.pattern is not None)
+    grader = GRADERS.get(rule.name, Grader())
+    return grader.needs_answer and not (rule.name == "regex" and rule.pattern is not None)
 
 
 def any_needs_truth(cfg: RewardConfig) -> bool:
@@ -69,7 +57,7 @@ def rule_problems(cfg: RewardConfig) -> Iterator[str]:
     for key, rules in rule_tables(cfg).items():
         if not rules and (cfg.sources is not None or cfg.model.path is None):
             others = "" if cfg.sources is not None else ", and reward.function and reward.model.path are null"
-            yield f"{key} is empty{others}; name one of the rules: {', '.join(RULES)}"
+            yield f"{key} is empty{others}; name one of the rules: {', '.join(GRADERS)}"
         for index, rule in enumerate(rules):
             yield from (f"{key}[{index}].{problem}" for problem in _problems_of(rule))
             if any(rule.name == earlier.name for earlier in rules[:index]):
@@ -77,22 +65,20 @@ def rule_problems(cfg: RewardConfig) -> Iterator[str]:
 
 
 def _problems_of(rule: RuleConfig) -> Iterator[str]:
-    if rule.name not in RULES:
-        close = get_close_matches(rule.name, RULES, n=1)
+    if rule.name not in GRADERS:
+        close = get_close_matches(rule.name, GRADERS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        yield f"name={rule.name!r} is not a choice; {hint}choose one of: {', '.join(RULES)}"
+        yield f"name={rule.name!r} is not a choice; {hint}choose one of: {', '.join(GRADERS)}"
         return
-    for key in ("weight", "correct", "incorrect"):
-        if not math.isfinite(value := getattr(rule, key)):
-            yield f"{key}={value} is out of range; give a finite number"
+    for key, _, description in walk(RuleConfig):
+        value = getattr(rule, key)
+        if isinstance(description.allowed, Range) and value is not None and not description.allowed.holds(value):
+            yield f"{key}={value} is out of range; it must be {description.allowed}"
     default = RuleConfig(rule.name)
-    for owner, keys in OPTIONS.items():
-        for key in keys:
+    for owner, grader in GRADERS.items():
+        for key in grader.options:
             if rule.name != owner and getattr(rule, key) != getattr(default, key):
                 yield f"{key}={getattr(rule, key)!r} is an option of the rule {owner!r}, not of {rule.name!r}; remove it"
-    for key in ("min_chars", "max_chars", "margin_chars"):
-        if (number := getattr(rule, key)) is not None and number < 0:
-            yield f"{key}={number} is out of range; it must be at least 0"
     if rule.max_chars is not None and rule.max_chars < rule.min_chars:
         yield f"max_chars={rule.max_chars} is below min_chars={rule.min_chars}; no response is that long"
     if not rule.scripts:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rlhf_mcore.config.schema import Config
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
 
-_GENERATION = ("rollout.", "bridge.", "reward.", "critic.", "reference.")
+# What only a run looks at that generates: beginnings of keys.
+_GENERATION = (
+    "rollout.",
+    "bridge.",
+    "reward.",
+    "critic.",
+    "reference.",
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +25,7 @@ class RunKind:
     """What a kind of run reads, trains and saves."""
 
     name: str  # of algorithm.kind
+    purpose: str  # for the documentation
     generates: bool  # it learns from responses that engines draw and that are scored; false: from responses in its data
     head: str  # of the model it trains: lm | sequence
     starting_heads: tuple[str, ...]  # of what model.path may name
@@ -35,9 +47,10 @@ class RunKind:
         return self.generates or not key.startswith(_GENERATION)
 
 
-RL = RunKind("rl", generates=True, head="lm", starting_heads=("lm",), saved_as="actor")
+RL = RunKind("rl", "", generates=True, head="lm", starting_heads=("lm",), saved_as="actor")
 SFT = RunKind(
     "sft",
+    "imitate given responses",
     generates=False,
     head="lm",
     starting_heads=("lm",),
@@ -46,6 +59,7 @@ SFT = RunKind(
 )
 REWARD_MODEL = RunKind(
     "reward_model",
+    "tell chosen from rejected responses",
     generates=False,
     head="sequence",
     starting_heads=("lm", "sequence"),

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.config.data_files import row_limits
+from rlhf_mcore.config.data_files import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
-from rlhf_mcore.config.supervised import example_contents
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.transform import load_transform, transformed_rows
 from rlhf_mcore.parallel.rows import owners_of

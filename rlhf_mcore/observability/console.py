@@ -23,9 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import choices_of
 from rlhf_mcore.observability.figures import figure_text, figures_that_fit, sparkline, step_line
 
-MODES = ("auto", "rich", "plain", "off")
 RECENT_STEPS = 6
 MAX_WIDTH = 110
 NARROW = 70
@@ -55,8 +55,8 @@ class Console:
         output: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(MODES)}")
+        if mode not in (modes := choices_of("logging.console")):
+            raise ConfigError(f"logging.console={mode!r}: must be one of {', '.join(modes)}")
         self.total_steps = total_steps
         self.title = title
         self._first_step = first_step

@@ -6,17 +6,34 @@ import errno
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import LoggingConfig
 from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, write_atomically
 from rlhf_mcore.own_files import open_own
 
 if TYPE_CHECKING:
+    from rlhf_mcore.observability.run_directory import RunDirectory
     from rlhf_mcore.protocols import Tracker
+
+# Made with a directory of its own, and the last step of a run that is resumed (None: of a new one).
+TrackerFactory = Callable[[Path, "int | None"], "Tracker"]
+TRACKERS: dict[str, TrackerFactory] = {}
+tracker = registering(
+    TRACKERS, [field.name for field in fields(LoggingConfig)]
+)  # a decorator: logging.<name> switches it on
+
+
+def build_trackers(wanted: LoggingConfig, run: RunDirectory, last_step: int | None) -> MultiTracker:
+    """``metrics.jsonl``, and every tracker that is switched on, which writes to the directory of its name in the run's."""
+    made = [make(run.path / name, last_step) for name, make in TRACKERS.items() if getattr(wanted, name)]
+    return MultiTracker([JsonlTracker(run.metrics_path), *made])
 
 
 class JsonlTracker:
@@ -50,6 +67,7 @@ class JsonlTracker:
             self._file = -1
 
 
+@tracker("tensorboard")
 class TensorboardTracker:
     """Writes every finite number as a tensorboard scalar under its own name; other values are left out."""
 

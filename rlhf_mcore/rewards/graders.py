@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from rlhf_mcore.config import choices
+from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.schema import RuleConfig
 from rlhf_mcore.rewards.answers import (
     MAX_RESPONSE_CHARS,
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 Grader = Callable[[str, Any], float]
+GRADERS: dict[str, Grader] = {}  # with the options that a rule has by default
+grader = registering(GRADERS, choices.GRADERS)  # a decorator: what it decorates is the rule of that name
 
 
 @runtime_checkable
@@ -64,12 +68,14 @@ _BLANK = re.compile(r"\s*")
 _MAX_TRUTH_BITS = 4096  # of an int: str() of a huge one raises
 
 
+@grader("exact_match")
 def exact_match(response: str, ground_truth: Any) -> float:
     """1 if the response equals the ground truth up to whitespace around it. An empty ground truth matches nothing."""
     truth = _truth_text(ground_truth)
     return float(bool(truth) and fits(response) and response.strip() == truth)
 
 
+@grader("final_number")
 def final_number(response: str, ground_truth: Any) -> float:
     r"""1 if the response's answer is a number equal to the ground truth.
 
@@ -85,6 +91,7 @@ def final_number(response: str, ground_truth: Any) -> float:
     return float(expected is not None and marked_number(response) == expected)
 
 
+@grader("boxed")
 def boxed(response: str, ground_truth: Any) -> float:
     r"""1 if the content of the response's last balanced ``\boxed{}`` is the ground truth in another spelling (see ``canonical``).
 
@@ -93,6 +100,7 @@ def boxed(response: str, ground_truth: Any) -> float:
     return _same(last_boxed(response), ground_truth) if fits(response) else 0.0
 
 
+@grader("answer_line")
 def answer_line(response: str, ground_truth: Any) -> float:
     """1 if what follows the last ``Answer:``, on its line, is the ground truth in another spelling (see ``canonical``).
 
@@ -102,6 +110,7 @@ def answer_line(response: str, ground_truth: Any) -> float:
     return _same(within(lines[0][1]), ground_truth) if lines else 0.0
 
 
+@grader("format")
 def answer_format(response: str, ground_truth: Any = None) -> float:
     r"""1 if the response marks exactly one answer: one ``#### number`` or one ``\boxed{...}`` that is not empty.
 
@@ -117,6 +126,7 @@ def answer_format(response: str, ground_truth: Any = None) -> float:
     return float((num_marks or len(answer_lines(response))) == 1)
 
 
+@grader("multiple_choice")
 def multiple_choice(response: str, ground_truth: Any) -> float:
     """1 if the letters that the response chooses (see ``chosen_letters``) are those of the ground truth: "B", "(B) Paris", "A, C"."""
     truth = _truth_text(ground_truth)
@@ -158,18 +168,12 @@ class MathGrader:
         return grades
 
 
-GRADERS: dict[str, Grader] = {
-    "exact_match": exact_match,
-    "final_number": final_number,
-    "boxed": boxed,
-    "answer_line": answer_line,
-    "math": MathGrader(),
-    "multiple_choice": multiple_choice,
-    "format": answer_format,
-    "regex": Pattern(),
-    "length": Length(),
-    "language": lambda response, ground_truth: Language()(response),  # made when it is asked for: it needs google-re2
-}
+grader("math")(MathGrader())
+grader("regex")(Pattern())
+grader("length")(Length())
+grader("language")(
+    lambda response, ground_truth: Language()(response)
+)  # made when it is asked for: it needs google-re2
 # What a response has to hold for a rule to find an answer in it.
 ANSWERS: dict[str, Callable[[str], Any]] = {
     "final_number": marked_number,

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf_mcore.algorithms.interfaces import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, AdvantageInputs
+from rlhf_mcore.algorithms.interfaces import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    AdvantageInputs,
+    advantage_estimator,
+)
+from rlhf_mcore.algorithms.kl import ESTIMATORS as KL_ESTIMATORS
 from rlhf_mcore.algorithms.registry import find_advantage_estimator, find_policy_loss
-from rlhf_mcore.config.algorithm_rules import ADVANTAGES, GROUP_RELATIVE, WITH_WHITENING
-from rlhf_mcore.config.algorithm_rules import POLICY_LOSSES as LOSS_NAMES
+from rlhf_mcore.config import choices
+from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.schema import AlgorithmConfig
 from tests.rows import advantage_inputs
 
@@ -31,9 +36,25 @@ def inputs() -> AdvantageInputs:
 
 
 def test_the_names_that_validation_knows_are_those_of_the_tables():
-    assert set(ADVANTAGES) == set(ADVANTAGE_ESTIMATORS)
-    assert set(LOSS_NAMES) == set(POLICY_LOSSES)
-    assert {*GROUP_RELATIVE, *WITH_WHITENING} <= set(ADVANTAGES)
+    assert set(choices.ADVANTAGES) == set(ADVANTAGE_ESTIMATORS)
+    assert set(choices.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(choices.KL_ESTIMATORS) == set(KL_ESTIMATORS)
+
+
+def test_what_validation_knows_of_them():
+    told = choices.ADVANTAGES
+    assert [name for name in told if told[name].compares_group] == ["grpo", "rloo", "reinforce_plus_plus_baseline"]
+    assert [name for name in told if told[name].needs_values] == ["gae"]
+    assert set(told) - {name for name in told if told[name].whitens} == {"grpo", "rloo"}
+    assert [name for name, loss in choices.POLICY_LOSSES.items() if loss.reads_dual_clip] == ["ppo_clip"]
+    assert [name for name, kl in choices.KL_ESTIMATORS.items() if not kl.has_gradient] == ["k1"]
+
+
+@pytest.mark.parametrize("name", ["grpo", "not_declared"])
+def test_a_name_is_registered_once_and_only_where_a_configuration_can_choose_it(name: str):
+    complaint = "registered twice" if name == "grpo" else r"not declared in rlhf_mcore/config"
+    with pytest.raises(AssertionError, match=complaint):
+        advantage_estimator(name)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -47,7 +68,7 @@ def test_presets_name_functions_that_are_there(preset: str):
 @pytest.mark.parametrize("page", ["algorithms.md", "configuration.md"])
 def test_the_documents_name_every_function(page: str):
     text = (DOCS / page).read_text(encoding="utf-8")
-    assert [name for name in (*ADVANTAGES, *LOSS_NAMES) if f"`{name}`" not in text] == []
+    assert [name for name in (*choices.ADVANTAGES, *choices.POLICY_LOSSES) if f"`{name}`" not in text] == []
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaf_keys
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact, to_yaml
+from tools import document_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -32,6 +33,12 @@ def test_the_base_holds_the_defaults() -> None:
     default = Config()
     default.model = replace(default.model, path="somewhere")
     assert loaded == default
+
+
+def test_the_base_and_the_page_are_what_the_schema_makes() -> None:
+    page = document_config.PAGE.read_text(encoding="utf-8")
+    assert (CONFIGS / "base.yaml").read_text(encoding="utf-8") == document_config.base_yaml()
+    assert page == document_config.page(document_config.kept_head(page))
 
 
 def test_the_base_shows_every_key() -> None:

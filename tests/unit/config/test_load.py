@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import nearest
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.schema import Config, RuleConfig
 
 

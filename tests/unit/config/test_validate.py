@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import pytest
 
+from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.data_files import check_fills_a_step
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS, leaf_keys
+from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, leaf_keys, value_of
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.presets import PRESETS
 from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema import DataConfig
-from rlhf_mcore.config.validate import CHOICES, RANGES, validate
+from rlhf_mcore.config.schema.key import Choices, Range
+from rlhf_mcore.config.validate import validate
 from tests.unit.config.checking import check, only
 
+CHOICES = [key for key, described in DESCRIPTIONS.items() if isinstance(described.allowed, Choices)]
 GOOD_ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
@@ -169,32 +172,30 @@ def test_a_mistake_names_field_value_and_remedy(
 @pytest.mark.parametrize("key", CHOICES)
 def test_every_choice_is_checked_and_listed(workspace: Any, key: str) -> None:
     cfg = load_config("run.yaml")
-    *groups, name = key.split(".")
-    node: Any = cfg
-    for group in groups:
-        node = getattr(node, group)
-    assert getattr(node, name) in CHOICES[key]
-    setattr(node, name, "nonsense")
+    group, _, name = key.rpartition(".")
+    assert value_of(cfg, key) in (None, *choices_of(key))
+    setattr(value_of(cfg, group), name, "nonsense")
     with pytest.raises(ConfigError) as caught:
         validate(cfg)
+    functions = ", or path/to/file.py:name" if key in ("algorithm.advantage", "algorithm.policy_loss") else ""
     assert caught.value.problems == [
-        f"{key}='nonsense' is not a choice; choose one of: {', '.join(filter(None, CHOICES[key]))}"
+        f"{key}='nonsense' is not a choice; choose one of: {', '.join(choices_of(key))}{functions}"
     ]
 
 
-def test_the_tables_cover_the_schema() -> None:
+def test_every_number_has_a_range_and_only_numbers_have_one() -> None:
     numbers = {key for key in leaf_keys() if KEYS[key] in (int, float, int | None, float | None)}
-    assert numbers - RANGES.keys() == {
-        "actor.layout.cp",
-        "critic.layout.cp",
-        "reward.model.layout.cp",
-        "reward.model.weight",
-        "rollout.sampling.top_k",
-        "evaluate.top_k",
-    }
-    assert RANGES.keys() <= numbers
-    assert CHOICES.keys() <= KEYS.keys()
-    assert set(CHOICES["algorithm.preset"]) == set(PRESETS)
+    ranges = {key for key in leaf_keys() if isinstance(DESCRIPTIONS[key].allowed, Range)}
+    assert numbers - ranges == {"actor.layout.cp", "critic.layout.cp", "reward.model.layout.cp"}  # 1 is all there is
+    assert ranges <= numbers
+
+
+def test_every_key_is_described() -> None:
+    silent = [key for key in leaf_keys() if not (DESCRIPTIONS[key].help or DESCRIPTIONS[key].allowed)]
+    assert silent == []
+    nullable = [key for key in leaf_keys() if NoneType in get_args(KEYS[key]) and not DESCRIPTIONS[key].null]
+    # Of a controller of the KL that the run does not have.
+    assert nullable == ["algorithm.kl.controller.target", "algorithm.kl.controller.final", "reward.function"]
 
 
 def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace: Any) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.config import choices
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import RULES, RULES_WITHOUT_ANSWER
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
 from rlhf_mcore.rewards.graders import GRADERS
 from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
@@ -38,8 +38,8 @@ def function_reward(spec: str) -> FunctionReward:
 
 
 def test_the_configuration_knows_every_rule():
-    assert set(RULES) == set(GRADERS)
-    assert set(RULES_WITHOUT_ANSWER) == {"format", "length", "language"}
+    assert set(choices.GRADERS) == set(GRADERS)
+    assert {name for name, told in choices.GRADERS.items() if not told.needs_answer} == {"format", "length", "language"}
 
 
 def test_rules_are_a_weighted_sum_with_unweighted_parts():

@@ -1,0 +1,155 @@
+"""Names that a configuration may choose, where the function behind is on a higher floor that takes seconds to import.
+
+A name is declared here with what validation has to know of it, and its function is registered under it where it is defined:
+``registering`` refuses a name that is not declared, and a test finds one that is declared and not registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F")
+
+
+def registering(table: dict[str, F], declared: Collection[str]) -> Callable[[str], Callable[[F], F]]:
+    """A decorator with a name, ``@decorator("name")``, that puts what it decorates into ``table``."""
+
+    def named(name: str) -> Callable[[F], F]:
+        assert name in declared, f"{name!r} is not declared in rlhf_mcore/config, so no configuration can choose it"
+        assert name not in table, f"{name!r} is registered twice"
+
+        def register(made: F) -> F:
+            table[name] = made
+            return made
+
+        return register
+
+    return named
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An advantage estimator (``algorithms/advantages.py``)."""
+
+    compares_group: bool = False  # the responses to one prompt with each other: needs two of them
+    needs_values: bool = False  # of a critic
+    whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A policy loss (``algorithms/policy_loss.py``)."""
+
+    reads_dual_clip: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KLEstimator:
+    """An estimator of the KL divergence (``algorithms/kl.py``)."""
+
+    has_gradient: bool = True  # in expectation: else it is of no use in the loss
+
+
+@dataclass(frozen=True, slots=True)
+class Grader:
+    """A rule that grades responses (``rewards/graders.py``)."""
+
+    needs_answer: bool = True  # a ground truth to compare a response with
+    options: tuple[str, ...] = ()  # keys of a rule that only this one reads
+
+
+ADVANTAGES = {
+    "gae": Estimator(needs_values=True, whitens=True),
+    "grpo": Estimator(compares_group=True),
+    "rloo": Estimator(compares_group=True),
+    "reinforce": Estimator(whitens=True),
+    "reinforce_plus_plus": Estimator(whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
+}
+POLICY_LOSSES = {
+    "ppo_clip": Loss(reads_dual_clip=True),
+    "gspo": Loss(),
+    "cispo": Loss(),
+}
+KL_ESTIMATORS = {
+    "k1": KLEstimator(has_gradient=False),
+    "k2": KLEstimator(),
+    "k3": KLEstimator(),
+}
+GRADERS = {
+    "final_number": Grader(),
+    "boxed": Grader(),
+    "answer_line": Grader(),
+    "math": Grader(),
+    "exact_match": Grader(),
+    "multiple_choice": Grader(),
+    "format": Grader(needs_answer=False),
+    "regex": Grader(options=("pattern",)),  # a pattern of its own needs no answer
+    "length": Grader(needs_answer=False, options=("min_chars", "max_chars", "margin_chars")),
+    "language": Grader(needs_answer=False, options=("scripts",)),
+}
+
+# What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL
+    # in the loss.
+    "grpo": {"advantage": "grpo", "normalize_std": True, "loss_aggregation": "sequence"},
+    # Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783): no std, constant length.
+    "dr_grpo": {"advantage": "grpo", "normalize_std": False, "loss_aggregation": "constant"},
+    # Schulman et al. 2017 (arXiv 1707.06347) with GAE (arXiv 1506.02438), as Ouyang et al. 2022, InstructGPT (arXiv 2203.02155)
+    # use it: KL in the reward.
+    "ppo": {
+        "advantage": "gae",
+        "gamma": 1.0,
+        "lam": 0.95,
+        "whiten_advantages": True,
+        "loss_aggregation": "token",
+        "kl.estimator": "k1",
+        "kl.placement": "reward",
+    },
+    # Ahmadian et al. 2024, Back to Basics (arXiv 2402.14740): the log-likelihood of a response is a sum over its tokens.
+    "rloo": {"advantage": "rloo", "loss_aggregation": "constant", "kl.estimator": "k1", "kl.placement": "reward"},
+    # Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
+    "reinforce_plus_plus": {
+        "advantage": "reinforce_plus_plus",
+        "loss_aggregation": "token",
+        "kl.estimator": "k1",
+        "kl.placement": "reward",
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage": "reinforce_plus_plus_baseline",
+        "loss_aggregation": "token",
+        "kl.estimator": "k2",
+        "kl.placement": "loss",
+    },
+    # Zheng et al. 2025 (arXiv 2507.18071), clip ranges of section 5.1.
+    "gspo": {
+        "advantage": "grpo",
+        "policy_loss": "gspo",
+        "loss_aggregation": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    # MiniMax 2025, MiniMax-M1 (arXiv 2506.13585), eq. 4-5: no lower bound. The paper does not give its upper one.
+    "cispo": {
+        "advantage": "grpo",
+        "policy_loss": "cispo",
+        "loss_aggregation": "token",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
+    # Yu et al. 2025, DAPO (arXiv 2503.14476): clip-higher, dynamic sampling, token-level loss, overlong shaping.
+    "dapo": {
+        "advantage": "grpo",
+        "loss_aggregation": "token",
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "dynamic_sampling.enabled": True,
+        "overlong.enabled": True,
+    },
+    # Not reinforcement learning: the likelihood of given responses, and Bradley and Terry 1952 over pairs of them.
+    "sft": {"kind": "sft", "loss_aggregation": "token"},
+    "reward_model": {"kind": "reward_model"},
+}

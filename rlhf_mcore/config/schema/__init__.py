@@ -1,0 +1,128 @@
+"""The typed configuration tree. One dataclass per group; every key a user may set is a field, described beside it (``schema.key``).
+
+Nothing here imports torch nor anything that does: help and configuration errors must be instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf_mcore.config.schema.algorithm import (
+    AlgorithmConfig,
+    DynamicSamplingConfig,
+    KLConfig,
+    KLControllerConfig,
+    OverlongConfig,
+    RolloutCorrectionConfig,
+)
+from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
+from rlhf_mcore.config.schema.models import (
+    ActorConfig,
+    CriticConfig,
+    LayoutConfig,
+    LossScaleConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    RecomputeConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    ScheduleConfig,
+)
+from rlhf_mcore.config.schema.rollout import (
+    BridgeConfig,
+    RewardConfig,
+    RolloutConfig,
+    RolloutLayoutConfig,
+    RuleConfig,
+    SamplingConfig,
+)
+from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "BridgeConfig",
+    "CheckpointConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EvaluateConfig",
+    "KLConfig",
+    "KLControllerConfig",
+    "LayoutConfig",
+    "LoggingConfig",
+    "LossScaleConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OverlongConfig",
+    "RecomputeConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RolloutLayoutConfig",
+    "RuleConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "TrainerConfig",
+]
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+
+    output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")
+    project: str = key("rlhf_mcore", "first part of the run directory's name")
+    experiment: str = key("default", "second part")
+    seed: int = key(
+        0,
+        "of the order of prompts and of every sampled response",
+        AT_LEAST_0,
+        more="The seed of a response is derived from it, the step, the prompt and the sample.",
+    )
+    deterministic: bool = key(
+        False, "deterministic kernels on CUDA (slower); the CPU always is", more="Every library is asked for its own."
+    )
+    model: ModelConfig = group(ModelConfig, "what everything starts from")
+    actor: ActorConfig = group(ActorConfig, "the policy being trained")
+    critic: CriticConfig = group(
+        CriticConfig,
+        "the value model",
+        "Built only when `algorithm.advantage` needs values (`gae`). Its layout, optimizer and precision are its own.",
+    )
+    reference: ReferenceConfig = group(
+        ReferenceConfig, "the frozen policy", "Built only when `algorithm.kl.coef` is not 0; it has the actor's layout."
+    )
+    rollout: RolloutConfig = group(
+        RolloutConfig, "the engines that generate", "There are world size / `rollout.layout.tp` of them."
+    )
+    bridge: BridgeConfig = group(BridgeConfig, "how weights reach the engines")
+    algorithm: AlgorithmConfig = group(
+        AlgorithmConfig,
+        "what is optimised",
+        "A preset fills in keys that are not set, and `algorithm: dr_grpo` is short for `algorithm: {preset: dr_grpo}`. "
+        "`configs/base.yaml` comments out what some preset sets.",
+    )
+    reward: RewardConfig = group(
+        RewardConfig,
+        "where scores come from",
+        "They are a weighted sum of rules or a function of your own, and the score of a reward model.",
+    )
+    data: DataConfig = group(DataConfig, "prompts")
+    trainer: TrainerConfig = group(TrainerConfig, "size and shape of a step")
+    checkpoint: CheckpointConfig = group(
+        CheckpointConfig,
+        "what is saved",
+        "The last step is always saved. See [checkpoints](checkpoints.md).",
+    )
+    evaluate: EvaluateConfig = group(
+        EvaluateConfig,
+        "held-out prompts",
+        "Those of `data.eval`, always before and after training. See [evaluation](evaluation.md).",
+    )
+    logging: LoggingConfig = group(LoggingConfig, "the record of a run")

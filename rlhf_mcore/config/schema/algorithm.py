@@ -1,0 +1,163 @@
+"""The group ``algorithm``: what is optimised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PRESETS
+from rlhf_mcore.config.run_kinds import RUN_KINDS
+from rlhf_mcore.config.schema.key import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FROM_0_TO_1,
+    Choices,
+    Range,
+    function_or,
+    group,
+    key,
+    one_of,
+)
+
+
+@dataclass
+class KLControllerConfig:
+    """How the weight of the KL changes over a run; it starts at ``kl.coef``."""
+
+    name: str = key("fixed", "", one_of(fixed="", adaptive="towards `target`", linear="to `final` over `steps` steps"))
+    target: Optional[float] = key(
+        None, "`adaptive`: the wanted KL, as `kl/mean` shows it", ABOVE_0, unit="nats per response token"
+    )
+    gain: float = key(0.1, "`adaptive`: `coef` changes by at most a fifth of this share in a step", ABOVE_0)
+    final: Optional[float] = key(None, "`linear`: `coef` after `steps` steps", AT_LEAST_0)
+    steps: Optional[int] = key(None, "`linear`: steps until `final`", AT_LEAST_1, null="`trainer.num_steps`")
+
+
+@dataclass
+class KLConfig:
+    """KL divergence to the reference policy."""
+
+    coef: float = key(
+        0.0, "weight of the KL to the reference; 0: off", AT_LEAST_0, more="With 0 no reference model is built."
+    )
+    estimator: str = key(
+        "k3", "estimator of the KL of a token", one_of(*KL_ESTIMATORS), more="`k1` in the reward only."
+    )
+    placement: str = key("loss", "", one_of("loss", reward="charged per token before advantages are computed"))
+    clip: Optional[float] = key(
+        10.0,
+        "`k2`, `k3`: largest KL of a token",
+        ABOVE_0,
+        null="no limit",
+        unit="nats",
+        more="In the loss and in the reward; beyond it the gradient is 0.",
+    )
+    controller: KLControllerConfig = group(KLControllerConfig, "how `coef` changes over the run")
+
+
+@dataclass
+class RolloutCorrectionConfig:
+    """What is done where the trainer's probabilities of tokens are not those of the engine that drew them.
+
+    Weights and masks apply to the policy term of the loss only.
+    """
+
+    mode: str = key(
+        "off",
+        "weigh the policy term of the loss by the ratio of the trainer's to the engine's probability",
+        one_of("off", token="of each token", sequence="of each response"),
+    )
+    cap: float = key(2.0, "largest weight", ABOVE_0)
+    mask_low: Optional[float] = key(
+        None, "the policy term leaves out tokens (or responses) of a smaller ratio", AT_LEAST_0, null="none"
+    )
+    mask_high: Optional[float] = key(None, "and those of a larger ratio", ABOVE_0, null="none")
+
+
+@dataclass
+class OverlongConfig:
+    """A soft punishment for responses that come close to the token limit."""
+
+    enabled: bool = key(False, "take a penalty off the score of responses that come close to the token limit")
+    max_tokens: Optional[int] = key(
+        None, "a response of this length gets the whole penalty", AT_LEAST_1, null="`rollout.sampling.max_new_tokens`"
+    )
+    cache_tokens: Optional[int] = key(
+        None, "the penalty grows over the last so many tokens", AT_LEAST_1, null="a fifth of `max_tokens`"
+    )
+    penalty: float = key(1.0, "the whole penalty", AT_LEAST_0)
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """Replace prompts whose responses all got the same score, from which a group-relative advantage learns nothing."""
+
+    enabled: bool = key(False, "replace prompts whose responses all got the same score by others")
+    max_batches: int = key(10, "batches of prompts that a step may generate", AT_LEAST_1)
+
+
+@dataclass
+class AlgorithmConfig:
+    """What is optimised. A preset only fills in keys that are not set."""
+
+    preset: str = key(
+        "grpo",
+        "",
+        one_of(*PRESETS),
+        more="See [algorithms](algorithms.md), and [supervised training](supervised.md) for the last two.",
+    )
+    kind: str = key(
+        "rl",
+        "",
+        Choices({kind.name: kind.purpose for kind in RUN_KINDS.values()}),
+        more="The last two look at no key of `rollout`, `bridge`, `reward`, `critic` and `reference`.",
+    )
+    advantage: str = key("grpo", "estimator of advantages", function_or(ADVANTAGES))
+    policy_loss: str = key("ppo_clip", "loss of the policy", function_or(POLICY_LOSSES))
+    use_critic: str = key(
+        "auto",
+        "",
+        one_of(auto="with `gae`", true="", false=""),
+        more="An estimator of yours that reads values needs `true`.",
+    )
+    normalize_std: bool = key(True, "`grpo`: divide by the group's standard deviation")
+    gamma: float = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token", FROM_0_TO_1)
+    lam: float = key(0.95, "`gae`: 0 trusts the critic, 1 the rewards", FROM_0_TO_1)
+    whiten_advantages: bool = key(False, "`gae`, `reinforce`: mean 0 and deviation 1 over the tokens of a step")
+    bootstrap_truncated: bool = key(
+        False,
+        "`gae`: a response that the token limit cut off ends with the critic's value, not with 0",
+        more="The value is that of its last state; false: 0, as for one that the policy ended. See [algorithms](algorithms.md).",
+    )
+    clip_low: float = key(0.2, "the importance ratio is clipped at 1 - `clip_low`", FROM_0_TO_1)
+    clip_high: float = key(0.2, "and at 1 + `clip_high`", AT_LEAST_0)
+    dual_clip: Optional[float] = key(
+        None,
+        "`ppo_clip`: bound of the ratio where the advantage is negative, 3 is usual",
+        Range(1, open_low=True),
+        null="none",
+    )
+    kl: KLConfig = group(KLConfig, "divergence from the reference")
+    entropy_coef: float = key(0.0, "weight of an entropy bonus", AT_LEAST_0)
+    centering: float = key(
+        0.0, "`reward_model`: weight of the square of the sum of a pair's scores in the loss; 0: off", AT_LEAST_0
+    )
+    loss_aggregation: str = key(
+        "sequence",
+        "",
+        one_of(token="every token counts the same", sequence="mean of each response's mean", constant=""),
+    )
+    constant_length: Optional[int] = key(
+        None,
+        "with `constant`: the length that responses are divided by",
+        AT_LEAST_1,
+        null="`rollout.sampling.max_new_tokens`",
+    )
+    rollout_correction: RolloutCorrectionConfig = group(
+        RolloutCorrectionConfig, "of the policy term, where the engine's probabilities are not the trainer's"
+    )
+    overlong: OverlongConfig = group(OverlongConfig, "a soft punishment for responses close to the token limit")
+    dynamic_sampling: DynamicSamplingConfig = group(
+        DynamicSamplingConfig, "replace prompts whose responses all got the same score"
+    )

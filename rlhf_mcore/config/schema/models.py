@@ -1,0 +1,216 @@
+"""Groups of the models: where they are from, how they are cut, and how those that learn are updated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, FROM_0_TO_1, Range, group, key, one_of
+
+_PARTS = Range(1, 4096)  # of a model: layers, heads and experts are fewer
+_BETA = Range(0, 1, open_high=True)
+_DTYPES = one_of(auto="fp32 on a CPU, bf16 on CUDA", fp32="", bf16="", fp16="")
+_RANKS = "`[first, end)`: the ranks of the world that hold it"
+
+
+@dataclass
+class LayoutConfig:
+    """How a trained model is cut. The data-parallel size follows from the world size."""
+
+    tp: int = key(1, "tensor-parallel size", _PARTS)
+    pp: int = key(1, "pipeline stages", _PARTS)
+    vpp: Optional[int] = key(
+        None, "model chunks per stage (interleaved schedule)", Range(2, 1024), null="no interleaving"
+    )
+    layers_per_stage: Optional[list[int]] = key(
+        None,
+        "layers of each stage, as `[3, 5]`; with `vpp` of each chunk, in the order of the network",
+        null="equally many",
+        more="For models whose layers `pp` (times `vpp`) does not divide, or to leave room beside the embeddings.",
+    )
+    cp: int = key(1, "context-parallel size; only 1 so far")
+    ep: int = key(
+        1,
+        "expert-parallel size: the experts of a layer are distributed over so many ranks of a pipeline stage",
+        _PARTS,
+        more="`ep` · `etp` divides the ranks of a stage, `ep` the number of experts.",
+    )
+    etp: Optional[int] = key(
+        None, "tensor-parallel size of an expert", _PARTS, null="`tp`", more="With `ep=1` it must be `tp`."
+    )
+    sequence_parallel: bool = key(
+        False,
+        "needs `tp` of 2 or more; mixture-of-experts models with such a `tp` need it",
+        more="Shares the activations outside of attention and MLP among tensor-parallel ranks.",
+    )
+
+
+@dataclass
+class ModelConfig:
+    """The model that everything starts from."""
+
+    path: str = key(
+        "???",
+        "a local directory in Hugging Face format: `config.json`, tokenizer, safetensors",
+        more="The headers of the weights are compared with `config.json` (embedding, first and last layer) before any process "
+        "has started.",
+    )
+    tokenizer_path: Optional[str] = key(None, "directory of the tokenizer", null="`model.path`")
+    allow_other_tokenizer: bool = key(
+        False,
+        "allow a `tokenizer_path` whose tokens are not those of `model.path`'s own tokenizer",
+        more="Otherwise refused, for the model would read noise.",
+    )
+    attention: str = key(
+        "auto",
+        "with `rollout.engine: hf` only",
+        one_of(auto="as transformers decides", eager="", sdpa="", flash_attention_2="CUDA, the package flash-attn"),
+    )
+    dtype: str = key("auto", "", _DTYPES, more="Master weights are fp32 always.")
+    layer_spec: str = key(
+        "auto", "", one_of(auto="Transformer Engine where it is installed, else local", te="", local="")
+    )
+
+
+@dataclass
+class LossScaleConfig:
+    """Dynamic loss scaling."""
+
+    initial: float = key(65536.0, "first loss scale (these four: fp16 only)", AT_LEAST_1)
+    minimum: float = key(1.0, "the scale never falls below this", ABOVE_0)
+    growth_interval: int = key(1000, "updates without an overflow until the scale is doubled", AT_LEAST_1)
+    hysteresis: int = key(2, "overflows until the scale is halved", AT_LEAST_1)
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning-rate schedule, counted in optimizer updates."""
+
+    name: str = key("constant", "decay to `min_lr` after warm-up", one_of("constant", "linear", "cosine"))
+    warmup_updates: int = key(0, "optimizer updates of linear warm-up", AT_LEAST_0)
+    warmup_ratio: float = key(
+        0.0,
+        "warm-up as a share of `total_updates`, instead; 0: `warmup_updates`",
+        FROM_0_TO_1,
+        more="It is rounded up; above 0 it decides `warmup_updates`.",
+    )
+    total_updates: Optional[int] = key(
+        None, "updates until `min_lr` is reached", AT_LEAST_1, null="as many as the run makes"
+    )
+    min_lr: float = key(0.0, "learning rate at the end of the decay", AT_LEAST_0)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with fp32 master weights, sharded over data-parallel ranks."""
+
+    lr: float = key(1e-6, "peak learning rate", AT_LEAST_0)
+    beta1: float = key(0.9, "decay of the first moment", _BETA)
+    beta2: float = key(0.999, "decay of the second moment", _BETA)
+    eps: float = key(1e-8, "added to the denominator of an update", ABOVE_0)
+    weight_decay: float = key(0.0, "decoupled weight decay", AT_LEAST_0)
+    clip_grad: float = key(1.0, "largest norm of the gradient over the whole model; 0: not clipped", AT_LEAST_0)
+    schedule: ScheduleConfig = group(ScheduleConfig, "counted in optimizer updates")
+    loss_scale: LossScaleConfig = group(LossScaleConfig, "fp16 only")
+
+
+@dataclass
+class RecomputeConfig:
+    """Activation recomputation."""
+
+    granularity: str = key(
+        "off",
+        "activations computed again in the backward pass",
+        one_of("off", selective="core attention", full="whole layers"),
+    )
+    method: str = key(
+        "uniform",
+        "with `full`",
+        one_of(uniform="every group of `num_layers` layers", block="the first `num_layers` of a stage"),
+    )
+    num_layers: int = key(1, "with `full`: see `method`", AT_LEAST_1)
+
+
+@dataclass
+class MoEConfig:
+    """Training of mixture-of-experts models."""
+
+    aux_loss_coef: float = key(
+        0.0,
+        "mixture-of-experts models: weight of the load-balancing loss, summed over layers; 0: off",
+        AT_LEAST_0,
+        more="The loss is that of Switch Transformers, 1 per layer at perfect balance. It is reported as `actor/load_balance` "
+        "and is not part of `loss/total`.",
+    )
+
+
+@dataclass
+class ActorConfig:
+    """The policy being trained."""
+
+    layout: LayoutConfig = group(
+        LayoutConfig, "how it is cut; the data-parallel size is what the world size leaves over: world_size / (tp * pp)"
+    )
+    ranks: Optional[list[int]] = key(
+        None, _RANKS, null="all", more="Roles on disjoint ranks are updated at the same time."
+    )
+    optimizer: OptimizerConfig = group(OptimizerConfig, "AdamW, fp32 master weights, sharded over data-parallel ranks")
+    recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
+    moe: MoEConfig = group(MoEConfig)
+
+
+@dataclass
+class CriticConfig:
+    """The value model of PPO."""
+
+    path: Optional[str] = key(
+        None,
+        "a language model, whose value head begins at zero, or a `*ForTokenClassification` directory with one label",
+        null="`model.path`",
+    )
+    dtype: Optional[str] = key(None, "", _DTYPES, null="`model.dtype`")
+    layout: LayoutConfig = group(LayoutConfig, "its own, over `critic.ranks`")
+    ranks: Optional[list[int]] = key(None, "as `actor.ranks`", null="all")
+    optimizer: OptimizerConfig = group(lambda: OptimizerConfig(lr=1e-5), "its own")
+    recompute: RecomputeConfig = group(RecomputeConfig)
+    moe: MoEConfig = group(MoEConfig)
+    value_clip: Optional[float] = key(
+        0.2,
+        "how far a value may move from the one before the update until its error counts from there",
+        ABOVE_0,
+        null="not clipped",
+    )
+    normalize_returns: bool = key(
+        False,
+        "predict returns in units of their running mean and deviation",
+        more="MAPPO, arXiv 2103.01955; a return further away than 100 of them counts as that far.",
+    )
+    warmup_steps: int = key(0, "steps at the start in which only the critic learns", AT_LEAST_0)
+    minibatch_size: Optional[int] = key(None, "prompts per update", AT_LEAST_1, null="`trainer.minibatch_size`")
+    ppo_epochs: Optional[int] = key(None, "passes over a step's responses", AT_LEAST_1, null="`trainer.ppo_epochs`")
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen policy that the KL compares with."""
+
+    path: Optional[str] = key(None, "the policy that the KL compares with", null="`model.path`")
+    offload: bool = key(False, "keep its weights in host memory between uses")
+    refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)
+
+
+@dataclass
+class RewardModelConfig:
+    """A reward model; its score is added to that of the rules or the function."""
+
+    path: Optional[str] = key(
+        None,
+        "a `*ForSequenceClassification` directory with one label, and the tokenizer of `model.path`",
+        null="none",
+        more="Its score of the whole response is added. `reward.rules=[]` leaves it alone.",
+    )
+    weight: float = key(1.0, "factor of its score", FINITE)
+    dtype: Optional[str] = key(None, "", _DTYPES, null="`model.dtype`")
+    layout: LayoutConfig = group(LayoutConfig, "its own, over `reward.model.ranks`")
+    ranks: Optional[list[int]] = key(None, "as `actor.ranks`", null="all")
+    offload: bool = key(False, "keep its weights in host memory between uses")

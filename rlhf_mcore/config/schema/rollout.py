@@ -1,0 +1,162 @@
+"""Groups of what generates and scores: ``rollout``, ``bridge`` and ``reward``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from rlhf_mcore.config.choices import GRADERS
+from rlhf_mcore.config.schema.key import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    FINITE,
+    SHARE,
+    Choices,
+    Range,
+    group,
+    key,
+    one_of,
+)
+from rlhf_mcore.config.schema.models import RewardModelConfig
+
+
+@dataclass
+class RolloutLayoutConfig:
+    """How an engine is cut."""
+
+    tp: int = key(1, "tensor-parallel size of an engine; world size / tp engines run side by side", Range(1, 4096))
+
+
+@dataclass
+class SamplingConfig:
+    """How responses are drawn."""
+
+    n: int = key(8, "responses per prompt; group-relative advantages need 2 or more", AT_LEAST_1)
+    temperature: float = key(  # a greedy rollout has nothing to learn from
+        1.0, "logprobs of engine and trainer are both taken at this temperature", ABOVE_0
+    )
+    top_p: float = key(1.0, "share of probability of the likeliest tokens that are drawn from; 1: off", SHARE)
+    top_k: int = key(-1, "number of the likeliest tokens that are drawn from; -1: off", Range(1, off=-1))
+    max_new_tokens: int = key(256, "longest response", AT_LEAST_1)
+
+
+@dataclass
+class RolloutConfig:
+    """The engines that generate responses."""
+
+    engine: str = key("vllm", "", one_of("vllm", hf="Hugging Face generate: slow, for comparison"))
+    placement: str = key(
+        "colocated", "", Choices({"colocated": "in the trainer's processes"}, not_yet=("disaggregated",))
+    )
+    layout: RolloutLayoutConfig = group(RolloutLayoutConfig)
+    sampling: SamplingConfig = group(SamplingConfig)
+    max_model_len: Optional[int] = key(
+        None,
+        "longest prompt and response together",
+        AT_LEAST_1,
+        null="`data.max_prompt_tokens` plus the longest response",
+    )
+    max_num_seqs: int = key(256, "most responses that an engine decodes at a time", AT_LEAST_1)
+    max_num_batched_tokens: Optional[int] = key(
+        None,
+        "`vllm`: most tokens of one forward pass of an engine, those of prompts included",
+        AT_LEAST_1,
+        null="vLLM's choice",
+        more="Longer prompts are computed in parts. It bounds `rollout.max_num_seqs`; vLLM's choice is no less than that.",
+    )
+    gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
+    kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
+    prefix_caching: bool = key(
+        True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."
+    )
+    enforce_eager: bool = key(False, "CUDA: no graph capture", more="On a CPU the engine always runs eagerly.")
+    sleep: bool = key(True, "CUDA: give the memory of the engine's weights and cache back while training")
+
+
+@dataclass
+class BridgeConfig:
+    """How the actor's weights reach the engines."""
+
+    method: str = key(
+        "planned",
+        "",
+        one_of(planned="every byte straight to its place", gather="full tensors, one at a time: the baseline"),
+        more="The place is in the engine's parameters; a full tensor goes under its Hugging Face name, and the engine cuts it again.",
+    )
+    bucket_bytes: int = key(
+        268435456,
+        "`planned`: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight",
+        AT_LEAST_1,
+    )
+    verify: str = key(
+        "off",
+        "`planned`",
+        one_of("off", digest="hash every tensor on both sides after every sync", full="for debugging: slow"),
+        more="The run ends at a difference. `full` also loads everything the plain way and compares bit for bit (costs a gather, a "
+        "reload and a copy of the engine's weights).",
+    )
+    canary: bool = key(
+        False,
+        "after every sync, compare logprobs of a few tokens between engines and trainer",
+        more="Every engine draws them; one that disagrees with the trainer is not used.",
+    )
+    live_cpu_weights: bool = key(
+        False,
+        "CPU: plain kernels on live weights instead of vLLM's packed copies",
+        more="A sync is then written in place; generation is a little slower.",
+    )
+
+
+@dataclass
+class RuleConfig:
+    """One rule grader and its weight in the sum. A grade g between 0 and 1 counts as incorrect + g * (correct - incorrect)."""
+
+    name: str = key("???", "", one_of(*GRADERS))
+    weight: float = key(1.0, "its weight in the sum", FINITE)
+    correct: float = key(1.0, "what a right answer counts", FINITE)
+    incorrect: float = key(0.0, "what a wrong one counts", FINITE)
+    pattern: Optional[str] = key(
+        None,
+        "`regex`: an expression of RE2's syntax, found anywhere in the response",
+        null="the ground truth is the expression",
+    )
+    min_chars: int = key(0, "`length`: from here on a response has the full mark", AT_LEAST_0)
+    max_chars: Optional[int] = key(None, "`length`: and up to here", AT_LEAST_0, null="no limit")
+    margin_chars: int = key(0, "`length`: outside of the two it falls to 0 over so many characters", AT_LEAST_0)
+    scripts: list[str] = key(["Latin"], "`language`: Unicode's names, such as Latin, Han, Cyrillic")
+
+
+@dataclass
+class RewardConfig:
+    """Where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
+
+    rules: list[RuleConfig] = key(
+        [RuleConfig(name="final_number")],
+        "rule graders and their weights in the sum",
+        more="See [rewards](rewards.md). A grade g counts as `incorrect` + g · (`correct` - `incorrect`), which are 0 and 1 "
+        "unless set.",
+    )
+    sources: Optional[dict[str, list[RuleConfig]]] = key(
+        None,
+        "rules by `data_source`, in the place of `reward.rules`: `{my_source: [{name: math}]}`",
+        null="`reward.rules` for all",
+        more="`aime*` is every source that begins so. Rules of well-known sources are there without it; `{}`: those alone.",
+    )
+    function: Optional[str] = key(
+        None,
+        "`path/to/file.py:name`, called as f(data_source, solution_str, ground_truth, extra_info); replaces the rules",
+        more="It is called in worker processes ([rewards](rewards.md)).",
+    )
+    workers: Optional[int] = key(
+        None, "worker processes of a rank", AT_LEAST_1, null="its share of the cores, at most 8"
+    )
+    timeout_s: float = key(60.0, "`function`: for one response", ABOVE_0)
+    memory_gib: float = key(8.0, "`function`: memory of a worker", ABOVE_0)
+    env: list[str] = key(
+        [], "environment variables that workers see beside `PATH`, `HOME`, `LANG`, `PYTHONPATH` and a few more"
+    )
+    on_error: str = key(
+        "fail", "a response without a score", one_of(fail="ends the run", zero="is scored 0, and counted")
+    )
+    model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")

@@ -1,0 +1,247 @@
+"""Groups of a run: its data, the shape of a step, checkpoints, evaluation and its record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from rlhf_mcore.config.schema.key import AT_LEAST_0, AT_LEAST_1, SHARE, Range, key, one_of
+
+MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
+
+
+@dataclass
+class DataConfig:
+    """Prompts, from parquet or jsonl files."""
+
+    train: list[str] = key([], "parquet or jsonl files")
+    eval: list[str] = key([], "held-out files, for `evaluate`")
+    prompt_key: Any = key(
+        "prompt",
+        "column of the prompt: a string, or a list of `{role, content}`",
+        more="A list, `[question, prompt]`, names one column for each file of `data.train`.",
+    )
+    answer_key: Any = key(
+        None,
+        "column of the answer, or a list with one for each file of `data.train`",
+        null="`reward_model.ground_truth`, else `answer`",
+    )
+    eval_prompt_key: Any = key(
+        None, "column of the prompt in the files of `data.eval`, or a list with one for each", null="`data.prompt_key`"
+    )
+    eval_answer_key: Any = key(None, "likewise for the answer", null="`data.answer_key`")
+    response_key: str = key("response", "`sft`: column of the response")
+    chosen_key: str = key("chosen", "`reward_model`: column of the better response")
+    rejected_key: str = key("rejected", "`reward_model`: column of the other one")
+    apply_chat_template: str = key(
+        "auto",
+        "prompts that are strings, as one message of the user through the tokenizer's chat template",
+        one_of(
+            auto="where the tokenizer has one and the string holds none of its special tokens",
+            true="all of them",
+            false="none: they are used as they are",
+        ),
+        more="With `true` a tokenizer without a template is refused. Lists of messages always go through the template. "
+        "See [data](data.md#chat-templates).",
+    )
+    transform: Optional[str] = key(
+        None,
+        "`path/to/file.py:name`, called with every row as a dict; returns the row to use, or None to leave it out",
+        null="none",
+    )
+    max_prompt_tokens: int = key(512, "longest prompt", AT_LEAST_1)
+    max_tokens: Optional[int] = key(
+        None,
+        "`sft`, `reward_model`: longest prompt and response together, instead of `max_prompt_tokens`",
+        Range(2),  # a prompt and a response
+        null="as many as a microbatch has room for",
+    )
+    overlong_prompts: str = key("error", "what happens to longer ones", one_of("error", "drop"))
+    shuffle: bool = key(True, "a new order of the prompts in every epoch")
+    weights: Optional[list[float]] = key(
+        None,
+        "share of each file of `data.train` in what is trained on, as `[3, 1]`, in any unit",
+        null="one data set of all rows",
+        more="Each file then has epochs of its own.",
+    )
+    max_row_bytes: int = key(
+        16777216,
+        "bound of a line of jsonl and of a cell of parquet",
+        AT_LEAST_1,
+        more="Longer ones are refused before they are read.",
+    )
+    max_rows: int = key(
+        2000000, "bound of the rows of `data.train`, and of `data.eval`: every rank holds them in memory", AT_LEAST_1
+    )
+    max_bytes: int = key(8589934592, "bound of the size of the rows of a file", AT_LEAST_1)
+
+
+@dataclass
+class TrainerConfig:
+    """Size and shape of a step."""
+
+    num_steps: int = key(100, "steps; each generates, scores and trains", AT_LEAST_1)
+    prompts_per_step: int = key(
+        32,
+        "prompts of a step, over all ranks",
+        AT_LEAST_1,
+        more="With `sft` and `reward_model`, examples or pairs of an update.",
+    )
+    minibatch_size: Optional[int] = key(None, "prompts per optimizer update", AT_LEAST_1, null="`prompts_per_step`")
+    ppo_epochs: int = key(1, "passes over the responses of a step", AT_LEAST_1)
+    max_tokens_per_microbatch: int = key(
+        8192,
+        "most tokens of one forward pass of a rank",
+        AT_LEAST_1,
+        more="No less than the longest prompt and response together.",
+    )
+    packing: bool = key(True, "concatenate sequences without padding; false: padded microbatches of similar lengths")
+    world_size: Optional[int] = key(
+        None,
+        "processes that `rlhf-mcore train` starts",
+        Range(1, MAX_WORLD),
+        null="the fewest that the layouts divide",
+        more="More than the machine's free memory has room for, at 200 MiB each, are refused.",
+    )
+    threads_per_rank: int = key(1, "CPU: compute threads of a process", AT_LEAST_1)
+    max_bad_updates: int = key(
+        5,
+        "updates in a row, skipped because loss or gradient is not finite, after which the run ends",
+        AT_LEAST_1,
+    )
+    collective_timeout_s: int = key(1800, "how long a rank waits for the others in a collective", AT_LEAST_1)
+    watchdog_s: int = key(
+        3600,
+        "a rank that has not begun a new phase for so long prints its stacks and ends the job; 0: off",
+        AT_LEAST_0,
+    )
+    max_restarts: int = key(
+        0, "times that the launcher starts a failed run again, from its last checkpoint", AT_LEAST_0
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """When checkpoints are saved, which of them stay, and how a run resumes."""
+
+    save_steps: int = key(20, "save every so many steps; 0: not by steps", AT_LEAST_0)
+    save_epochs: float = key(
+        0.0, "save when so many epochs of `data.train` have passed, fractions too; 0: not by epochs", AT_LEAST_0
+    )
+    save_minutes: float = key(
+        30.0, "save when so many minutes have passed since the last save; 0: not by time", AT_LEAST_0
+    )
+    metric_for_best_model: Optional[str] = key(
+        None,
+        "metric of the evaluation, `evaluate/accuracy` for one; a checkpoint is saved whenever it has improved",
+        null="none",
+        more="The link `best` names that checkpoint.",
+    )
+    greater_is_better: bool = key(True, "of that metric")
+    load_best_model_at_end: bool = key(
+        False,
+        "end with the best checkpoint instead of the last step",
+        more="When the last step is made and saved, the best checkpoint is loaded into the process and evaluated (`final/*` in the "
+        "metrics).",
+    )
+    save_by: Optional[str] = key(
+        "auto",
+        "when the job will be ended: minutes from the start, a time like `2026-01-01T00:00`, or `auto` (SLURM's)",
+        null="no limit",
+        more="`auto` is `SLURM_JOB_END_TIME` where it is set. The run saves and ends with exit code 75 when the next step and a save "
+        "would not fit any more.",
+    )
+    save_total_limit: Optional[int] = key(
+        2, "newest checkpoints that stay, beside the best one", AT_LEAST_1, null="all"
+    )
+    keep_every: Optional[int] = key(
+        None, "checkpoints whose step is a multiple of this stay too", AT_LEAST_1, null="none"
+    )
+    keep: list[int] = key(
+        [],
+        "steps that are saved, and whose checkpoints stay",
+        more="`rlhf-mcore pin` keeps others during the run.",
+    )
+    mode: Optional[str] = key(
+        None,
+        "who may read a checkpoint's files: `private` (optimizer, state and configuration 0600), or the mode of every file, `0600`, "
+        "`0640`, `0644`, `0660` or `0664`",
+        null="the umask decides",
+        more="With `private`, `config.yaml` of the run is 0600 too.",
+    )
+    archive: bool = key(
+        False, "what does not stay is packed into `archive/checkpoint-<step>.tar.zst`, in the background"
+    )
+    async_save: bool = key(False, "copy to host memory, continue training and write in the background")
+    delta: bool = key(False, "between full saves, weights as compressed differences to the last full checkpoint")
+    full_every: int = key(10, "with `delta`: every so many saves is a full one", AT_LEAST_1)
+    resume: str = key(
+        "auto",
+        "`auto` (the newest checkpoint of the run directory, if there is one), `never`, or the path of a checkpoint",
+        more="`never` begins anew, in a directory without checkpoints.",
+    )
+    changed_inputs: str = key(
+        "refuse",
+        "when data, the user's code, tokenizer, chat template or a model has another content than in the checkpoint",
+        one_of("refuse", warn="and continue"),
+    )
+    on_damaged: str = key(
+        "fallback",
+        "with `resume: auto`, when the newest checkpoint is damaged",
+        one_of(fallback="to the one before it", error=""),
+    )
+    on_failed_save: str = key(
+        "stop",
+        "when a checkpoint cannot be written",
+        one_of("stop", **{"continue": "and try again when the next save is due"}),
+    )
+    verify: bool = key(True, "check the hash of every file before loading a checkpoint")
+
+
+@dataclass
+class EvaluateConfig:
+    """Evaluation on held-out prompts: before, during and after training, and by ``rlhf-mcore evaluate``."""
+
+    every: int = key(0, "steps between evaluations; 0: only before and after training", AT_LEAST_0)
+    max_prompts: Optional[int] = key(None, "use only so many held-out prompts", AT_LEAST_1, null="all")
+    samples: int = key(
+        1,
+        "responses per prompt; with 2 or more also pass@k and majority@k",
+        AT_LEAST_1,
+        more="`evaluate.temperature` has to be above 0 then.",
+    )
+    temperature: float = key(0.0, "as `rollout.sampling.temperature`; 0: greedy", AT_LEAST_0)
+    top_p: float = key(1.0, "as `rollout.sampling.top_p`", SHARE)
+    top_k: int = key(-1, "as `rollout.sampling.top_k`", Range(1, off=-1))
+    max_new_tokens: Optional[int] = key(None, "longest response", AT_LEAST_1, null="`rollout.sampling.max_new_tokens`")
+    prompts_per_batch: Optional[int] = key(
+        None, "prompts that an engine gets at a time", AT_LEAST_1, null="as many as keep it busy"
+    )
+    checkpoint: Optional[str] = key(
+        None,
+        "`rlhf-mcore evaluate`: a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron",
+        null="the latest of this configuration's own run",
+        more="Of a checkpoint of ours the actor is evaluated, of a run directory the latest checkpoint.",
+    )
+    compare: Optional[str] = key(
+        None,
+        "`rlhf-mcore evaluate`: what it is compared with, on the same prompts",
+        null="nothing",
+        more="An improvement on this one is positive.",
+    )
+    output_dir: Optional[str] = key(
+        None,
+        "`rlhf-mcore evaluate`: where results go",
+        null="`evaluations/<checkpoint>-<settings>` beside the checkpoint",
+    )
+
+
+@dataclass
+class LoggingConfig:
+    """The record of a run, beside ``metrics.jsonl``. A tracker is switched on by the key of its name."""
+
+    console: str = key(
+        "auto", "", one_of(auto="rich on a terminal, else plain", rich="live display", plain="a line per step", off="")
+    )
+    tensorboard: bool = key(True, "write TensorBoard events")
+    rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)

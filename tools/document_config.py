@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Write configs/base.yaml and the tables of docs/configuration.md, which follow from the schema, again.
+
+    .venv/bin/python tools/document_config.py
+
+What stands above the first heading of the page is kept as it is. A test compares both files with what is made here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from rlhf_mcore.config.choices import PRESETS  # noqa: E402
+from rlhf_mcore.config.keys import KEYS, type_name, walk  # noqa: E402
+from rlhf_mcore.config.schema import Config  # noqa: E402
+from rlhf_mcore.config.schema.key import Choices, Description, Range, description_of  # noqa: E402
+
+BASE, PAGE = ROOT / "configs" / "base.yaml", ROOT / "docs" / "configuration.md"
+WIDTH = 128
+BASE_HEAD = """\
+# Every key, with its default. Written by tools/document_config.py from rlhf_mcore/config/schema.
+# A config of your own starts with `base: <path to this file>` and sets what differs; a key on the command line
+# (`trainer.num_steps=10`) wins over both. Values may refer to other keys, ${seed}, and to the environment, ${oc.env:NAME} or
+# ${oc.env:NAME,default}. `???` has to be set. Paths are relative to the working directory.
+"""
+OF_PRESETS = {f"algorithm.{name}" for preset in PRESETS.values() for name in preset}  # commented out in the base
+
+
+# -------------------------------------------------------------------------------------------------------------- base.yaml
+def base_yaml() -> str:
+    """The text of configs/base.yaml."""
+    cfg, lines = Config(), []
+    for item in fields(cfg):
+        value, described = getattr(cfg, item.name), description_of(item)
+        if is_dataclass(value):
+            words = f"{described.help[0].upper()}{described.help[1:]}. {_plain(described.more)}".strip()
+            lines += ["", *(f"# {line}" for line in _wrapped(words, WIDTH - 2)), f"{item.name}:"]
+            lines += _block(value, f"{item.name}.", "  ")
+        else:
+            lines += _entry(item.name, _scalar(value), comment(described), "", is_preset=False)
+    return BASE_HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+def _block(group: Any, prefix: str, indent: str, like: str = "") -> Iterator[str]:
+    """The keys of a group. ``like``: the key that describes the same ones, so that comments are not repeated."""
+    for item in fields(group):
+        key, value, described = f"{prefix}{item.name}", getattr(group, item.name), description_of(item)
+        is_preset, remark = key in OF_PRESETS, comment(described)
+        if is_dataclass(value):
+            repeats = like or (
+                f"actor.{item.name}" if type(value) in _ACTOR and not prefix.startswith("actor.") else ""
+            )
+            flow = _flow(value)
+            if repeats and len(indent) + len(item.name) + len(flow) + 2 <= WIDTH:
+                remark = "" if like else f"as {repeats}" + (f", but {remark}" if remark else "")
+                yield from _entry(item.name, flow, remark, indent, is_preset=False)
+            else:
+                yield from _entry(
+                    item.name, "", f"as {repeats}" if repeats and not like else remark, indent, is_preset=False
+                )
+                yield from _block(value, f"{key}.", f"{indent}  ", repeats)
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            yield from _entry(item.name, "", remark, indent, is_preset=False)
+            for element in value:
+                inner = list(_block(element, f"{key}.", f"{indent}    "))
+                first = next(place for place, line in enumerate(inner) if not line.lstrip().startswith("#"))
+                yield from (line[2:] for line in inner[:first])
+                yield f"{indent}  - {inner[first].lstrip()}"
+                yield from inner[first + 1 :]
+        else:
+            yield from _entry(item.name, _scalar(value), "" if like else remark, indent, is_preset=is_preset)
+
+
+_ACTOR = {type(getattr(Config().actor, item.name)) for item in fields(Config().actor)}
+
+
+def _entry(name: str, value: str, remark: str, indent: str, *, is_preset: bool) -> Iterator[str]:
+    """A key with its comment, behind it where there is room, else above."""
+    line = f"{indent}{'# ' if is_preset else ''}{name}:{' ' if value else ''}{value}"
+    if remark and len(line) + len(remark) + 3 > WIDTH:
+        yield from (f"{indent}# {part}" for part in _wrapped(remark, WIDTH - len(indent) - 2))
+        remark = ""
+    yield line + (f" # {remark}" if remark else "")
+
+
+def comment(described: Description) -> str:
+    """A description in a comment: what it is, its choices, what null means."""
+    parts = [_plain(described.help) + (f", in {described.unit}" if described.unit else "")] if described.help else []
+    if isinstance(described.allowed, Choices):
+        names = [f"{name} ({meaning})" if meaning else name for name, meaning in described.allowed.meanings.items()]
+        choices = " | ".join([*names, *(["path/to/file.py:name"] if described.allowed.or_function else [])])
+        parts = [f"{parts[0]}: {choices}" if parts else choices]
+    return _plain("; ".join(parts + ([f"null: {described.null}"] if described.null else [])))
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _plain(markdown: str) -> str:
+    return re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", markdown).replace("`", "")
+
+
+def _flow(value: Any) -> str:
+    if is_dataclass(value):
+        return "{ " + ", ".join(f"{item.name}: {_flow(getattr(value, item.name))}" for item in fields(value)) + " }"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        return value if yaml.safe_load(value) == value else f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_scalar, value))}]"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------------- page
+def page(head: str) -> str:
+    """The text of docs/configuration.md below ``head``."""
+    cfg = Config()
+    single = [item for item in fields(cfg) if not is_dataclass(getattr(cfg, item.name))]
+    parts = [head, "## The run\n", _table([row for item in single for row in _rows(item, getattr(cfg, item.name), "")])]
+    for item in fields(cfg):
+        value, described = getattr(cfg, item.name), description_of(item)
+        if is_dataclass(value):
+            parts.append(f"## `{item.name}`: {described.help}\n")
+            parts += [f"{described.more}\n"] if described.more else []
+            parts.append(
+                _table(
+                    [
+                        row
+                        for child in fields(value)
+                        for row in _rows(child, getattr(value, child.name), f"{item.name}.")
+                    ]
+                )
+            )
+    return "\n".join(parts)
+
+
+def _table(rows: list[str]) -> str:
+    return "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _rows(item: Any, value: Any, prefix: str) -> Iterator[str]:
+    key, described = f"{prefix}{item.name}", description_of(item)
+    if not is_dataclass(value):
+        yield f"| `{key}` | `{default(value)}` | {values(KEYS[key], described)} | {meaning(described)} |"
+        if isinstance(value, list) and value and is_dataclass(value[0]):
+            for name, hint, inner in walk(type(value[0]), f"{key}[*]."):
+                shown = default(getattr(type(value[0])(), name.rpartition(".")[2]))
+                yield f"| `{name}` | `{shown}` | {values(hint, inner)} | {meaning(inner)} |"
+    elif type(value) in _ACTOR and not prefix.startswith("actor."):
+        yield f"| `{key}.*` | as `actor.{item.name}.*` | | {described.help} |"
+        yield from (row for child in _changed(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
+    else:
+        yield from (row for child in fields(value) for row in _rows(child, getattr(value, child.name), f"{key}."))
+
+
+def _changed(value: Any) -> list[Any]:
+    """Fields that are not as their dataclass makes them."""
+    plain = type(value)()
+    return [item for item in fields(value) if getattr(value, item.name) != getattr(plain, item.name)]
+
+
+def default(value: Any) -> str:
+    """How the page writes a default."""
+    if isinstance(value, list):
+        return "[" + ", ".join(default(element) for element in value) + "]"
+    if is_dataclass(value):
+        return "{" + ", ".join(f"{item.name}: {default(getattr(value, item.name))}" for item in _changed(value)) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "required" if value == "???" else "null" if value is None else str(value)
+
+
+def values(hint: Any, described: Description) -> str:
+    """What a key of a type may be: its choices, or its type, range and unit."""
+    if isinstance(described.allowed, Choices):
+        names = [f"`{name}`" for name in described.allowed.meanings]
+        names += ["`path/to/file.py:name`"] if described.allowed.or_function else []
+        names += ["`null`"] if type_name(hint).endswith("null") else []
+        return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
+    words = "true or false" if hint is bool else re.sub(r"\{.*\}", "rules", type_name(hint))
+    if isinstance(described.allowed, Range):
+        words += f", {described.allowed}" if described.allowed.low > float("-inf") else ", finite"
+    return words + (f" ({described.unit})" if described.unit else "")
+
+
+def meaning(described: Description) -> str:
+    """Help, what choices mean, what null means, and further sentences."""
+    text = described.help
+    if isinstance(described.allowed, Choices):
+        told = [f"`{name}`: {meaning}" for name, meaning in described.allowed.meanings.items() if meaning]
+        text = "; ".join([text] * bool(text) + told)
+    if described.null:
+        text += f"{'; ' if text else ''}null: {described.null}"
+    return f"{text}. {described.more}" if described.more and text else text or described.more
+
+
+def kept_head(text: str) -> str:
+    """What stands above the generated part of the page."""
+    return text[: text.index("\n## The run\n")]
+
+
+if __name__ == "__main__":
+    BASE.write_text(base_yaml(), encoding="utf-8")
+    PAGE.write_text(page(kept_head(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
