@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.activations import forward_activations, training_activations
+from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, rank_share
 from rlhf_mcore.planning.sync import DEPTH, engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
 
 GENERATE, SYNC = "generate", "sync"
+_Maker = Callable[[PlanInputs, int], "PhaseMemory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +41,14 @@ class PhaseMemory:
 
 def phases(inputs: PlanInputs) -> list[PhaseMemory]:
     """Each phase with the rank that needs most in it."""
-    ranks = _telling_ranks(inputs.roles)
-    makers: list[_Maker] = [_update(role) for role in inputs.roles if role.trained]
+    # The first rank of every combination of pipeline stages: all other ranks hold as much as one of these, or less.
+    ranks: dict[tuple[int, ...], int] = {}
+    for rank in range(max(role.layout.ranks.stop for role in inputs.roles)):
+        ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
+    makers: list[_Maker] = [partial(_update, role) for role in inputs.roles if role.trained]
     if run_kind(inputs.cfg).generates:
-        makers = [_generate, _sync, *map(_forward, inputs.roles), *makers]
-    return [max((make(inputs, rank) for rank in ranks), key=lambda phase: phase.total) for make in makers]
-
-
-def _telling_ranks(roles: Sequence[PlannedRole]) -> list[int]:
-    """The first rank of every combination of pipeline stages: all other ranks hold as much as one of these, or less."""
-    seen: dict[tuple[int, ...], int] = {}
-    for rank in range(max(role.layout.ranks.stop for role in roles)):
-        seen.setdefault(tuple(_stage(role, rank) for role in roles), rank)
-    return list(seen.values())
+        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers]
+    return [max((make(inputs, rank) for rank in ranks.values()), key=lambda phase: phase.total) for make in makers]
 
 
 def _stage(role: PlannedRole, rank: int) -> int:
@@ -127,33 +124,28 @@ def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
     )
 
 
-_Maker = Callable[[PlanInputs, int], PhaseMemory]
+def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
+    tokens, stage = _microbatch_tokens(inputs, role), _stage(role, rank)
+    held = None
+    if stage >= 0:
+        held = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
+    return _pass(f"{role.name} forward", role, held, inputs, rank)
 
 
-def _forward(role: PlannedRole) -> _Maker:
-    def make(inputs: PlanInputs, rank: int) -> PhaseMemory:
-        tokens = _microbatch_tokens(inputs, role)
-        name, stage = f"{role.name} forward", _stage(role, rank)
-        parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
-        if stage >= 0:
-            found = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
-            parts |= {f"{role.name} activations": found.layers, f"{role.name} logits": found.logits}
-        return PhaseMemory(name, rank, parts, inputs.available)
-
-    return make
+def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
+    tokens, stage = _microbatch_tokens(inputs, role), _stage(role, rank)
+    held = None
+    if stage >= 0:
+        count = rank_share(inputs.work, role).num_microbatches
+        held = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
+    return _pass(f"{role.name} update", role, held, inputs, rank)
 
 
-def _update(role: PlannedRole) -> _Maker:
-    def make(inputs: PlanInputs, rank: int) -> PhaseMemory:
-        tokens, count = _microbatch_tokens(inputs, role), rank_share(inputs.work, role).num_microbatches
-        name, stage = f"{role.name} update", _stage(role, rank)
-        parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
-        if stage >= 0:
-            found = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
-            parts |= {f"{role.name} activations": found.layers, f"{role.name} logits": found.logits}
-        return PhaseMemory(name, rank, parts, inputs.available)
-
-    return make
+def _pass(name: str, role: PlannedRole, held: ActivationBytes | None, inputs: PlanInputs, rank: int) -> PhaseMemory:
+    parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
+    if held is not None:
+        parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
+    return PhaseMemory(name, rank, parts, inputs.available)
 
 
 def _microbatch_tokens(inputs: PlanInputs, role: PlannedRole) -> int:

@@ -66,7 +66,13 @@ MOE_MODELS = {
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         Qwen2MoeConfig,
-        {**QWEN_EXPERTS, "head_dim": None, "norm_topk_prob": False, "shared_expert_intermediate_size": 80},
+        {
+            **QWEN_EXPERTS,
+            "head_dim": None,
+            "hidden_size": 128,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 80,
+        },
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -67,6 +67,12 @@ def test_experts_see_a_copy_of_a_token_for_each_choice() -> None:
     assert layers(role(ParallelLayout(1), EXPERTS), 0, 1) == 8 * (LAYER - 2 * 4 * 192 + mixture)
 
 
+def test_a_shared_expert_is_a_gated_mlp_whose_output_is_gated() -> None:
+    routed, shared = EXPERTS, replace(EXPERTS, family="qwen2_moe", shared_expert_ffn_size=48)
+    more = layers(role(ParallelLayout(1), shared), 0, 1) - layers(role(ParallelLayout(1), routed), 0, 1)
+    assert more == 8 * 2 * (4 * 48 + 2 * 64)  # four halves, the output, and the output times its gate
+
+
 def test_a_forward_pass_keeps_one_layer() -> None:
     assert forward_activations(role(ParallelLayout(1)), 0, 100, 2, EVEN).layers == 100 * LAYER
 

@@ -10,6 +10,7 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.weights import active_parameters, checkpoint_bytes, num_parameters, state_bytes
+from rlhf_mcore.types import ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
 # Numbers of parameters as the models' pages on the Hugging Face hub count them in their safetensors files.
@@ -95,3 +96,14 @@ def test_a_rank_without_the_model_holds_nothing() -> None:
     apart = role("Llama-3-8B", ParallelLayout(4, first_rank=4))
     assert state_bytes(apart, 0).total == 0
     assert state_bytes(apart, 4).total == state_bytes(role("Llama-3-8B", ParallelLayout(4)), 0).total
+
+
+def test_a_shared_expert_is_counted_with_every_token() -> None:
+    """Qwen1.5-MoE-A2.7B: "14.3B parameters in total and 2.7B activated parameters during runtime" (its model card)."""
+    geometry = ModelGeometry(
+        "qwen2_moe", 24, 2048, 16, 16, 128, 5632, 151936, False, num_experts=60, expert_ffn_size=1408,
+        experts_per_token=4, shared_expert_ffn_size=5632,
+    )  # fmt: skip
+    assert num_parameters(geometry) == 14_315_784_192
+    embedding = geometry.vocab_size * geometry.hidden_size
+    assert (active_parameters(geometry) + embedding) / 1e9 == pytest.approx(2.7, rel=0.02)
