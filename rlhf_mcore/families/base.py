@@ -220,6 +220,13 @@ class Family:
             dense_layers=dense_layers(hf_config) if mixture.has_dense_layers else (),
         )
 
+    def megatron_settings(self, hf_config: Fields) -> dict[str, bool]:
+        """``megatron``, and what of it depends on a config.json."""
+        if self.mixture is None:
+            return dict(self.megatron)
+        # Renormalised weights of the top k are the softmax over these k alone.
+        return {**self.megatron, "moe_router_pre_softmax": not self.mixture.renormalises(hf_config)}
+
     def problems(self, hf_config: Fields, architecture: str) -> Iterator[str]:
         """What of a config.json this family does not support.
 
@@ -247,7 +254,8 @@ class Family:
 
     def _active_window(self, hf_config: Fields) -> int | None:
         """The sliding window if some layer of the model really uses it."""
-        window = hf_config.integer("sliding_window", default=self.default_window)
+        absent = self.default_window if "sliding_window" not in hf_config.content else 0  # null: no window
+        window = hf_config.integer("sliding_window", default=absent)
         if not window or window >= hf_config.integer("max_position_embeddings", default=window + 1):
             return None
         if self.window_switch == "sliding_window":

@@ -75,11 +75,7 @@ def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> 
         ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
     found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
-    megatron = dict(family.megatron)
-    if family.mixture is not None:
-        # Renormalised weights of the top k are the softmax over these k alone.
-        megatron["moe_router_pre_softmax"] = not family.mixture.renormalises(found)
-    return ModelSpec(family.geometry(found, head), hf, megatron, inv_freq, rope_scale)
+    return ModelSpec(family.geometry(found, head), hf, family.megatron_settings(found), inv_freq, rope_scale)
 
 
 def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:

@@ -173,8 +173,7 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dt
 
 
 def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
-    g, family = geometry, FAMILIES[geometry.family]
-    mixture = family.mixture
+    g = geometry
     rope, positions = rotary(hf_config), size(hf_config, "max_position_embeddings")
     return dict(
         num_layers=g.num_layers,
@@ -200,10 +199,10 @@ def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
         moe_ffn_hidden_size=g.expert_ffn_size or None,
         moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
         moe_router_topk=g.experts_per_token or 2,
-        moe_router_pre_softmax=mixture is not None and not mixture.renormalises(hf_config),
+        moe_router_pre_softmax=False,
         moe_grouped_gemm=g.num_experts > 0,
         moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
-    ) | dict(family.megatron)
+    ) | FAMILIES[g.family].megatron_settings(hf_config)
 
 
 def _fixed(dtype: torch.dtype) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Families are known by their modules alone, and each refuses what it does not support."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore import families
+from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, HEADS
+
+PACKAGE = Path(families.__file__).resolve().parent.parent
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def test_no_module_but_a_familys_own_names_it() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "families":
+            texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not texts & set(FAMILIES), path
+
+
+def test_a_module_is_a_family_and_answers_to_every_head() -> None:
+    assert list(FAMILIES) == ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
+    assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")
+    for name, family in FAMILIES.items():
+        assert (PACKAGE / "families" / f"{name}.py").is_file() and family.name == name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("Llama", {"attention_bias": True}, "attention_bias is not supported for LlamaForCausalLM"),
+        ("Qwen3", {"mlp_bias": True}, "mlp_bias is not supported for Qwen3ForCausalLM"),
+        (
+            "Qwen3Moe",
+            {**EXPERTS, "shared_expert_intermediate_size": 8},
+            "shared experts (shared_expert_intermediate_size)",
+        ),
+        ("Mixtral", {"num_local_experts": 4, "shared_expert_intermediate_size": 8}, "shared experts"),
+        (
+            "Mixtral",
+            {"num_local_experts": 4, "num_experts_per_tok": 1},
+            "num_experts_per_tok=1 with weights that add up",
+        ),
+        ("Qwen3Moe", {**EXPERTS, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is not between 1 and num_experts=4"),
+        ("Qwen2Moe", {**EXPERTS, "qkv_bias": False}, "qkv_bias=false is not supported for Qwen2MoeForCausalLM"),
+        (
+            "Qwen2Moe",
+            {**EXPERTS, "shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size=0, not an integer",
+        ),
+        ("Qwen2Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 16}, "an active sliding_window 16"),
+        ("Qwen3Moe", {**EXPERTS, "use_sliding_window": True, "sliding_window": 16}, "an active sliding_window 16"),
+        ("Mistral", {"max_position_embeddings": 8192}, "an active sliding_window 4096"),
+        ("Mixtral", {"num_local_experts": 4, "sliding_window": 16}, "an active sliding_window 16"),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window 16"),
+        ("Olmo2", {}, "architecture Olmo2ForCausalLM is not supported; supported are: LlamaForCausalLM"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, Any], message: str) -> None:
+    found = problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change})
+    assert message in "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change"),
+    [
+        ("Mistral", {"max_position_embeddings": 4096}),
+        ("Mistral", {"max_position_embeddings": 32768, "sliding_window": None}),  # as Mistral 7B v0.3 has it
+        ("Mixtral", {"num_local_experts": 4}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+        ("Qwen2", {"sliding_window": 16, "max_window_layers": 1}),
+        ("Qwen2Moe", {**EXPERTS, "qkv_bias": True, "num_experts_per_tok": 1}),
+        ("Qwen3Moe", {**EXPERTS, "sliding_window": 16}),
+    ],
+)
+def test_what_is_not_refused(tmp_path: Path, architecture: str, change: dict[str, Any]) -> None:
+    assert problems(tmp_path, {**CONFIG, "architectures": [f"{architecture}ForCausalLM"], **change}) == []
+
+
+def problems(folder: Path, config: dict[str, Any]) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return inspect_model(str(folder), "model.path")[1]
