@@ -58,19 +58,20 @@ def _trajectory(prompt: Any, num_tokens: int) -> Any:
     ids = list(range(1, num_tokens + 1))
     logprobs = [-0.5] * num_tokens
     try:
-        from rlhf_mcore.data.episodes import single_turn
-    except ImportError:  # before records were arrays
-        from rlhf_mcore.types import Trajectory
-
-        return Trajectory(prompt, 0, ids, logprobs, "", "stop", 0)
-    try:
+        from rlhf_mcore.data.episodes import episode
         from rlhf_mcore.types import Completion
     except ImportError:  # before engines returned completions
-        return single_turn(prompt, 0, ids, logprobs, "", "stop", 0)
+        from rlhf_mcore import types
+
+        if hasattr(types, "Turn"):
+            from rlhf_mcore.data.episodes import single_turn
+
+            return single_turn(prompt, 0, ids, logprobs, "", "stop", 0)
+        return types.Trajectory(prompt, 0, ids, logprobs, "", "stop", 0)
     import numpy as np
 
     arrays = np.array(ids, np.int32), np.array(logprobs, np.float32)
-    return single_turn(prompt, 0, Completion(0, *arrays, ((0, 0),), "stop"), "")
+    return episode(prompt, 0, [Completion(0, *arrays, ((0, 0),), "stop")], "")
 
 
 def measure(checkout: Path, num_rows: int, tokens: int, rounds: int) -> dict[str, float]:

@@ -23,4 +23,4 @@ def single_turn(
     completion = Completion(
         0, np.array(response_ids, np.int32), np.array(logprobs, np.float32), ((0, policy_version),), finish_reason
     )
-    return episodes.single_turn(prompt, sample, completion, response_text)
+    return episodes.episode(prompt, sample, [completion], response_text)

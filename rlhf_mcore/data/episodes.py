@@ -6,35 +6,48 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_mcore.types import Completion, Prompt, Trajectory, Turn
 
 
-def single_turn(prompt: Prompt, sample: int, completion: Completion, response_text: str) -> Trajectory:
-    """A prompt and one response to it.
+def episode(
+    prompt: Prompt, sample: int, written: Sequence[Completion | NDArray[np.int32]], response_text: str
+) -> Trajectory:
+    """A prompt and what was written after it, in order: completions by the policy, tokens [n] by the environment.
 
     Raises:
-        ValueError: the prompt has no tokens, so that nothing predicts the first token of the response; or the number of logprobs is
-            not that of the response's tokens.
+        ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; or the number of logprobs of a
+            completion is not that of its tokens.
     """
-    response_ids, logprobs = completion.token_ids, completion.logprobs
-    start, stop = len(prompt.prompt_ids), len(prompt.prompt_ids) + len(response_ids)
     where = f"prompt {prompt.prompt_id!r}, sample {sample}"
-    if not start:
+    stop = len(prompt.prompt_ids)
+    if not stop:
         raise ValueError(f"{where}: the prompt has no tokens, so the first response token cannot be predicted")
-    if len(logprobs) != len(response_ids):
-        raise ValueError(f"{where}: the engine gave {len(logprobs)} logprobs for {len(response_ids)} response tokens")
+    tokens, logprobs = [np.array(prompt.prompt_ids, np.int32)], [np.zeros(stop, np.float32)]
+    turns, versions, finish_reason = [Turn("prompt", 0, stop)], list[tuple[int, int]](), ""
+    for part in written:
+        if isinstance(part, Completion):
+            ids, values, writer, finish_reason = part.token_ids, part.logprobs, "policy", part.finish_reason
+            if len(values) != len(ids):
+                raise ValueError(f"{where}: the engine gave {len(values)} logprobs for {len(ids)} response tokens")
+            versions += [(stop + first, version) for first, version in part.versions]
+        else:
+            ids, values, writer = part, np.zeros(len(part), np.float32), "environment"
+        turns.append(Turn(writer, stop, stop := stop + len(ids)))
+        tokens.append(ids)
+        logprobs.append(values)
     return Trajectory(
         prompt,
         sample,
-        token_ids=np.concatenate([np.asarray(prompt.prompt_ids, np.int32), response_ids]),
-        loss_mask=np.arange(stop) >= start,
-        logprobs=np.concatenate([np.zeros(start, np.float32), logprobs]),
-        turns=(Turn("prompt", 0, start), Turn("policy", start, stop)),
-        versions=tuple((start + first, version) for first, version in completion.versions),
+        token_ids=np.concatenate(tokens),
+        loss_mask=np.concatenate([np.full(t.stop - t.start, t.writer == "policy") for t in turns]),
+        logprobs=np.concatenate(logprobs),
+        turns=tuple(turns),
+        versions=tuple(versions),
         response_text=response_text,
-        finish_reason=completion.finish_reason,
+        finish_reason=finish_reason,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_mcore.data.episodes import single_turn
+from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.trainer.evaluation import batches, is_correct
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory
@@ -72,4 +72,4 @@ def _trajectory(prompt: Prompt, record: Record) -> Trajectory:
     token_ids = np.array(record[TOKENS], np.int32)
     reason = "length" if record["truncated"] else "stop"
     completion = Completion(0, token_ids, np.zeros(len(token_ids), np.float32), ((0, 0),), reason)
-    return single_turn(prompt, record["sample"], completion, record["response"])
+    return episode(prompt, record["sample"], [completion], record["response"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhf_mcore.data.episodes import single_turn
+from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
@@ -73,7 +73,7 @@ class RolloutWorker:
         completions = matched(expected, self.generator.generate(requests))
         texts = self.decode([completion.token_ids.tolist() for completion in completions]) if completions else []
         return [
-            single_turn(prompt, sample, completion, text)
+            episode(prompt, sample, [completion], text)
             for (prompt, sample), completion, text in zip(samples, completions, texts, strict=False)
         ]
 

@@ -127,9 +127,9 @@ def rows(seed: int = 0, count: int = 8) -> list[Row]:
     return made
 
 
-def batch_for(all_rows: list[Row]) -> TrainBatch:
-    """Two samples a prompt."""
-    return batch_of(all_rows, group_ids=[i // 2 for i in range(len(all_rows))])
+def batch_for(all_rows: list[Row], owners: list[int] | None = None) -> TrainBatch:
+    """Two samples a prompt. ``owners``: the rank that stores each row; None: they are dealt to all ranks."""
+    return batch_of(all_rows, group_ids=[i // 2 for i in range(len(all_rows))], owners=owners)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,12 @@ def test_loss_gradient_and_new_weights_are_the_oracles(
     assert found["actor/clip_fraction_high"] + found["actor/clip_fraction_low"] > 0, "the batch must exercise clipping"
 
 
+def test_rows_had_every_kind_of_owner(findings: Any) -> None:
+    for part in ("one/packed", "one/padded", "many/packed", "many/padded"):
+        cases = [found["owner"] for key, found in findings["updates"].items() if key.endswith(part)]
+        assert set(cases) == {0, 1, 2}, part
+
+
 @pytest.mark.parametrize("kind", ["selective", "full_uniform", "full_block"])
 def test_recomputed_activations_change_nothing(findings: Any, kind: str) -> None:
     found, without = findings["recompute"][kind], findings["recompute"]["off"]

@@ -35,6 +35,7 @@ from tests.distributed.setting import (
 
 MODELS = ("qwen3_tied", "qwen2", "llama", "qwen3_seven")
 CUTS = {"one": 10_000, "many": 24}
+OWNERS = ("dealt", "last rank", "one after the other")
 RECOMPUTE = {
     "selective": RecomputeConfig("selective"),
     "full_uniform": RecomputeConfig("full", "uniform", 1),
@@ -65,7 +66,10 @@ def main(directory: Path) -> None:
             for cut, kind in cuts_of(name):
                 key = f"{name}/{layout}/{cut}/{kind}"
                 settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed")
-                findings["updates"][key] = update(path, groups_of(layout, groups), platform, settings, reference, after)
+                # Every layout, cut and packing meets every way to own rows, over the models.
+                owner = OWNERS[len(findings["updates"]) % len(OWNERS)]
+                found = update(path, groups_of(layout, groups), platform, settings, reference, after, owner)
+                findings["updates"][key] = {**found, "owner": OWNERS.index(owner)}
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)
@@ -103,10 +107,16 @@ def update(
     settings: Settings,
     reference: torch.nn.Module,
     after: dict[str, torch.Tensor],
+    owner: str = "dealt",
 ) -> dict[str, float]:
-    """One update; returns its metrics and the largest difference of a weight from the oracle's."""
+    """One update; returns its metrics and the largest difference of a weight from the oracle's. ``owner``: one of OWNERS."""
     model, actor = build(path, groups, platform, settings)
-    batch = batch_for(rows())
+    all_rows, last = rows(), dist.get_world_size() - 1
+    owners = {
+        "last rank": [last] * len(all_rows),
+        "one after the other": [k % (last + 1) for k in range(len(all_rows))],
+    }
+    batch = batch_for(all_rows, owners.get(owner))
     fill(batch, reference)
     metrics = actor.deliver_update(batch)()
     worst = max((float((tensor - after[name]).abs().max()) for name, tensor in gatherer(model) if after), default=0.0)

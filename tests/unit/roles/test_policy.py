@@ -66,9 +66,9 @@ def reference(model: Lookup, **trainer: Any) -> Reference:
     return Reference(RoleModel(model.layout, which, Lookup().spec, TrainerConfig(**trainer)), TEMPERATURE)
 
 
-def batch() -> TrainBatch:
+def batch(owner: int | None = None) -> TrainBatch:
     """With made-up old and reference logprobs close to the model's, and an advantage per row."""
-    made = lookup.batch()
+    made = lookup.batch(owner=owner)
     whole = padded_batch(made)
     log_p = torch.log_softmax(Lookup().table.detach() / TEMPERATURE, dim=-1)
     ids = whole.token_ids.long()
@@ -262,14 +262,18 @@ def test_fault_23_weights_that_an_update_has_spoiled_are_told(bigram: Lookup) ->
 @pytest.mark.usefixtures("rank_threads")
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("dp", [2, 7])  # seven ranks for six rows: one takes part and adds nothing
-def test_shares_of_the_ranks_add_up_to_the_gradient_of_one(bigram: Lookup, name: str, dp: int) -> None:
+@pytest.mark.parametrize("owner", ["dealt", "first", "last"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_shares_of_the_ranks_add_up_to_the_gradient_of_one_whoever_owns_the_rows(
+    bigram: Lookup, name: str, dp: int, owner: str, packing: bool
+) -> None:
     cfg = ALGORITHMS[name]
 
     def body(group: ThreadGroup) -> tuple[Tensor, dict[str, float]]:
-        made = batch()
+        made = batch({"dealt": None, "first": 0, "last": dp - 1}[owner])
         made.kl_coef = kl_in_loss(cfg)
         mine = Lookup(layout=ParallelLayout(dp))
-        metrics = update(actor(mine, cfg), made)
+        metrics = update(actor(mine, cfg, packing=packing), made)
         assert mine.table.grad is not None
         return mine.table.grad, metrics
 

@@ -1,0 +1,107 @@
+"""An episode of two turns, from the record to the gradient: the policy's tokens of both learn, the environment's do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from rlhf_mcore.data.episodes import episode
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.policy import Actor
+from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
+from tests.rows import rows_of_padded
+from tests.unit.parallel.world import ThreadGroup, run_ranks
+from tests.unit.roles.lookup import Lookup
+
+PROMPT = Prompt("p", 0, [1, 2], "")
+# Of each sample: what the policy wrote, what the environment answered, and what the policy wrote then.
+WRITTEN = [([3, 2], [4, 5, 6], [3, 1, 3]), ([1], [4, 6], [2, 2])]
+SCORES = [1.0, 0.0]
+
+
+def completion(ids: list[int], version: int, reason: str) -> Completion:
+    logprobs = np.full(len(ids), -0.25 * version, np.float32)
+    return Completion(0, np.array(ids, np.int32), logprobs, ((0, version),), reason)
+
+
+def sampled(sample: int) -> Trajectory:
+    first, answer, second = WRITTEN[sample]
+    parts = [completion(first, 3, "stop"), np.array(answer, np.int32), completion(second, 4, "length")]
+    return episode(PROMPT, sample, parts, "text")
+
+
+def test_the_record_tells_who_wrote_what_with_which_policy() -> None:
+    one = sampled(0)
+    assert one.token_ids.tolist() == [1, 2, 3, 2, 4, 5, 6, 3, 1, 3] and one.token_ids.dtype == np.int32
+    assert one.turns == (
+        Turn("prompt", 0, 2),
+        Turn("policy", 2, 4),
+        Turn("environment", 4, 7),
+        Turn("policy", 7, 10),
+    )
+    assert one.versions == ((2, 3), (7, 4)) and one.policy_version == 3
+    assert one.sampled_ids.tolist() == [3, 2, 3, 1, 3] and one.num_sampled == 5
+    assert one.logprobs.tolist() == [0, 0, -0.75, -0.75, 0, 0, 0, -1, -1, -1] and one.logprobs.dtype == np.float32
+    assert one.finish_reason == "length" and one.is_truncated
+
+
+def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
+    which: Any = model
+    limits = TrainerConfig(max_tokens_per_microbatch=16, packing=packing)
+    plan = MinibatchPlan(1, 1, algorithm.loss_aggregation, algorithm.constant_length)
+    optimizer = OptimizerConfig(lr=0.5, schedule=ScheduleConfig(warmup_updates=2))
+    trained = TrainedModel(model.layout, which, which.spec, limits, optimizer=optimizer, plan=plan, name="actor")
+    return Actor(trained, 1.0, algorithm)
+
+
+def expected_gradient() -> Tensor:
+    """Policy gradient of GRPO at ratio 1, written down token by token: the context of a token is the one before it."""
+    table = Lookup().table.detach().double().requires_grad_()
+    log_p = table.log_softmax(-1)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for (first, answer, second), advantage in zip(WRITTEN, (0.5**0.5, -(0.5**0.5)), strict=True):
+        learned = [*zip([2, *first[:-1]], first, strict=True), *zip([answer[-1], *second[:-1]], second, strict=True)]
+        total = total - sum(advantage * log_p[before, now] for before, now in learned)
+        count += len(learned)
+    (total / count).backward()
+    assert table.grad is not None
+    return table.grad
+
+
+@pytest.mark.usefixtures("world", "rank_threads")
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("packing", [True, False])
+def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(world_size: int, packing: bool) -> None:
+    algorithm = AlgorithmConfig(advantage="grpo", loss_aggregation="token")
+
+    def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]], Tensor]:
+        mine = [sample for sample in range(2) if sample % world_size == group.rank()]
+        drawn = [sampled(sample) for sample in mine]
+        batch = Exchange(2)([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine]).batch
+        assert batch.lengths.tolist() == [10, 7] and batch.num_sampled.tolist() == [5, 3]
+        model = Lookup(layout=ParallelLayout(world_size))
+        which = actor(model, algorithm, packing)
+        batch.old_logprobs = which.compute_logprobs(batch)
+        Estimation(algorithm)(batch)
+        assert batch.advantages is not None
+        outside = torch.cat([batch.old_logprobs, batch.advantages])[~batch.loss_mask.repeat(2)]
+        which.deliver_update(batch)()
+        assert model.table.grad is not None
+        return model.table.grad, rows_of_padded(batch, batch.advantages), outside
+
+    ranks = run_ranks(world_size, body)
+    gradient = torch.stack([grad for grad, _, _ in ranks]).sum(0).double()
+    torch.testing.assert_close(gradient, expected_gradient(), rtol=1e-4, atol=1e-6)
+    # Tokens 4 and 5 only ever come before tokens of the environment: nothing is learned about what follows them.
+    assert gradient[[4, 5]].abs().max() == 0 and gradient[[1, 2, 3, 6]].abs().amax(1).min() > 1e-3
+    for _, advantages, outside in ranks:
+        assert advantages == [pytest.approx([0.5**0.5] * 5, abs=3e-6), pytest.approx([-(0.5**0.5)] * 3, abs=3e-6)]
+        assert outside.abs().sum() == 0
