@@ -29,16 +29,6 @@ class RoleLayout:
         return math.lcm(cut.tp * cut.pp * cut.cp, experts)
 
 
-def is_supervised(cfg: Config) -> bool:
-    """Whether the run learns from given responses alone: one model, and nothing is generated."""
-    return not run_kind(cfg).generates
-
-
-def rows_per_example(cfg: Config) -> int:
-    """Responses to the prompt of a supervised example: one, or the chosen and the rejected one."""
-    return run_kind(cfg).rows_per_example
-
-
 def longest_example(cfg: Config) -> int:
     """Most tokens of prompt and response that a supervised run takes."""
     if cfg.data.max_tokens is not None:
