@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.common import Timing, report, timed
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.disk import Disk, fsync
-from rlhf_mcore.checkpoint.manifest import About, verify
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, verify
 
 GOAL, LOAD_GOAL = 0.8, 0.7
 CHUNK_BYTES = 16 * 2**20
@@ -46,7 +46,7 @@ def save(run: Path, step: int, data: memoryview, num_files: int) -> Path:
     disk = Disk()
     partial = prepare(run, step, "0", disk)
     entries = seal_files(partial, write(partial / "actor", data, num_files), disk)
-    seal(partial, entries, About(step), disk)
+    seal(partial, entries, CheckpointInfo(step), disk)
     return publish(run, step, partial, disk)
 
 

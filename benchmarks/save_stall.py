@@ -20,8 +20,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import RankState, state_file
 from rlhf_mcore.bridge.files.tensor_files import FileImage
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import Decision
+from rlhf_mcore.checkpoint.triggers import Decision, SignalRequests
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.trainer.checkpointer import Checkpointer

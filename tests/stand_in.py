@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.load import load_config
 
 STEP_S = 0.1

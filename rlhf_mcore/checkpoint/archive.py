@@ -17,8 +17,7 @@ from typing import IO
 import xxhash
 import zstandard
 
-from rlhf_mcore.checkpoint.disk import Disk, fsync
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import Disk, SaveError, fsync
 from rlhf_mcore.checkpoint.layout import ARCHIVE, MANIFEST, Checkpoint
 from rlhf_mcore.checkpoint.manifest import FileEntry, files_below, read_manifest
 from rlhf_mcore.checkpoint.retention import remove

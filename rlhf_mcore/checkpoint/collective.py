@@ -16,15 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.commit import Permissions, abandon, prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
-from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import remove_partials
-from rlhf_mcore.checkpoint.manifest import DELTA, About, Base
-from rlhf_mcore.checkpoint.permissions import Permissions
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import Decision, Triggers
+from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo
+from rlhf_mcore.checkpoint.triggers import Decision, SignalRequests, Triggers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import FULL
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_failures, gather_json, reduce_sums
@@ -60,16 +57,16 @@ class CheckpointWriter:
         self.permissions = permissions or Permissions()
         self._num_bytes = 0  # of the save that is under way, on all ranks together
 
-    def about(self, step: int, metrics: Mapping[str, float]) -> About:
+    def next_info(self, step: int, metrics: Mapping[str, float]) -> CheckpointInfo:
         """What the manifest of the next save holds: a full one or a delta, and to what. Collective."""
         if self._full_every == 1:
-            return About(step, metrics=metrics)
+            return CheckpointInfo(step, metrics=metrics)
         chosen = choose_base(self.run, self._full_every) if _is_first() else None
         answer = broadcast_json(asdict(chosen) if chosen else None, 0)
-        return About(step, DELTA, Base(**answer), metrics) if answer else About(step, metrics=metrics)
+        return CheckpointInfo(step, DELTA, Base(**answer), metrics) if answer else CheckpointInfo(step, metrics=metrics)
 
-    def save(self, about: About, write: Callable[[Path], Iterable[str | Path]], num_bytes: int = 0) -> Path:
-        """Write and commit the checkpoint of ``about.step``. Collective. Returns its directory.
+    def save(self, info: CheckpointInfo, write: Callable[[Path], Iterable[str | Path]], num_bytes: int = 0) -> Path:
+        """Write and commit the checkpoint of ``info.step``. Collective. Returns its directory.
 
         ``write(directory)`` writes this rank's files and returns their paths. It may be collective, then it has to come to its end
         on every rank whatever happens to its files on this one, and raise afterwards. It is called again after a transient error.
@@ -79,10 +76,10 @@ class CheckpointWriter:
             SaveError: on every rank, when any of them failed. Earlier checkpoints are as they were.
         """
         for attempt in range(1, self._attempts + 1):
-            partial = self.begin(about.step, num_bytes)
-            entries, error = self.attempt(partial, write, about.base)
+            partial = self.begin(info.step, num_bytes)
+            entries, error = self.attempt(partial, write, info.base)
             try:
-                return self.finish(about, partial, entries, error)
+                return self.finish(info, partial, entries, error)
             except TransientSaveError:
                 if attempt == self._attempts:
                     raise
@@ -158,24 +155,24 @@ class CheckpointWriter:
         except Exception as error:
             return {}, error
 
-    def finish(self, about: About, partial: Path, entries: Entries, error: Exception | None = None) -> Path:
+    def finish(self, info: CheckpointInfo, partial: Path, entries: Entries, error: Exception | None = None) -> Path:
         """Commit what the ranks have written, or raise on all of them what went wrong on any. Collective.
 
         Raises:
             SaveError: on every rank; the partial directory is removed.
         """
         try:
-            _agree(about.step, error)
+            _agree(info.step, error)
             files = _merged(gather_json(entries))
-            _agree(about.step, _caught(lambda: self._commit(about, partial, files)) if _is_first() else None)
+            _agree(info.step, _caught(lambda: self._commit(info, partial, files)) if _is_first() else None)
         except SaveError as failure:
             raise self._given_up(failure, partial) from failure
-        return self.run / f"checkpoint-{about.step}"
+        return self.run / f"checkpoint-{info.step}"
 
-    def _commit(self, about: About, partial: Path, files: Entries) -> None:
-        seal(partial, files, about, self._disk)
+    def _commit(self, info: CheckpointInfo, partial: Path, files: Entries) -> None:
+        seal(partial, files, info, self._disk)
         self.permissions.finish(partial)
-        publish(self.run, about.step, partial, self._disk)
+        publish(self.run, info.step, partial, self._disk)
 
 
 def decide_together(

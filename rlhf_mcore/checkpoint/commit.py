@@ -1,8 +1,8 @@
 """The commit protocol of one checkpoint: a temporary directory, the manifest last, a rename, then the link.
 
 Killed at any instant, the run directory holds every checkpoint that was there before, or the new one in its place; what was half
-written has a hidden name, which ``recovery.recover`` clears away. Everything here is for one process; ``collective`` lets the ranks
-of a world go through it together.
+written has a hidden name, which ``housekeeping.recover`` clears away. Everything here is for one process; ``collective`` lets the
+ranks of a world go through it together.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.checkpoint.disk import Disk, fsync
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import WORTH_BYTES, Disk, SaveError, fsync, spread
+from rlhf_mcore.checkpoint.housekeeping import quarantine
 from rlhf_mcore.checkpoint.layout import LATEST, MANIFEST, checkpoint_path, scan_transitional, transitional_path
 from rlhf_mcore.checkpoint.links import point
-from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
-from rlhf_mcore.checkpoint.recovery import quarantine
-from rlhf_mcore.checkpoint.threads import WORTH_BYTES, spread
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
+from rlhf_mcore.config.checkpoint_rules import PRIVATE, octal_mode
 
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
@@ -50,7 +50,7 @@ def seal_files(partial: Path, paths: Iterable[str | Path], disk: Disk) -> dict[s
     return entries
 
 
-def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:
+def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], info: CheckpointInfo, disk: Disk) -> str:
     """Make the directories durable and write the manifest. Returns its digest.
 
     Raises:
@@ -64,7 +64,7 @@ def seal(partial: Path, files: Mapping[str, Mapping[str, Any]], about: About, di
         )
     for folder, _, _ in os.walk(partial):
         disk.sync_directory(Path(folder))
-    digest = write_manifest(partial, files, about, disk)
+    digest = write_manifest(partial, files, info, disk)
     disk.sync_directory(partial)
     return digest
 
@@ -97,3 +97,49 @@ def _make_way(target: Path, replaced: Path, disk: Disk) -> None:
         disk.rename(target, replaced)
     elif target.exists() or target.is_symlink():
         quarantine(target, disk)  # it has our name, but it is no checkpoint
+
+
+OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """``setting``: null leaves everything to the umask; an octal mode is that of every file; ``private`` gives optimizer state, run
+    state and configuration to the owner alone, and leaves the models and the manifest to the umask."""
+
+    setting: str | None = None
+
+    def of(self, name: str) -> int | None:
+        """The mode of a file by its path in a checkpoint, None: what the umask leaves."""
+        if self.setting is None:
+            return None
+        if self.setting != PRIVATE:
+            return octal_mode(self.setting)
+        is_of_model = name.count("/") == 1  # actor/model.safetensors, not actor/training/ or trainer_state.json
+        return None if is_of_model or name == MANIFEST else OWNER_FILE
+
+    def begin(self, partial: Path) -> None:
+        """Nobody else looks into a checkpoint that is being written."""
+        if self.setting is not None:
+            partial.chmod(OWNER_FOLDER)
+
+    def grant(self, partial: Path, files: Iterable[Path]) -> None:
+        """Set the modes of files that were written."""
+        for file in files:
+            mode = self.of(file.relative_to(partial).as_posix())
+            if mode is not None:
+                file.chmod(mode)
+
+    def finish(self, partial: Path) -> None:
+        """Set the modes of the manifest and of all directories, of the checkpoint itself last."""
+        if self.setting is None:
+            return
+        self.grant(partial, [partial / MANIFEST])
+        for folder, _, files in os.walk(partial, topdown=False):
+            modes = [self.of((Path(folder, file)).relative_to(partial).as_posix()) for file in files]
+            known = [mode for mode in modes if mode is not None]
+            if len(known) == len(modes) and modes:
+                mode = max(known)
+                Path(folder).chmod(mode | (mode & 0o444) >> 2)  # who may read files may enter their folder
+            elif Path(folder) == partial:
+                partial.chmod(partial.parent.stat().st_mode & 0o777)  # as open as the run is

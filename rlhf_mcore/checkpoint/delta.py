@@ -18,8 +18,8 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINING, scan, step_of, transitional_path
 from rlhf_mcore.checkpoint.manifest import (
     FULL,
-    About,
     Base,
+    CheckpointInfo,
     Problem,
     files_below,
     hash_files,
@@ -52,8 +52,8 @@ def choose_base(run: Path, full_every: int) -> Base | None:
             manifest = read_manifest(checkpoint.path)
         except ConfigError:
             continue
-        if manifest.about.base is not None:
-            last[manifest.about.base.name] = manifest.about.base.position
+        if manifest.info.base is not None:
+            last[manifest.info.base.name] = manifest.info.base.position
         else:
             full = Base(checkpoint.path.name, manifest.digest)
     position = last.get(full.name, 0) + 1 if full else 0
@@ -81,7 +81,7 @@ def base_of(checkpoint: Path) -> Path | None:
     Raises:
         ConfigError: it is not there, or not what it was.
     """
-    base = read_manifest(checkpoint).about.base
+    base = read_manifest(checkpoint).info.base
     if base is None:
         return None
     path = checkpoint.resolve().parent / base.name
@@ -98,7 +98,7 @@ def base_of(checkpoint: Path) -> Path | None:
 def has_base(checkpoint: Path) -> bool:
     """Whether all that a checkpoint needs is beside it: True for a full one, and for one whose manifest cannot be read."""
     try:
-        if read_manifest(checkpoint).about.base is None:
+        if read_manifest(checkpoint).info.base is None:
             return True
     except ConfigError:
         return True  # damaged, which is found and said when it is loaded
@@ -149,10 +149,10 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
         return checkpoint / role
     scratch = scratch or checkpoint.resolve().parent
     scratch.mkdir(parents=True, exist_ok=True)
-    whole = own_directory(transitional_path(scratch, manifest.about.step, "full", manifest.digest[:8])) / role
+    whole = own_directory(transitional_path(scratch, manifest.info.step, "full", manifest.digest[:8])) / role
     refuse_link(whole)
     if not whole.is_dir():
-        half = own_directory(transitional_path(scratch, manifest.about.step, "full")) / role
+        half = own_directory(transitional_path(scratch, manifest.info.step, "full")) / role
         Disk().remove_tree(half)
         _restore(checkpoint / role, names, base, half, place=_link)
         half.rename(whole)
@@ -173,8 +173,8 @@ def merge(checkpoint: Path, out: Path) -> None:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     _restore(checkpoint, list(manifest.files), base, partial)
-    about = About(manifest.about.step, FULL, None, manifest.about.metrics)
-    write_manifest(partial, hash_files(partial, files_below(partial)), about, Disk())
+    info = CheckpointInfo(manifest.info.step, FULL, None, manifest.info.metrics)
+    write_manifest(partial, hash_files(partial, files_below(partial)), info, Disk())
     partial.rename(out)
 
 

@@ -9,18 +9,26 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from rlhf_mcore.observability.files import free_bytes
 from rlhf_mcore.own_files import own_directory
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 # Network storage that is being failed over answers with these and recovers. A full or read-only disk does not.
 TRANSIENT = frozenset({errno.EIO, errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO})
 WAITS_S = (0.1, 0.5, 2.0)
+WORTH_BYTES = 16 * 2**20  # below it, starting threads takes longer than the work
+MAX_THREADS = min(8, os.cpu_count() or 1)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. What was committed before is untouched. The same message on every rank."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -133,3 +141,11 @@ def _write(path: Path, content: bytes) -> None:
         view = memoryview(content)
         while view:  # a single write may be short
             view = view[file.write(view) :]
+
+
+def spread(function: Callable[[S], T], items: Iterable[S], num_bytes: int) -> list[T]:
+    """``[function(item) for item in items]``, in threads if ``num_bytes``, what they go through together, is worth it."""
+    if num_bytes < WORTH_BYTES:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        return list(pool.map(function, items))

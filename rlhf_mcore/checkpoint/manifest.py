@@ -19,10 +19,9 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore import __version__
-from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.disk import Disk, spread
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
 from rlhf_mcore.checkpoint.layout import MANIFEST
-from rlhf_mcore.checkpoint.threads import spread
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import INDEX, Fields, parse_json, read_bytes
 
@@ -61,7 +60,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CheckpointInfo:
     """What a manifest holds beside its files. ``metrics``: those of the evaluation at this step, empty if there was none."""
 
     step: int
@@ -74,7 +73,7 @@ class About:
 class Manifest:
     """A manifest as read. ``files``: by path relative to the checkpoint, with forward slashes."""
 
-    about: About
+    info: CheckpointInfo
     files: Mapping[str, FileEntry]
     libraries: Mapping[str, str]
     digest: str
@@ -145,13 +144,13 @@ def relative_name(directory: Path, path: str | Path) -> str:
     return name.as_posix()
 
 
-def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], about: About, disk: Disk) -> str:
+def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], info: CheckpointInfo, disk: Disk) -> str:
     """Write and fsync the manifest; everything else must be durable already. Returns its digest."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        **asdict(about),
-        "metrics": {name: value for name, value in about.metrics.items() if math.isfinite(value)},
+        **asdict(info),
+        "metrics": {name: value for name, value in info.metrics.items() if math.isfinite(value)},
         "libraries": dict(library_versions()),
         "files": {name: dict(files[name]) for name in sorted(files)},
     }
@@ -247,14 +246,14 @@ def _parse(content: Fields, digest: str) -> Manifest:
         content.object("base", None),
         *map(content.object, ("metrics", "libraries", "files")),
     )
-    about = About(
+    info = CheckpointInfo(
         content.integer("step"),
         content.text("kind", (FULL, DELTA)),
         Base(base.text("name"), base.text("digest"), base.integer("position", 1)) if base is not None else None,
         {name: metrics.number(name) for name in metrics},
     )
     entries = {name: _entry(files.object(name)) for name in files}
-    return Manifest(about, entries, {name: libraries.text(name) for name in libraries}, digest)
+    return Manifest(info, entries, {name: libraries.text(name) for name in libraries}, digest)
 
 
 def _entry(content: Fields) -> FileEntry:

@@ -22,8 +22,8 @@ from rlhf_mcore.checkpoint.layout import (
     step_of,
     transitional_path,
 )
+from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import read_manifest
-from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.config.errors import ConfigError
 
 QUARANTINED = 2  # things in quarantine/ that are kept
@@ -90,7 +90,7 @@ def _bases(kept: Sequence[Checkpoint]) -> set[int]:
     steps = set()
     for checkpoint in kept:
         try:
-            base = read_manifest(checkpoint.path).about.base
+            base = read_manifest(checkpoint.path).info.base
         except ConfigError:  # damaged: it is refused when it is loaded, not here
             continue
         step = step_of(base.name) if base else None

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
-from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.rng import seed_process
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect

@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.config.evaluation import ShardedModel
 from rlhf_mcore.config.model_files import read_geometry
-from rlhf_mcore.observability.digests import sketch_of_file
+from rlhf_mcore.observability.files import sketch_of_file
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
 _FILES = {"hf": "*.safetensors", "fsdp": "model_world_size_*.pt", "megatron": "*.distcp"}

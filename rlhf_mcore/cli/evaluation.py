@@ -28,9 +28,8 @@ from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.digests import digest_of_file, digest_of_json
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
-from rlhf_mcore.observability.files import pretty_json, write_atomically
+from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform, current_platform

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
-from rlhf_mcore.checkpoint.pins import pin, read_pins, unpin
+from rlhf_mcore.checkpoint.links import pin, read_pins, unpin
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
 

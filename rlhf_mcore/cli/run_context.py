@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.platform import Platform

@@ -17,12 +17,12 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import BEST, checkpoint_path, linked_step
 from rlhf_mcore.checkpoint.links import best_rule
-from rlhf_mcore.checkpoint.permissions import Permissions
 from rlhf_mcore.checkpoint.registry import Registry, Stateful
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import Triggers

@@ -12,8 +12,8 @@ from pathlib import Path
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import base_of, verify_chain
 from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoints, linked_step, scan, step_of
+from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
-from rlhf_mcore.checkpoint.pins import read_pins
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.config.errors import ConfigError
 
@@ -24,7 +24,7 @@ exit codes:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckpointReport:
     """What was found in one checkpoint."""
 
     path: Path
@@ -94,19 +94,21 @@ def _checkpoints(directory: Path) -> list[Path]:
     return [*found, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
 
 
-def _check(path: Path, *, hashes: bool) -> Report:
+def _check(path: Path, *, hashes: bool) -> CheckpointReport:
     if not path.is_symlink():
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
-        report = Report(path, verify_chain(path, hashes=hashes), pins)
+        report = CheckpointReport(path, verify_chain(path, hashes=hashes), pins)
         if hashes and report.is_intact:
             report.problems.extend(_unusable(path, report.problems))
         return report
     if path.name not in (LATEST, BEST):
         detail = f"a link to {path.readlink()}: no run resumes from it; move the checkpoint here"
-        return Report(path, [Problem(path.name, "outside", detail)])
+        return CheckpointReport(path, [Problem(path.name, "outside", detail)])
     if linked_step(path.parent, path.name) is None:
-        return Report(path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")])
-    return Report(path, [])
+        return CheckpointReport(
+            path, [Problem(path.name, "missing", f"names {path.readlink()}, which is no checkpoint")]
+        )
+    return CheckpointReport(path, [])
 
 
 def _unusable(checkpoint: Path, extra: list[Problem]) -> list[Problem]:

@@ -25,7 +25,7 @@ from rlhf_mcore.observability.files import (
     read_lines,
     write_atomically,
 )
-from rlhf_mcore.observability.lock import DirectoryLock
+from rlhf_mcore.observability.run_directory import DirectoryLock
 
 FIELD = "evaluate.output_dir"
 MAX_NAMED = 10

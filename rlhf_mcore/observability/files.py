@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and JSON that every reader accepts."""
+"""Files that are whole or not there, JSON that every reader accepts, and digests: they tell contents apart and protect nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from rlhf_mcore.own_files import open_own
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
 MAX_LINE_BYTES = 16 * 2**20  # of a record that is read back
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+DIGEST_BYTES = 8
+READ_BYTES = 1 << 20
+SKETCH_BLOCKS = 256
+SKETCH_BLOCK_BYTES = 4096
 
 
 class FullDiskError(OSError):
@@ -147,3 +152,29 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # tensors and numpy values of any shape
         return _plain(value.tolist())
     return _plain(str(value))
+
+
+def digest_of_json(content: Any) -> str:
+    """Of a JSON-able value."""
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def digest_of_file(file: Path) -> str:
+    """Of all bytes of a file."""
+    state = blake2b(digest_size=DIGEST_BYTES)
+    with file.expanduser().open("rb") as content:
+        while block := content.read(READ_BYTES):
+            state.update(block)
+    return state.hexdigest()
+
+
+def sketch_of_file(file: Path) -> str:
+    """Of the size of a file of weights and of blocks spread over it: training changes every tensor, so a megabyte is enough."""
+    size = file.stat().st_size
+    state = blake2b(str(size).encode(), digest_size=DIGEST_BYTES)
+    with file.open("rb") as content:
+        last = max(size - SKETCH_BLOCK_BYTES, 0)
+        for block in range(SKETCH_BLOCKS + 1):
+            content.seek(last * block // SKETCH_BLOCKS)
+            state.update(content.read(SKETCH_BLOCK_BYTES))
+    return state.hexdigest()

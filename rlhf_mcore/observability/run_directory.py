@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_bytes
-from rlhf_mcore.observability.files import keep_steps, read_lines, write_atomically
-from rlhf_mcore.observability.lock import DirectoryLock
-from rlhf_mcore.own_files import own_directory, refuse_link
+from rlhf_mcore.observability.files import json_line, keep_steps, read_lines, write_atomically
+from rlhf_mcore.own_files import open_own, own_directory, refuse_link
+from rlhf_mcore.types import Score, Trajectory
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
@@ -23,6 +27,50 @@ LOGS = "logs"
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
 OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, LOGS, "archive", "quarantine", "pins")
+
+
+class DirectoryLock:
+    """Holds the directory of ``file``, which names the holder, until it is closed or the process ends, however that ends.
+
+    It is the kernel's lock (flock). A forked child lets go of it: one that outlives a killed job would keep the next job out.
+
+    Raises:
+        ConfigError: another process holds it; ``remedy`` is what the user may do instead of waiting.
+        ConfigError: the file is a link.
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, file: Path, remedy: str) -> None:
+        self._file = open_own(file, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._file, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
+            self.close()
+            raise ConfigError(
+                f"{file.parent} is in use by another run ({holder}); wait for it to end, or {remedy}"
+            ) from error
+        with contextlib.suppress(OSError):  # for people: a full disk does not keep a run from what would free it
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _drop_in_forked_children(self)
+
+    def close(self) -> None:
+        """Let go. A second call does nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _drop_in_forked_children(lock: DirectoryLock) -> None:
+    reference = weakref.ref(lock)
+
+    def drop() -> None:
+        held = reference()
+        if held is not None:
+            held.close()
+
+    os.register_at_fork(after_in_child=drop)
 
 
 class RunDirectory:
@@ -120,3 +168,26 @@ class RunDirectory:
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""
         self._lock.close()
+
+
+def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One JSON line per record, in the given order. The file appears whole or not at all."""
+    write_atomically(path, b"".join(map(json_line, records)))
+
+
+def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
+    """What is kept of a trajectory."""
+    return {
+        "step": step,
+        "prompt_id": trajectory.prompt.prompt_id,
+        "sample": trajectory.sample,
+        "prompt": trajectory.prompt.text,
+        "response": trajectory.response_text,
+        "ground_truth": trajectory.prompt.ground_truth,
+        "score": score.value,
+        "parts": score.parts,
+        "failure": score.failure,
+        "num_tokens": trajectory.num_sampled,
+        "finish_reason": trajectory.finish_reason,
+        "policy_version": trajectory.policy_version,
+    }

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pool import Limits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
@@ -45,7 +45,7 @@ class FunctionReward:
     def __init__(self, cfg: RewardConfig) -> None:
         assert cfg.function is not None
         self._spec, self._on_error = cfg.function, cfg.on_error
-        limits = Limits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
+        limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
         self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
         self._pool.check()
 

@@ -46,7 +46,7 @@ _BOOTSTRAP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What a pool may use."""
 
     workers: int
@@ -176,7 +176,7 @@ class WorkerPool:
         limits: how many workers, and what each of them may use.
     """
 
-    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: Limits) -> None:
+    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
         memory_bytes = int(limits.memory_gib * 2**30)
         self._name, self._limits = name, limits
         self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rlhf_mcore.rewards.pool import Limits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 
 MAX_CHARS = 400  # the longest answer of MATH has half of that
 MAX_DEPTH = 12  # of brackets
@@ -34,7 +34,7 @@ class Equivalence:
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        limits = Limits(workers or default_workers(), TIMEOUT_S, MEMORY_GIB, retries=0)
+        limits = WorkerLimits(workers or default_workers(), TIMEOUT_S, MEMORY_GIB, retries=0)
         self._pool = WorkerPool("reward rule 'math'", "math", {"cpu_s": CPU_S}, limits)
         self.close = self._pool.close
 

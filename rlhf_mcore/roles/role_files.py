@@ -40,7 +40,7 @@ class RoleFiles:
         self._image: FileImage | None = None
 
     def num_bytes(self) -> int:
-        """About the size of the files that this rank writes. Local."""
+        """CheckpointInfo the size of the files that this rank writes. Local."""
         state = self._state().layout
         return self._exporter.num_bytes + state.num_bytes + len(state.header)  # the index names what headers name
 

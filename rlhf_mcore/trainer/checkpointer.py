@@ -13,10 +13,9 @@ from typing import Protocol
 import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, Entries, TransientSaveError, decide_together
-from rlhf_mcore.checkpoint.errors import SaveError
-from rlhf_mcore.checkpoint.manifest import About
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REASONS, REQUEST, Decision, Triggers
+from rlhf_mcore.checkpoint.disk import SaveError
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo
+from rlhf_mcore.checkpoint.triggers import END, MEASURE, MINUTES, REASONS, REQUEST, Decision, SignalRequests, Triggers
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.trainer.metrics import refuse_not_finite
 
@@ -103,13 +102,13 @@ class Checkpointer:
         started = time.monotonic()
         # What ``latest`` and ``best`` name at the end is what others use: whole.
         whole = END in decision.reasons or decision.best
-        about = About(step, metrics=evaluation) if whole else self.writer.about(step, evaluation)
+        info = CheckpointInfo(step, metrics=evaluation) if whole else self.writer.next_info(step, evaluation)
         try:
             if self.in_background:
-                self._start(about, decision)
+                self._start(info, decision)
             else:
                 documents = self.documents(step)
-                self.writer.save(about, partial(self._write, documents), self._num_bytes(documents))
+                self.writer.save(info, partial(self._write, documents), self._num_bytes(documents))
                 self._committed(step, time.monotonic() - started, decision)
         except SaveError as error:
             self._failed(error, decision)
@@ -126,7 +125,7 @@ class Checkpointer:
         documents = self.documents(step)
         write = partial(self._write, documents)
         return CheckpointWriter(directory, permissions=self.writer.permissions).save(
-            About(step), write, self._num_bytes(documents)
+            CheckpointInfo(step), write, self._num_bytes(documents)
         )
 
     def drain(self) -> None:
@@ -137,10 +136,10 @@ class Checkpointer:
         entries, error = flush.wait()
         try:
             try:
-                self.writer.finish(flush.about, flush.directory, entries, error)
+                self.writer.finish(flush.info, flush.directory, entries, error)
             except TransientSaveError:
-                self.writer.save(flush.about, flush.write, flush.num_bytes)  # the copy is still there
-            self._committed(flush.about.step, flush.seconds, flush.decision)
+                self.writer.save(flush.info, flush.write, flush.num_bytes)  # the copy is still there
+            self._committed(flush.info.step, flush.seconds, flush.decision)
         except SaveError as failure:
             self._failed(failure, flush.decision)
 
@@ -163,12 +162,12 @@ class Checkpointer:
         """What is asked for until it is there: by the clock, or by a file."""
         return self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
 
-    def _start(self, about: About, decision: Decision) -> None:
-        documents = self.documents(about.step)
-        directory = self.writer.begin(about.step, num_bytes := self._num_bytes(documents))
+    def _start(self, info: CheckpointInfo, decision: Decision) -> None:
+        documents = self.documents(info.step)
+        directory = self.writer.begin(info.step, num_bytes := self._num_bytes(documents))
         writes = [part.snapshot() for part in self.parts]
         write = partial(_write_copies, writes, documents)
-        self._flush = _Flush(about, decision, directory, write, num_bytes, self.writer)
+        self._flush = _Flush(info, decision, directory, write, num_bytes, self.writer)
 
     def _num_bytes(self, documents: Documents) -> int:
         """What this rank writes."""
@@ -208,23 +207,23 @@ class _Flush:
 
     def __init__(
         self,
-        about: About,
+        info: CheckpointInfo,
         decision: Decision,
         directory: Path,
         write: Write,
         num_bytes: int,
         writer: CheckpointWriter,
     ):
-        self.about, self.decision, self.directory = about, decision, directory
+        self.info, self.decision, self.directory = info, decision, directory
         self.write, self.num_bytes = write, num_bytes
         self.seconds = 0.0
         self._outcome: tuple[Entries, Exception | None] = {}, RuntimeError("the thread that writes has died")
-        self._thread = Thread(target=self._run, args=(writer,), name=f"save-{about.step}", daemon=True)
+        self._thread = Thread(target=self._run, args=(writer,), name=f"save-{info.step}", daemon=True)
         self._thread.start()
 
     def _run(self, writer: CheckpointWriter) -> None:
         started = time.monotonic()
-        self._outcome = writer.attempt(self.directory, self.write, self.about.base)
+        self._outcome = writer.attempt(self.directory, self.write, self.info.base)
         self.seconds = time.monotonic() - started
 
     def is_done(self) -> bool:

@@ -94,7 +94,7 @@ def check_counts(checkpoint: Path) -> None:
     """
     trainer, data = _read(checkpoint / TRAINER_STATE), _read(checkpoint / DATALOADER)
     counters = trainer.object("state").object("counters", Fields({}, trainer.where, _REMEDY))
-    step = read_manifest(checkpoint).about.step
+    step = read_manifest(checkpoint).info.step
     found = {
         f"the directory's name {checkpoint.name}": step_of(checkpoint.name),
         f"{TRAINER_STATE} (step)": trainer.integer("step"),

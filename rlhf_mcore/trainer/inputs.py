@@ -23,7 +23,7 @@ from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.user_functions import is_file_spec, parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
-from rlhf_mcore.observability.digests import sketch_of_file
+from rlhf_mcore.observability.files import sketch_of_file
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 

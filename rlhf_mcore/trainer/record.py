@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mcore.observability.console import Console
-from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
-from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json

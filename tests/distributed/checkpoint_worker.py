@@ -19,9 +19,8 @@ from safetensors.numpy import load_file, save_file
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, decide_together
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import About, read_manifest, verify
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, read_manifest, verify
+from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
@@ -49,22 +48,24 @@ class Ranks:
         return self.directory / name
 
     def together(self) -> Any:
-        path = CheckpointWriter(self.run("together")).save(About(10), self.write)
+        path = CheckpointWriter(self.run("together")).save(CheckpointInfo(10), self.write)
         return [sorted(read_manifest(path).files), verify(path), linked_step(path.parent, "latest")]
 
     def full_disk(self) -> Any:
         """Only the file of rank 1 does not fit."""
         writer = CheckpointWriter(self.small)
-        writer.save(About(10), self.write)
+        writer.save(CheckpointInfo(10), self.write)
         with _file_size_limited(self.rank == 1 and not os.path.ismount(self.small)):
-            seen = message(lambda: writer.save(About(20), lambda p: self.write(p, 1 if self.rank == 0 else 4 * 2**20)))
+            seen = message(
+                lambda: writer.save(CheckpointInfo(20), lambda p: self.write(p, 1 if self.rank == 0 else 4 * 2**20))
+            )
         return [seen, state(self.small)]
 
     def full_disk_at_the_manifest(self) -> Any:
         run = self.run("manifest")
-        CheckpointWriter(run).save(About(10), self.write)
+        CheckpointWriter(run).save(CheckpointInfo(10), self.write)
         disk = FailingDisk(errno.ENOSPC, lambda name, path: path.name == "manifest.json")
-        return [message(lambda: CheckpointWriter(run, disk).save(About(20), self.write)), state(run)]
+        return [message(lambda: CheckpointWriter(run, disk).save(CheckpointInfo(20), self.write)), state(run)]
 
     def moment(self) -> Any:
         """Storage fails once, for one rank, at a point where only a whole new attempt is safe."""
@@ -76,7 +77,7 @@ class Ranks:
             failed.extend([path] if fails else [])
             return fails
 
-        CheckpointWriter(run, FailingDisk(errno.EIO, once)).save(About(10), self.write)
+        CheckpointWriter(run, FailingDisk(errno.EIO, once)).save(CheckpointInfo(10), self.write)
         return [len(failed), state(run)]
 
     def broken_for_good(self) -> Any:
@@ -84,13 +85,15 @@ class Ranks:
         attempts: list[Path] = []
         disk = FailingDisk(errno.EIO, lambda name, path: self.rank == 1 and name == "fsync" and path.name == "part-1")
         seen = message(
-            lambda: CheckpointWriter(run, disk).save(About(10), lambda p: attempts.append(p) or self.write(p))
+            lambda: CheckpointWriter(run, disk).save(CheckpointInfo(10), lambda p: attempts.append(p) or self.write(p))
         )
         return [seen, len(attempts), state(run)]
 
     def mistake_on_a_rank(self) -> Any:
         run = self.run("mistake")
-        seen = message(lambda: CheckpointWriter(run).save(About(10), lambda p: self.write(p) if self.rank else [][1]))
+        seen = message(
+            lambda: CheckpointWriter(run).save(CheckpointInfo(10), lambda p: self.write(p) if self.rank else [][1])
+        )
         return [seen, state(run)]
 
     def begun_and_never_finished(self) -> Any:
@@ -100,7 +103,7 @@ class Ranks:
         left = writer.begin(10)
         (left / f"stale-{self.rank}").write_text("stale")
         dist.barrier()
-        path = writer.save(About(10), self.write)
+        path = writer.save(CheckpointInfo(10), self.write)
         return [sorted(read_manifest(path).files), verify(path), len(list((run / "quarantine").iterdir()))]
 
     def in_the_background(self) -> Any:
@@ -111,7 +114,7 @@ class Ranks:
         entries, error = writer.attempt(partial, self.write)
         before = linked_step(run, "latest")
         dist.barrier()
-        writer.finish(About(10), partial, entries, error)
+        writer.finish(CheckpointInfo(10), partial, entries, error)
         return [before, state(run)]
 
     def deltas(self) -> Any:
@@ -120,9 +123,9 @@ class Ranks:
         writer = CheckpointWriter(run, full_every=2)
         kinds = []
         for step in (1, 2, 3):
-            about = writer.about(step, {})
-            path = writer.save(about, lambda partial, step=step: self.write_weights(partial, step))
-            kinds.append(about.base.name if about.base else about.kind)
+            info = writer.next_info(step, {})
+            path = writer.save(info, lambda partial, step=step: self.write_weights(partial, step))
+            kinds.append(info.base.name if info.base else info.kind)
             assert verify_chain(path) == []
         dist.barrier()
         whole = readable(run / "checkpoint-2", scratch=self.run(f"scratch-{self.rank}"))

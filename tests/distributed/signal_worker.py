@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.cli.exit_codes import REQUEUE
 from tests.unit.checkpoint.saving import save
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.manifest import About, files_below, hash_files, write_manifest
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "checkpoint_v1"
 
@@ -52,7 +52,7 @@ def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
     tensors[name].flat[0] = np.nan
     save_file(tensors, file)
     names = [name for name in files_below(last) if name != "manifest.json"]
-    write_manifest(last, hash_files(last, names), About(4), Disk())
+    write_manifest(last, hash_files(last, names), CheckpointInfo(4), Disk())
     expected = (last / "actor" / "model.safetensors").read_bytes()
     done = train(directory, "trainer.num_steps=5")
     assert (

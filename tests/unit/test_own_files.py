@@ -14,9 +14,8 @@ from rlhf_mcore.checkpoint.archive import pack
 from rlhf_mcore.checkpoint.commit import prepare
 from rlhf_mcore.checkpoint.delta import readable
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import remove_partials, tidy
+from rlhf_mcore.checkpoint.housekeeping import recover, remove_partials, tidy
 from rlhf_mcore.checkpoint.layout import Checkpoint
-from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.checkpoint.retention import Retention, remove
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.config.errors import ConfigError

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.manifest import About, read_manifest, verify
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, read_manifest, verify
 
 T = TypeVar("T")
 TOKEN = "0a1b"
@@ -46,7 +46,7 @@ def save(
     *,
     disk: Disk | None = None,
     metrics: Mapping[str, float] | None = None,
-    about: About | None = None,
+    info: CheckpointInfo | None = None,
     token: str = TOKEN,
 ) -> Path:
     """A whole save in one process."""
@@ -57,7 +57,7 @@ def save(
         disk.make_directory((partial / name).parent)
         disk.perform("write", lambda path=partial / name, data=data: path.write_bytes(data), partial / name)
     entries = seal_files(partial, files, disk)
-    seal(partial, entries, about or About(step, metrics=metrics or {}), disk)
+    seal(partial, entries, info or CheckpointInfo(step, metrics=metrics or {}), disk)
     return publish(run, step, partial, disk)
 
 

@@ -18,10 +18,9 @@ from safetensors.numpy import load_file, save_file
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode, readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.housekeeping import recover, tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About
-from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, CheckpointInfo
 from rlhf_mcore.checkpoint.retention import Retention
 from tests.unit.checkpoint.saving import KillingDisk, complete
 
@@ -52,7 +51,7 @@ def save(run: Path, step: int, disk: Disk) -> None:
     disk.perform("write", lambda: save_file({"w": weights(step)}, path), path)
     paths = encode(partial, [path], run / base.name) if base else [path]
     paths += complete(partial)
-    seal(partial, seal_files(partial, paths, disk), About(step, DELTA if base else FULL, base), disk)
+    seal(partial, seal_files(partial, paths, disk), CheckpointInfo(step, DELTA if base else FULL, base), disk)
     publish(run, step, partial, disk)
 
 

@@ -13,14 +13,12 @@ from safetensors.numpy import load_file, save_file
 from rlhf_mcore.checkpoint.archive import Archiver
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, TransientSaveError, decide_together
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
-from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import About, read_manifest
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, read_manifest
 from rlhf_mcore.checkpoint.retention import Retention
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from tests.unit.checkpoint.saving import FailingDisk, complete
 from tests.unit.parallel.world import world
@@ -38,11 +36,11 @@ def write(partial: Path, value: float = 1.0) -> list[Path]:
 
 def test_a_save_and_what_the_manifest_says_of_it(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path)
-    about = writer.about(10, {"evaluate/reward": 0.5})
-    assert about == About(10, metrics={"evaluate/reward": 0.5})
-    path = writer.save(about, write)
+    info = writer.next_info(10, {"evaluate/reward": 0.5})
+    assert info == CheckpointInfo(10, metrics={"evaluate/reward": 0.5})
+    path = writer.save(info, write)
     assert path == tmp_path / "checkpoint-10"
-    assert read_manifest(path).about == about
+    assert read_manifest(path).info == info
     assert linked_step(tmp_path, "latest") == 10
 
 
@@ -50,14 +48,14 @@ def test_deltas_between_full_saves_are_read_back_and_outlive_retention(tmp_path:
     writer = CheckpointWriter(tmp_path, full_every=3)
     kinds = []
     for step in range(1, 6):
-        about = writer.about(step, {})
-        path = writer.save(about, lambda partial, step=step: write(partial, step))  # type: ignore[misc]
+        info = writer.next_info(step, {})
+        path = writer.save(info, lambda partial, step=step: write(partial, step))  # type: ignore[misc]
         tidy(tmp_path, Retention(limit=1), None, Disk())
         assert verify_chain(path) == []
         assert (
             load_file(readable(path, scratch=tmp_path / "scratch") / "model.safetensors")["w"].tolist() == [step] * 1000
         )
-        kinds.append(about.base.name if about.base else "full")
+        kinds.append(info.base.name if info.base else "full")
     assert kinds == ["full", "checkpoint-1", "checkpoint-1", "full", "checkpoint-4"]
     assert [checkpoint.step for checkpoint in scan(tmp_path)] == [4, 5]
 
@@ -68,11 +66,11 @@ def test_what_failed_is_raised_and_removed(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
 
     writer = CheckpointWriter(tmp_path)
-    writer.save(About(10), write)
+    writer.save(CheckpointInfo(10), write)
     with pytest.raises(
         SaveError, match=r"checkpoint-20 was not saved: rank 0: \[Errno 28\].*Earlier checkpoints are unt"
     ):
-        writer.save(About(20), fail)
+        writer.save(CheckpointInfo(20), fail)
     assert scan_transitional(tmp_path) == []
     assert linked_step(tmp_path, "latest") == 10
 
@@ -90,10 +88,10 @@ def test_fault_12_a_file_that_could_not_be_made_durable_is_written_again(
     disk = FailingDisk(errno.EIO, lambda name, path: path.name == "model.safetensors" and len(made) <= failures)
     writer = CheckpointWriter(tmp_path, disk)
     if failures < 3:
-        writer.save(About(10), counted)
+        writer.save(CheckpointInfo(10), counted)
     else:
         with pytest.raises(TransientSaveError, match="Input/output error"):
-            writer.save(About(10), counted)
+            writer.save(CheckpointInfo(10), counted)
     assert len(set(made)) == len(made) == attempts  # each in a directory of its own
     assert [checkpoint.step for checkpoint in scan(tmp_path)] == ([10] if failures < 3 else [])
 
@@ -115,15 +113,15 @@ def test_fault_07_the_link_moves_whatever_is_switched_on(
         metrics = {"evaluate/reward": reward}
         decision = decide_together(triggers, SignalRequests(), step, metrics)
         assert decision.save and decision.best == (metric is not None and step <= 2)
-        about = writer.about(step, metrics)
+        info = writer.next_info(step, metrics)
         if background:
             partial = writer.begin(step)
             with ThreadPoolExecutor(1) as thread:
-                entries, error = thread.submit(writer.attempt, partial, write, about.base).result()
+                entries, error = thread.submit(writer.attempt, partial, write, info.base).result()
             assert linked_step(tmp_path, "latest") == (step - 1 or None)
-            writer.finish(about, partial, entries, error)
+            writer.finish(info, partial, entries, error)
         else:
-            writer.save(about, write)
+            writer.save(info, write)
         triggers.saved(step, 0.1)
         notes = tidy(tmp_path, Retention(1, keep_every), triggers.rule(), Disk(), archiver)
         assert not any("could not" in note for note in notes)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import Disk, SaveError
+from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
 from rlhf_mcore.checkpoint.links import BestRule
-from rlhf_mcore.checkpoint.manifest import DELTA, About, Base, read_manifest, verify
-from rlhf_mcore.checkpoint.recovery import recover, set_aside, steps_after
+from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_manifest, verify
 from tests.unit.checkpoint.saving import FailingDisk, RecordingDisk, contents, read, save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -106,7 +105,7 @@ def test_fault_29_no_link_names_differences_whose_full_checkpoint_is_gone(tmp_pa
     for step, accuracy in ((10, 0.1), (20, 0.2)):
         save(tmp_path, step, metrics={"evaluate/accuracy": accuracy})
     base = Base("checkpoint-20", read_manifest(tmp_path / "checkpoint-20").digest)
-    save(tmp_path, 30, about=About(30, DELTA, base, {"evaluate/accuracy": 0.3}))
+    save(tmp_path, 30, info=CheckpointInfo(30, DELTA, base, {"evaluate/accuracy": 0.3}))
     recover(tmp_path, BestRule("evaluate/accuracy"), Disk())
     assert (linked_step(tmp_path, "latest"), linked_step(tmp_path, "best")) == (30, 30)
     shutil.rmtree(tmp_path / "checkpoint-20")
@@ -207,7 +206,7 @@ def test_fault_12_storage_that_fails_for_a_moment_is_asked_again(tmp_path: Path)
 
     disk = FailingDisk(errno.EIO, once_each)
     partial = prepare(tmp_path, 10, "1", disk)
-    seal(partial, {}, About(10), disk)
+    seal(partial, {}, CheckpointInfo(10), disk)
     publish(tmp_path, 10, partial, disk)
     assert verify(tmp_path / "checkpoint-10") == [] and linked_step(tmp_path, "latest") == 10
     # mkdir; fsync of the directory; write and fsync of the manifest; rename; fsync of the run; symlink, rename, unlink of the link
@@ -248,7 +247,7 @@ def test_a_file_that_nobody_hashed_is_not_sealed(tmp_path: Path) -> None:
     partial = prepare(tmp_path, 10, "1", Disk())
     (partial / "a").write_bytes(b"a")
     with pytest.raises(SaveError, match=r"no entry for \['a'\], no file for \['b'\]"):
-        seal(partial, {"b": {"size": 1, "xxh3_128": "0"}}, About(10), Disk())
+        seal(partial, {"b": {"size": 1, "xxh3_128": "0"}}, CheckpointInfo(10), Disk())
 
 
 def test_what_has_our_name_but_no_manifest_is_set_aside_not_deleted(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.manifest import hash_file, read_manifest, write_manifest
-from rlhf_mcore.checkpoint.recovery import recover
 from rlhf_mcore.cli.evaluation import checked_folder
 from rlhf_mcore.config.errors import ConfigError
 
@@ -37,7 +37,7 @@ def rewrite(checkpoint: Path, *without: str) -> None:
         for name, entry in manifest.files.items()
         if not any(name == left or (left.endswith("/") and name.startswith(left)) for left in without)
     }
-    write_manifest(checkpoint, files, manifest.about, Disk())
+    write_manifest(checkpoint, files, manifest.info, Disk())
 
 
 def damage(checkpoint: Path) -> list[str]:
@@ -119,7 +119,7 @@ def test_every_shard_of_an_index_has_to_be_named(checkpoint: Path) -> None:
     add_index(checkpoint)
     files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}
     index = "actor/model.safetensors.index.json"
-    write_manifest(checkpoint, {**files, index: vars_of(checkpoint, index)}, read_manifest(checkpoint).about, Disk())
+    write_manifest(checkpoint, {**files, index: vars_of(checkpoint, index)}, read_manifest(checkpoint).info, Disk())
     assert damage(checkpoint) == ["actor/other.safetensors: the manifest does not name it, and actor needs it"]
 
 
@@ -201,6 +201,6 @@ def test_models_that_the_run_has_must_be_named(checkpoint: Path, kl_coef: float)
     settings["algorithm"]["use_critic"] = "false"
     (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
     files = {name: vars_of(checkpoint, name) for name in read_manifest(checkpoint).files}
-    write_manifest(checkpoint, files, read_manifest(checkpoint).about, Disk())
+    write_manifest(checkpoint, files, read_manifest(checkpoint).info, Disk())
     expected = ["reference: the manifest does not name it, and the run of config.yaml has it"] if kl_coef else []
     assert damage(checkpoint) == expected

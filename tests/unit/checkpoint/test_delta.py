@@ -12,9 +12,9 @@ from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, merge, readable, verify_chain
 from rlhf_mcore.checkpoint.delta_files import restore_file
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import scan_transitional
-from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base, files_below, read_manifest, verify
-from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, files_below, read_manifest, verify
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import complete
@@ -62,8 +62,8 @@ def save(run: Path, step: int, tensors: Weights, base: Base | None = None, files
     paths += [partial / "trainer_state.json", *complete(partial)]
     if base is not None:
         paths = encode(partial, paths, run / base.name)
-    about = About(step, DELTA if base else FULL, base, {"evaluate/reward": 0.5})
-    seal(partial, seal_files(partial, paths, disk), about, disk)
+    info = CheckpointInfo(step, DELTA if base else FULL, base, {"evaluate/reward": 0.5})
+    seal(partial, seal_files(partial, paths, disk), info, disk)
     return publish(run, step, partial, disk)
 
 
@@ -172,8 +172,8 @@ def test_merging_gives_the_full_checkpoint(pair: tuple[Path, Path, dict[str, byt
     merge(delta, tmp_path / "whole")
     assert verify(tmp_path / "whole") == []
     assert saved_bytes(tmp_path / "whole" / "actor") == expected
-    about = read_manifest(tmp_path / "whole").about
-    assert (about.step, about.kind, about.base, about.metrics) == (20, "full", None, {"evaluate/reward": 0.5})
+    info = read_manifest(tmp_path / "whole").info
+    assert (info.step, info.kind, info.base, info.metrics) == (20, "full", None, {"evaluate/reward": 0.5})
     assert (tmp_path / "whole" / "trainer_state.json").read_text() == '{"step": 20}'
     with pytest.raises(ConfigError, match="exists already"):
         merge(delta, tmp_path / "whole")

@@ -23,7 +23,7 @@ def test_every_version_has_a_way_to_the_newest() -> None:
 
 def test_a_checkpoint_of_version_1_is_read_as_one_of_today() -> None:
     manifest = read_manifest(SAMPLE)
-    assert (manifest.about.step, manifest.about.kind, manifest.libraries["vllm"]) == (2, "full", "0.32.0")
+    assert (manifest.info.step, manifest.info.kind, manifest.libraries["vllm"]) == (2, "full", "0.32.0")
     assert (read_step(SAMPLE), read_inputs(SAMPLE)) == (2, None)
     check_counts(SAMPLE)
 

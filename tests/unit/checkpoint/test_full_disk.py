@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, DiskFullError
-from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import Disk, SaveError
+from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import QUARANTINE, linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import About, verify
-from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, verify
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from tests.small_disk import small_disk
@@ -65,9 +64,9 @@ def numbers(message: str, run: Path) -> tuple[int, int]:
 
 def test_fault_09_a_save_that_does_not_fit_is_refused_before_anything_is_written(disk_of_one_mib: Path) -> None:
     writer, asked = CheckpointWriter(disk_of_one_mib), []
-    writer.save(About(10), writes(400), 400 * KIB)
+    writer.save(CheckpointInfo(10), writes(400), 400 * KIB)
     with pytest.raises(DiskFullError, match="No space left on device") as caught:
-        writer.save(About(20), lambda partial: asked.append(partial) or [], 700 * KIB)  # type: ignore[func-returns-value]
+        writer.save(CheckpointInfo(20), lambda partial: asked.append(partial) or [], 700 * KIB)  # type: ignore[func-returns-value]
     needed, free = numbers(str(caught.value), disk_of_one_mib)
     assert needed == 700 * KIB and 560 * KIB < free <= 624 * KIB and asked == []
     assert str(caught.value).endswith("Earlier checkpoints are untouched.")
@@ -77,7 +76,7 @@ def test_fault_09_a_save_that_does_not_fit_is_refused_before_anything_is_written
 def test_fault_28_a_disk_that_fills_while_a_save_is_written(disk_of_one_mib: Path) -> None:
     """Another process takes the room that was there when the save began."""
     writer = CheckpointWriter(disk_of_one_mib)
-    writer.save(About(10), writes(100), 100 * KIB)
+    writer.save(CheckpointInfo(10), writes(100), 100 * KIB)
     other = disk_of_one_mib / "other"
 
     def write(partial: Path) -> list[Path]:
@@ -85,30 +84,30 @@ def test_fault_28_a_disk_that_fills_while_a_save_is_written(disk_of_one_mib: Pat
         return writes(500)(partial)
 
     with pytest.raises(DiskFullError, match=r"checkpoint-20 was not saved: rank 0: \[Errno 28\]") as caught:
-        writer.save(About(20), write, 500 * KIB)
+        writer.save(CheckpointInfo(20), write, 500 * KIB)
     needed, free = numbers(str(caught.value), disk_of_one_mib)
     assert needed == 500 * KIB and 150 * KIB < free <= 224 * KIB  # what the failed save has written is free again
     assert_only(disk_of_one_mib, 10)
     other.unlink()
-    writer.save(About(20), writes(500), 500 * KIB)
+    writer.save(CheckpointInfo(20), writes(500), 500 * KIB)
     assert_only(disk_of_one_mib, 10, 20)
 
 
 def test_fault_28_what_failed_saves_have_left_makes_room_for_the_next(disk_of_one_mib: Path) -> None:
     writer = CheckpointWriter(disk_of_one_mib)
-    writer.save(About(10), writes(100), 100 * KIB)
+    writer.save(CheckpointInfo(10), writes(100), 100 * KIB)
     for path in (".checkpoint-15.partial-0a1b", f"{QUARANTINE}/checkpoint-14.partial-0a1b-20260101T000000"):
         (disk_of_one_mib / path).mkdir(parents=True)
         (disk_of_one_mib / path / "weights").write_bytes(bytes(300 * KIB))
     kept = disk_of_one_mib / QUARANTINE / "checkpoint-12-20260101T000000"  # a whole one that was set aside
     kept.mkdir()
-    writer.save(About(20), writes(600), 600 * KIB)
+    writer.save(CheckpointInfo(20), writes(600), 600 * KIB)
     assert_only(disk_of_one_mib, 10, 20)
     assert list((disk_of_one_mib / QUARANTINE).iterdir()) == [kept]
 
 
 def test_fault_28_a_run_that_starts_again_on_a_full_disk_frees_what_its_saves_have_left(disk_of_one_mib: Path) -> None:
-    CheckpointWriter(disk_of_one_mib).save(About(10), writes(100), 100 * KIB)
+    CheckpointWriter(disk_of_one_mib).save(CheckpointInfo(10), writes(100), 100 * KIB)
     for path in (".checkpoint-15.partial-0a1b", f"{QUARANTINE}/checkpoint-14.partial-0a1b-20260101T000000"):
         (disk_of_one_mib / path).mkdir(parents=True)
         (disk_of_one_mib / path / "weights").write_bytes(bytes(400 * KIB))
@@ -125,23 +124,23 @@ def test_fault_28_a_run_that_starts_again_on_a_full_disk_frees_what_its_saves_ha
 def test_fault_28_a_quota_is_named_as_such(tmp_path: Path) -> None:
     disk = FailingDisk(errno.EDQUOT, lambda name, path: name == "fsync" and path.name == "weights")
     with pytest.raises(DiskFullError, match="quota exceeded") as caught:
-        CheckpointWriter(tmp_path, disk).save(About(20), writes(4), 4 * KIB)
+        CheckpointWriter(tmp_path, disk).save(CheckpointInfo(20), writes(4), 4 * KIB)
     assert numbers(str(caught.value), tmp_path)[0] == 4 * KIB
 
 
 def test_a_file_system_that_tells_no_sizes_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Disk, "free_bytes", lambda self, directory: None)
-    CheckpointWriter(tmp_path).save(About(10), writes(4), 2**60)
+    CheckpointWriter(tmp_path).save(CheckpointInfo(10), writes(4), 2**60)
     assert_only(tmp_path, 10)
 
 
 def test_fault_12_storage_that_has_become_read_only(disk_of_one_mib: Path) -> None:
     writer = CheckpointWriter(disk_of_one_mib)
-    writer.save(About(10), writes(4), 4 * KIB)
+    writer.save(CheckpointInfo(10), writes(4), 4 * KIB)
     remount = ["mount", "-o", "remount,ro", str(disk_of_one_mib)]
     subprocess.run(remount, check=True, capture_output=True)
     with pytest.raises(SaveError, match=r"checkpoint-20 was not saved: rank 0: \[Errno 30\] Read-only file system"):
-        writer.save(About(20), writes(4), 4 * KIB)
+        writer.save(CheckpointInfo(20), writes(4), 4 * KIB)
     assert_only(disk_of_one_mib, 10)
 
 
@@ -161,7 +160,7 @@ def test_fault_12_slow_storage_ends_a_run_before_its_time_limit(tmp_path: Path) 
         now[0] += 10
         decision = triggers.decide(step, {})
         began = now[0]
-        writer.save(About(step), writes(1), KIB)
+        writer.save(CheckpointInfo(step), writes(1), KIB)
         triggers.saved(step, now[0] - began)
         if decision.stop:
             break

@@ -11,8 +11,8 @@ import xxhash
 import rlhf_mcore
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import (
-    About,
     Base,
+    CheckpointInfo,
     Problem,
     hash_file,
     hash_files,
@@ -45,10 +45,10 @@ def test_every_file_is_there_with_its_size_and_hash(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    about = About(7, "delta", Base("checkpoint-5", "ab"), {"evaluate/reward": 0.25})
-    digest = write_manifest(tmp_path, {"a/b": {"size": 1, "xxh3_128": "00"}}, about, Disk())
+    info = CheckpointInfo(7, "delta", Base("checkpoint-5", "ab"), {"evaluate/reward": 0.25})
+    digest = write_manifest(tmp_path, {"a/b": {"size": 1, "xxh3_128": "00"}}, info, Disk())
     manifest = read_manifest(tmp_path)
-    assert manifest.about == about and manifest.digest == digest
+    assert manifest.info == info and manifest.digest == digest
     assert (manifest.files["a/b"].size, manifest.files["a/b"].xxh3_128) == (1, "00")
 
 
@@ -124,7 +124,7 @@ def test_files_that_lead_out_of_the_checkpoint_are_refused(tmp_path: Path) -> No
     folder.mkdir()
     (tmp_path / "secret").write_text("s")
     entry = hash_files(tmp_path, ["secret"])["secret"]
-    write_manifest(folder, {"../secret": entry, str(tmp_path / "secret"): entry}, About(1), Disk())
+    write_manifest(folder, {"../secret": entry, str(tmp_path / "secret"): entry}, CheckpointInfo(1), Disk())
     assert {problem.kind for problem in verify(folder)} == {"outside"}
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from rlhf_mcore.checkpoint.archive import pack
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
+from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.manifest import About, verify
-from rlhf_mcore.checkpoint.permissions import Permissions
+from rlhf_mcore.checkpoint.manifest import CheckpointInfo, verify
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -42,7 +42,7 @@ def save(run: Path, setting: str | None) -> Path:
             (partial / name).write_text(name)
         return [partial / name for name in FILES[:-1]]
 
-    return CheckpointWriter(run, permissions=Permissions(setting)).save(About(10), write)
+    return CheckpointWriter(run, permissions=Permissions(setting)).save(CheckpointInfo(10), write)
 
 
 @pytest.mark.parametrize(

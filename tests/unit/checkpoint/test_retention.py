@@ -11,14 +11,11 @@ import pytest
 import zstandard
 
 from rlhf_mcore.checkpoint.archive import Archiver, check, pack
-from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.errors import SaveError
-from rlhf_mcore.checkpoint.housekeeping import tidy
+from rlhf_mcore.checkpoint.disk import Disk, SaveError
+from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, tidy
 from rlhf_mcore.checkpoint.layout import Checkpoint, scan
-from rlhf_mcore.checkpoint.links import BestRule
-from rlhf_mcore.checkpoint.manifest import About, Base, read_manifest, verify
-from rlhf_mcore.checkpoint.pins import pin, read_pins, unpin
-from rlhf_mcore.checkpoint.recovery import recover, set_aside
+from rlhf_mcore.checkpoint.links import BestRule, pin, read_pins, unpin
+from rlhf_mcore.checkpoint.manifest import Base, CheckpointInfo, read_manifest, verify
 from rlhf_mcore.checkpoint.retention import Retention, dropped, prune, prune_quarantine
 from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import FailingDisk, contents, save
@@ -64,7 +61,7 @@ def test_named_and_pinned_steps_stay_beside_them(tmp_path: Path) -> None:
 
 def test_the_base_of_a_pinned_delta_stays(tmp_path: Path) -> None:
     digest = read_manifest(save(tmp_path, 10)).digest
-    save(tmp_path, 20, about=About(20, "delta", Base("checkpoint-10", digest)))
+    save(tmp_path, 20, info=CheckpointInfo(20, "delta", Base("checkpoint-10", digest)))
     for step in (30, 40):
         save(tmp_path, step)
     pin(tmp_path, 20, "good", Disk())
@@ -145,7 +142,7 @@ def test_what_latest_names_stays_even_if_it_is_old(tmp_path: Path) -> None:
 def test_the_base_of_a_delta_stays_as_long_as_the_delta(tmp_path: Path) -> None:
     digest = read_manifest(save(tmp_path, 10)).digest
     for step in (20, 30):
-        save(tmp_path, step, about=About(step, "delta", Base("checkpoint-10", digest)))
+        save(tmp_path, step, info=CheckpointInfo(step, "delta", Base("checkpoint-10", digest)))
     prune(tmp_path, Retention(limit=1), Disk())
     assert steps(tmp_path) == [10, 30]
     save(tmp_path, 40)

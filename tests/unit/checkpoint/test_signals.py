@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.checkpoint.manifest import verify
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 from tests.unit.checkpoint.saving import RecordingDisk, save
 
 HANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)  # beside SIGINT, which may end a process
@@ -42,7 +42,7 @@ def test_what_a_signal_asks_for_is_acknowledged_but_not_the_way_torchrun_ends_ra
 
 INTERRUPTED = """
 import os, signal, sys
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 with SignalRequests().listening() as requests:
     if sys.argv[1] == "training":
         requests.begin()

@@ -17,9 +17,9 @@ from typing import Any
 
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.disk import Disk
+from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import DELTA, About, Base, read_manifest
-from rlhf_mcore.checkpoint.recovery import recover
+from rlhf_mcore.checkpoint.manifest import DELTA, Base, CheckpointInfo, read_manifest
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from tests.unit.checkpoint.saving import KillingDisk, contents, save
 
@@ -36,7 +36,7 @@ def deltas(run: Path) -> None:
     for full in (10, 20):
         base = Base(f"checkpoint-{full}", read_manifest(save(run, full)).digest)
         for step in (full + 1, full + 2):
-            save(run, step, about=About(step, DELTA, base))
+            save(run, step, info=CheckpointInfo(step, DELTA, base))
     save(run, 25)
 
 

@@ -48,11 +48,13 @@ def checkpoint(tmp_path: Path) -> Path:
     return seal(directory)
 
 
-def seal(directory: Path, about: manifest.About | None = None) -> Path:
+def seal(directory: Path, info: manifest.CheckpointInfo | None = None) -> Path:
     (directory / "manifest.json").unlink(missing_ok=True)
     complete(directory)
     files = [path for path in directory.rglob("*") if path.is_file()]
-    manifest.write_manifest(directory, manifest.hash_files(directory, files), about or manifest.About(5), Disk())
+    manifest.write_manifest(
+        directory, manifest.hash_files(directory, files), info or manifest.CheckpointInfo(5), Disk()
+    )
     return directory
 
 
@@ -158,7 +160,7 @@ def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
     files = [path for path in newer.rglob("*") if path.is_file()]
     base = manifest.Base("checkpoint-5", manifest.read_manifest(checkpoint).digest)
     delta.encode(newer, files, checkpoint)
-    seal(newer, manifest.About(6, manifest.DELTA, base))
+    seal(newer, manifest.CheckpointInfo(6, manifest.DELTA, base))
     assert not (newer / "actor" / "model.safetensors").exists()
     assert main(["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]) == 0
     assert main(["--from", "megatron", "--to", "hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0

@@ -114,7 +114,7 @@ def test_what_is_started_again(codes: list[int], max_restarts: int, expected: tu
 
 WORKER_THAT_LISTENS_LATE = """
 import os, signal, sys, time
-from rlhf_mcore.checkpoint.signals import SignalRequests
+from rlhf_mcore.checkpoint.triggers import SignalRequests
 print("starting", flush=True)
 sys.stdin.readline()
 with SignalRequests().listening() as requests:

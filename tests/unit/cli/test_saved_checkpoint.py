@@ -123,9 +123,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def seal_again(checkpoint: Path, step: int = 2) -> None:
     """As a release would have that did not look at what it saved."""
-    about = read_manifest(checkpoint).about
+    info = read_manifest(checkpoint).info
     names = [name for name in files_below(checkpoint) if name != "manifest.json"]
-    write_manifest(checkpoint, hash_files(checkpoint, names), type(about)(step, metrics=about.metrics), Disk())
+    write_manifest(checkpoint, hash_files(checkpoint, names), type(info)(step, metrics=info.metrics), Disk())
 
 
 def start(run: Path, **settings: Any) -> Start:

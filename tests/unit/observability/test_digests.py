@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.observability.digests import digest_of_file, digest_of_json, sketch_of_file
+from rlhf_mcore.observability.files import digest_of_file, digest_of_json, sketch_of_file
 
 SIZE = 4_000_000
 

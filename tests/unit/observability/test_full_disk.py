@@ -10,8 +10,7 @@ import pytest
 
 from rlhf_mcore.observability.evaluations import PartFile
 from rlhf_mcore.observability.files import FullDiskError, keep_steps
-from rlhf_mcore.observability.rollouts import write_rollouts
-from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.run_directory import RunDirectory, write_rollouts
 from rlhf_mcore.observability.trackers import JsonlTracker, TensorboardTracker
 from tests.small_disk import small_disk
 

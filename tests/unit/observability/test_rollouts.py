@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlhf_mcore.observability.rollouts import rollout_record, write_rollouts
+from rlhf_mcore.observability.run_directory import rollout_record, write_rollouts
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
 

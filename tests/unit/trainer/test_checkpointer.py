@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.checkpoint.collective import CheckpointWriter
-from rlhf_mcore.checkpoint.disk import Disk
-from rlhf_mcore.checkpoint.errors import SaveError
+from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.layout import LATEST, scan, scan_transitional
-from rlhf_mcore.checkpoint.manifest import FULL, About, read_manifest, verify
-from rlhf_mcore.checkpoint.signals import SignalRequests
-from rlhf_mcore.checkpoint.triggers import Triggers
+from rlhf_mcore.checkpoint.manifest import FULL, CheckpointInfo, read_manifest, verify
+from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.trainer.checkpointer import Checkpointer
 from rlhf_mcore.trainer.metrics import DivergedError
@@ -128,7 +126,7 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
 
 def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:
     run.make(save_steps=1).after_step(1, {"evaluate/accuracy": 0.5, "loss": 2.0})
-    assert read_manifest(run.directory / "checkpoint-1").about.metrics == {"evaluate/accuracy": 0.5}
+    assert read_manifest(run.directory / "checkpoint-1").info.metrics == {"evaluate/accuracy": 0.5}
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -187,15 +185,15 @@ def test_storage_that_fails_for_a_moment_is_tried_again(run: Run, in_background:
 def test_the_last_checkpoint_and_the_best_one_are_full_ones(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     made, asked = run.make(save_steps=1, metric_for_best_model="evaluate/reward"), []
 
-    def about(step: int, metrics: Mapping[str, float]) -> About:
+    def next_info(step: int, metrics: Mapping[str, float]) -> CheckpointInfo:
         asked.append(step)  # the writer may answer: a delta
-        return About(step, metrics=metrics)
+        return CheckpointInfo(step, metrics=metrics)
 
-    monkeypatch.setattr(made.writer, "about", about)
+    monkeypatch.setattr(made.writer, "next_info", next_info)
     made.after_step(98, {"evaluate/reward": 0.5})  # the best so far
     made.after_step(99, {})
     made.after_step(100, {})
-    assert asked == [99] and read_manifest(run.directory / "checkpoint-100").about.kind == FULL
+    assert asked == [99] and read_manifest(run.directory / "checkpoint-100").info.kind == FULL
 
 
 def test_a_checkpoint_is_saved_anywhere_on_demand(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:

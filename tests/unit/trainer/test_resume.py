@@ -16,7 +16,7 @@ from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import LATEST, scan
-from rlhf_mcore.checkpoint.manifest import DELTA, FULL, About, Base
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig, Config
 from rlhf_mcore.config.show import to_yaml
@@ -43,7 +43,7 @@ def save(run: Path, step: int, cfg: Config | None = None, inputs: Inputs | None 
     for name, text in files.items():
         (partial / name).write_text(text)
     paths = [*files, *complete(partial)]
-    seal(partial, seal_files(partial, paths, disk), About(step), disk)
+    seal(partial, seal_files(partial, paths, disk), CheckpointInfo(step), disk)
     return publish(run, step, partial, disk)
 
 
@@ -61,7 +61,7 @@ def save_model(run: Path, step: int, base: Base | None = None) -> Path:
     paths += complete(partial)
     if base is not None:
         paths = encode(partial, paths, run / base.name)
-    seal(partial, seal_files(partial, paths, disk), About(step, DELTA if base else FULL, base), disk)
+    seal(partial, seal_files(partial, paths, disk), CheckpointInfo(step, DELTA if base else FULL, base), disk)
     return publish(run, step, partial, disk)
 
 
