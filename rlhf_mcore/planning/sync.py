@@ -67,14 +67,15 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
 
 def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
     """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
+    wholes = rule.shapes(geometry).values()
+    shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]
     experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
-    pieces, offset, width = list[Piece](), 0, tuple[int, ...]()
+    width = shares[0][1][1:]
+    pieces, offset = [], 0
     for expert in experts:
-        for number, (name, whole) in enumerate(rule.shapes(geometry, layer, expert).items()):
-            start, held = _share(rule.kind, number, whole, geometry, tp, rank)
-            width = held[1:]
+        for name, (start, held) in zip(rule.tensors, shares, strict=True):
             if held[0]:
-                pieces.append(Piece(name, start, held, offset, (*width, 1)))
+                pieces.append(Piece(name.format(i=layer, e=expert), start, held, offset, (*width, 1)))
             offset += prod(held)
     numel = offset if rule.kind != "vocab_parallel" else _vocab_rows(geometry, tp) * geometry.hidden_size
     shape = (numel // len(experts) // prod(width), *width)
