@@ -17,10 +17,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
 from rlhf_mcore.bridge.files.formats.convert import Reading, whole_directory, write_hf, write_megatron
-from rlhf_mcore.bridge.files.formats.megatron_rows import runs
 from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
+from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.conversion_logits import compare_logits
@@ -226,7 +226,7 @@ def _print_map(request: Request, source: ModelSource, geometry: ModelGeometry, t
             print(f"{name} {list(shape)} {_short(dtype)} <- {source.origin(name)}")
     else:
         for target in targets(geometry):
-            found, shape = runs(target.parameter, geometry)
+            found, shape = row_runs(target.parameter, geometry)
             names = dict.fromkeys(run.hf_name for run in found)
             where = "".join(f"[{k}]" for k in target.lead)
             origins = ", ".join(f"{name} ({source.origin(name)})" for name in names)

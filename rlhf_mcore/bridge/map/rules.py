@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
@@ -77,6 +78,38 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
     return list(_SPLITS[rule.kind](shapes, geometry, shard))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows from ``row`` on of a Megatron tensor are ``count`` rows of a Hugging Face tensor, from ``hf_row`` on."""
+
+    hf_name: str
+    hf_row: int
+    row: int
+    count: int
+
+
+def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tuple[int, ...]]:
+    """What the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
+
+    Raises:
+        KeyError: the family has no such parameter.
+    """
+    held = pieces(parameter, geometry, Shard(0, 1))
+    width = held[0].shape[1:]
+    found = []
+    for piece in held:
+        # On one rank nothing is split by columns: every piece is whole rows.
+        assert piece.shape[1:] == width and not any(piece.start[1:]), parameter
+        found.append(RowRun(piece.hf_name, piece.start[0], piece.offset // piece.strides[0], piece.shape[0]))
+    found.sort(key=lambda run: run.row)
+    return found, (sum(run.count for run in found), *width)
+
+
+def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
+    """Whether a file may have more rows of a parameter than the model: those of a vocabulary."""
+    return find_rule(geometry, parameter)[0].kind == "vocab_parallel"
 
 
 def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:

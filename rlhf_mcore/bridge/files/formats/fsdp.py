@@ -21,9 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rlhf_mcore.bridge.files.formats.checks import BUFFERS, inside
 from rlhf_mcore.bridge.files.formats.located import Located, locate, read
-from rlhf_mcore.bridge.files.formats.megatron_rows import runs
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, grid_tiles
-from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory
+from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry
 
@@ -123,7 +122,7 @@ def _rows(name: str, geometry: ModelGeometry, shapes: Mapping[str, Index], where
             raise KeyError(name)
         stacked = "{k}" in parameter
         for expert in range(geometry.num_experts if stacked else 1):
-            for run in runs(parameter.format(k=expert), geometry)[0]:
+            for run in row_runs(parameter.format(k=expert), geometry)[0]:
                 yield run.hf_name, Rows(run.hf_row, run.count, name, (expert,) if stacked else (), run.row)
     except KeyError as error:
         raise ConfigError(

@@ -19,9 +19,8 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.formats.checks import inside
 from rlhf_mcore.bridge.files.formats.foreign_index import IndexedTensor, Part, read_index
 from rlhf_mcore.bridge.files.formats.located import locate_one, read
-from rlhf_mcore.bridge.files.formats.megatron_rows import is_padded, runs
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_json, read_text, shorten
 from rlhf_mcore.types import ModelGeometry
@@ -170,7 +169,7 @@ def _stack(shape: Index, axis: int, expected: int) -> int:
 def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Iterator[tuple[str, Rows]]:
     try:
         for place in _places(key, shape, geometry):
-            found, full = runs(place.parameter, geometry)
+            found, full = row_runs(place.parameter, geometry)
             if place.half:
                 found = [found["_w_v".index(place.half) // 2]]
                 full = (found[0].count, *full[1:])

@@ -24,10 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf_mcore.bridge.files.formats.foreign_pickle import save_chunk, save_index, save_values
-from rlhf_mcore.bridge.files.formats.megatron_rows import is_padded, runs
 from rlhf_mcore.bridge.files.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
-from rlhf_mcore.bridge.map.rules import parameter_names
+from rlhf_mcore.bridge.map.rules import is_padded, parameter_names, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.sizes import rope_type, rotary, size
@@ -106,7 +105,7 @@ class TorchDistWriter:
         (self._directory / BACKEND).write_text(json.dumps(description))
 
     def _write_parameter(self, target: Target, read: ReadRows) -> None:
-        found, shape = runs(target.parameter, self._geometry)
+        found, shape = row_runs(target.parameter, self._geometry)
         dtypes = {self._types[run.hf_name][0] for run in found}
         if len(dtypes) > 1:
             raise ConfigError(
