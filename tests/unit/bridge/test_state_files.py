@@ -188,6 +188,87 @@ def test_ranks_that_do_not_cover_a_tensor_are_found_out_when_saving() -> None:
         make_index({0: described[0], 1: described[1], 2: described[1]}, GEOMETRY, {})
 
 
+# ---------------------------------------------------------------------------------------------- some tensors are not trained
+NORM = "model.norm.weight"
+LAYER = {name for name in hf_shapes(GEOMETRY) if name.startswith("model.layers.0.")}
+TRAINED = LAYER | {NORM}
+
+
+def trained_shards(fill: bool, names: set[str] = TRAINED) -> list[StateShard]:
+    """Those of one rank whose Hugging Face tensors are all in ``names``."""
+    shards = make_shards(GEOMETRY, 1, 1, ("exp_avg",), fill)[0]
+    return [s for s in shards if {piece.hf_name for piece in pieces(s.name, GEOMETRY, s.shard)} <= names]
+
+
+@pytest.fixture
+def saved_part(tmp_path: Path) -> Path:
+    """State of one layer and the last norm: embeddings, output layer and the other layer were frozen."""
+    state = RankState(trained_shards(fill=True), GEOMETRY)
+    state.write(tmp_path / state_file(0))
+    (tmp_path / STATE_INDEX).write_text(json.dumps(make_index({0: state.described}, GEOMETRY, {"step": 3}, TRAINED)))
+    return tmp_path
+
+
+def test_an_index_covers_the_tensors_that_it_declares(saved_part: Path) -> None:
+    reader = StateReader(saved_part, GEOMETRY)
+    assert reader.covers == TRAINED and reader.scalars.content == {"step": 3}
+    found, expected = trained_shards(fill=False), trained_shards(fill=True)
+    reader.read_into(found)
+    assert len(found) > 5
+    for shard, known in zip(found, expected, strict=True):
+        assert torch.equal(shard.tensors["exp_avg"], known.tensors["exp_avg"]), shard.name
+
+
+def test_state_that_an_index_does_not_cover_is_refused(saved_part: Path) -> None:
+    frozen = make_shards(GEOMETRY, 1, 1, ("exp_avg",), fill=False)[0]
+    with pytest.raises(ConfigError, match=r"no state of tensor model\.embed_tokens\.weight, which .* did not train"):
+        StateReader(saved_part, GEOMETRY).read_into(frozen)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda i: i["tensors"].pop(NORM),
+            r"1 tensors differ from those that it covers, among them model.norm.weight .missing",
+        ),
+        (lambda i: i["covers"].remove(NORM), r"1 tensors differ .* model.norm.weight .unknown"),
+        (lambda i: i["covers"].append("lm_head.weight"), r"1 tensors differ .* lm_head.weight .missing"),
+        (
+            lambda i: i["covers"].append("model.adapter"),
+            r"it covers 1 tensors that are not config.json's, among them model.adapter",
+        ),
+        (lambda i: i.__setitem__("covers", [3]), "not a list of texts"),
+        (lambda i: i.pop("covers"), "format 2 without covers"),
+        (lambda i: i["tensors"][NORM]["regions"].clear(), "model.norm.weight: 8 elements are missing"),
+    ],
+)
+def test_what_differs_from_the_declaration_is_refused(
+    saved_part: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    change_index(saved_part, change)
+    with pytest.raises(ConfigError, match=message):
+        StateReader(saved_part, GEOMETRY).read_into(trained_shards(fill=False))
+
+
+def test_ranks_that_differ_from_the_declaration_are_found_out_when_saving() -> None:
+    held = RankState(trained_shards(fill=True), GEOMETRY).described
+    with pytest.raises(ValueError, match=r"rank 0 holds state of model\.norm\.weight, which the index does not cover"):
+        make_index({0: held}, GEOMETRY, {}, LAYER)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: the ranks hold 0 elements of its state, it has 104"):
+        make_index({0: held}, GEOMETRY, {}, TRAINED | {"lm_head.weight"})
+    with pytest.raises(ValueError, match=r"model\.adapter is not a tensor of this model"):
+        make_index({0: held}, GEOMETRY, {}, TRAINED | {"model.adapter"})
+
+
+def test_an_index_of_a_whole_model_is_as_it_always_was(tmp_path: Path) -> None:
+    save(tmp_path, GEOMETRY, make_shards(GEOMETRY, 1, 2, ("exp_avg",), fill=True))
+    index = json.loads((tmp_path / STATE_INDEX).read_text())
+    assert index.keys() == {"format", "files", "tensors", "scalars"} and index["format"] == 1
+    assert index["tensors"][NORM] == {"shape": [8], "regions": [[1, [0], [8]]], "kinds": ["exp_avg"]}
+    assert StateReader(tmp_path, GEOMETRY).covers == hf_shapes(GEOMETRY).keys()
+
+
 # -------------------------------------------------------------------------------------------------------------- bad input
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
