@@ -147,7 +147,7 @@ def count(pieces: dict[str, list[Piece]]) -> int:
 
 
 def area(inside: list[Piece], outside: list[Piece]) -> int:
-    """Elements that lie in a piece of ``inside`` and in none of ``outside``, by a mask over the grid of all borders."""
+    """Elements that are in a piece of ``inside`` and in none of ``outside``, by a mask over the grid of all borders."""
     every = [*inside, *outside]
     axes = range(len(inside[0].start))
     grid = [sorted({x for p in every for x in (p.start[axis], p.start[axis] + p.shape[axis])}) for axis in axes]

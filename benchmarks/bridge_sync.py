@@ -3,7 +3,7 @@
 Four real processes, a real Megatron model, real vLLM engines. In one run and in turns (A B C D A B C D ...):
 
 - planned: ``PlannedBridge.sync``;
-- reload: ``load_weights`` of the engine, from full Hugging Face tensors that lie ready in memory. Nobody has to send anything: this
+- reload: ``load_weights`` of the engine, from full Hugging Face tensors that are ready in memory. Nobody has to send anything: this
   is what is left of a sync when the trainer's side is free;
 - gather: ``GatherBridge``, one tensor at a time;
 - bucketed: full tensors again, but many to a message, handed to ``load_weights``.
@@ -253,7 +253,7 @@ def summary(times: list[dict[str, Timing]]) -> dict[str, Any]:
 
 
 def show(row: Mapping[str, Any]) -> None:
-    """One line, and for engines of one rank what has to be said."""
+    """One line, and a note for engines of one rank."""
     head = f"{row['model']} {row['parameters'] / 1e6:.1f}M {row['trainer']} -> {row['rollout']} {row['kernels']}"
     ratios = "  ".join(
         f"{name} {found['median']:.2f} [{found['min']:.2f} {found['max']:.2f}] cpu {found['cpu_median']:.2f}"

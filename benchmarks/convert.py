@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import report
-from rlhf_mcore.bridge.files.hf_writer import ShardFiles, cut_into_shards, write_index
+from rlhf_mcore.bridge.files.tensor_files import ShardFiles, cut_into_shards, write_index
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 

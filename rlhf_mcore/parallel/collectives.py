@@ -22,7 +22,7 @@ def _encode(value: Any) -> Tensor:
 
 
 def _decode(data: Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
+    return json.loads(data.numpy().tobytes())
 
 
 def world_group() -> dist.ProcessGroup:
@@ -107,7 +107,7 @@ def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -
     A value travels once however many ranks share it, so a world of thousands of ranks with few kinds of them stays cheap.
     """
     data = _encode(value)
-    digest = torch.frombuffer(bytearray(blake2b(bytes(data.tolist()), digest_size=16).digest()), dtype=torch.uint8)
+    digest = torch.frombuffer(bytearray(blake2b(data.numpy().tobytes(), digest_size=16).digest()), dtype=torch.uint8)
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, digest, group=group)
     holders: dict[bytes, list[int]] = {}

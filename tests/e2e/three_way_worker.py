@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.landing import EngineLanding
+from rlhf_mcore.bridge.run.destinations import EngineDestinations
 from rlhf_mcore.bridge.run.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
@@ -266,14 +266,14 @@ def some_tensors(world: World, groups: ModelGroups, engine: Any) -> dict[str, An
 
 def torn(bridge: PlannedBridge, engine: Any, prompts: list[Prompt]) -> str:
     """Every rank fails at the third bucket: nothing may be generated afterwards."""
-    open_bucket = EngineLanding.open
+    open_bucket = EngineDestinations.open
 
-    def failing(landing: EngineLanding, bucket: Bucket) -> Any:
+    def failing(landing: EngineDestinations, bucket: Bucket) -> Any:
         if bucket.index == 3:
             raise OSError("the wire is cut")
         return open_bucket(landing, bucket)
 
-    with mock.patch.object(EngineLanding, "open", failing):
+    with mock.patch.object(EngineDestinations, "open", failing):
         try:
             bridge.sync(1)
         except OSError as error:

@@ -18,8 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
-from rlhf_mcore.bridge.files.hf_writer import FileShard, ShardFiles, cut_into_shards, write_index
-from rlhf_mcore.bridge.files.tensor_files import FileImage, FileLayout, TensorTypes
+from rlhf_mcore.bridge.files.tensor_files import (
+    FileImage,
+    FileLayout,
+    FileShard,
+    ShardFiles,
+    TensorTypes,
+    cut_into_shards,
+    write_index,
+)
 from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
@@ -105,13 +112,13 @@ class Exporter:
 
         Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
         """
-        landing = _FileLanding(directory, self._mine, self._types, self._rank_plan)
+        destinations = _FileDestinations(directory, self._mine, self._types, self._rank_plan)
         try:
-            self._executor.run(landing)
+            self._executor.run(destinations)
         finally:
-            landing.close_files()
-        if landing.error is not None:
-            raise landing.error
+            destinations.close_files()
+        if destinations.error is not None:
+            raise destinations.error
         return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
 
     def snapshot(self) -> list[FileImage]:
@@ -122,7 +129,7 @@ class Exporter:
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
             self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
-        self._executor.run(_MemoryLanding(self._images))
+        self._executor.run(_MemoryDestinations(self._images))
         return self._images
 
     def write_companions(self, directory: Path) -> list[Path]:
@@ -139,7 +146,7 @@ def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
     return Place(name, (whole,), (rank,), prod(shape))
 
 
-class _FileLanding(Destinations):
+class _FileDestinations(Destinations):
     """Assembles the tensors of this rank's files and writes each to its place when it is complete.
 
     The first error is kept for later and nothing is written any more, because the other ranks still send.
@@ -187,7 +194,7 @@ class _FileLanding(Destinations):
             self.error = self.error or error
 
 
-class _MemoryLanding(Destinations):
+class _MemoryDestinations(Destinations):
     """All tensors of this rank's files, at their places in memory."""
 
     def __init__(self, images: Sequence[FileImage]):

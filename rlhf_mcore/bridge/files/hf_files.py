@@ -1,7 +1,7 @@
 """Hugging Face model directories: reading rectangles of tensors, and what travels with the weights.
 
-Everything read from an index is checked before it is used: a shard must be there, lie inside the directory, and hold the tensors
-that the index says.
+Everything read from an index is checked before it is used: a shard must be there, inside the directory, and hold the tensors
+that the index names.
 """
 
 from __future__ import annotations

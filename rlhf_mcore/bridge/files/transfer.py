@@ -32,7 +32,7 @@ def load(
     ``fresh_head``: the directory holds a language model; a scalar head begins at zero, so that its first word is 0 everywhere.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape than the config says, or is not in one of the dtypes of unquantised
+        ConfigError: a tensor is missing, has another shape than in the config, or is not in one of the dtypes of unquantised
             weights, whose values a cast to the model's dtype keeps but for rounding.
     """
     expected = hf_shapes(geometry)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.cells import Cell, cut
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle, whole
+from rlhf_mcore.bridge.map.rectangles import Cell, Interval, Rectangle, cut_into_cells, whole
 
 Intervals = tuple[Interval, ...]
 _View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
@@ -68,7 +67,7 @@ def _check_sources(sources: Sequence[Place], shapes: Mapping[str, tuple[int, ...
     for name, shape in shapes.items():
         key = (shape, tuple(dict.fromkeys(held[name])))
         if key not in known:
-            cells = cut(key[1], [whole(shape)])
+            cells = cut_into_cells(key[1], [whole(shape)])
             known[key] = next((cell for cell in cells if not cell.holders), None)
         if (gap := known[key]) is not None:
             raise CoverageError(f"{name}: no source holds the elements from {gap.start} of shape {gap.shape}")

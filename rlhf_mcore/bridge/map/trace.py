@@ -3,7 +3,7 @@
 There is no table of models here. vLLM keeps, for its layerwise reload, the layout in which every parameter was loaded. The
 parameters are put into that layout on the meta device, ``model.load_weights`` is given meta tensors under Hugging Face names, and
 every write into a parameter is looked at and not executed: strides and offsets of meta tensors are real, so the two sides of a
-``copy_`` say which rectangle of which tensor goes where.
+``copy_`` tell which rectangle of which tensor goes where.
 
 Whether a write to the live tensor reaches the kernels is tried out, not assumed: see :func:`trace`.
 """
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 class EngineParameter:
     """One tensor of a vLLM rank in the layout it is loaded in, which is contiguous.
 
-    ``padding`` are the elements that no Hugging Face tensor fills; they must be zero. ``repacked`` says why a write to the
+    ``padding`` are the elements that no Hugging Face tensor fills; they must be zero. ``repacked`` is the reason why a write to the
     live tensor would not do, and is empty where it does. ``aliases`` are other names of the same tensor (a tied lm_head).
     """
 
@@ -139,7 +139,7 @@ def _with_siblings(parameters: list[EngineParameter], modules: dict[str, nn.Modu
 def _padding(
     names: tuple[str, ...], layout: Tensor, pieces: list[Piece], modules: dict[str, nn.Module], is_checked: bool
 ) -> tuple[Interval, ...]:
-    """What the pieces leave of a parameter; for a checked one it has to be what vLLM says is padding."""
+    """What the pieces leave of a parameter; for a checked one it has to be what vLLM declares as padding."""
     shape = tuple(layout.shape)
     try:
         padding = unfilled(shape, tuple([box for piece in pieces for box in covered(piece, shape)]))
@@ -155,7 +155,7 @@ def _padding(
 
 
 def _declared_padding(names: tuple[str, ...], layout: Tensor, modules: dict[str, nn.Module]) -> int:
-    """How many elements vLLM says are padding: rows of the vocabulary, or what a weight's creator declares."""
+    """How many elements vLLM declares as padding: rows of the vocabulary, or what a weight's creator declares."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     module = modules[names[0].rpartition(".")[0]]

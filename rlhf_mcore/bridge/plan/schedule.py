@@ -15,9 +15,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.map.cells import Cell, cut
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import Index, Rectangle, bounding_box
+from rlhf_mcore.bridge.map.rectangles import Cell, Index, Rectangle, bounding_box, cut_into_cells
 from rlhf_mcore.bridge.plan.routes import RankSets, Route
 
 Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, by ranks of each profile
@@ -202,7 +201,7 @@ class Schedule:
         cells = self._geometries.get(geometry)
         if cells is None:
             needs = list(map(Rectangle, *destinations))
-            cells = self._geometries[geometry] = cut(list(map(Rectangle, *sources)), needs) if needs else []
+            cells = self._geometries[geometry] = cut_into_cells(list(map(Rectangle, *sources)), needs) if needs else []
         groups: dict[tuple[frozenset[int], frozenset[int], int], CellGroup] = {}
         for cell in cells:
             if not cell.holders:

@@ -79,10 +79,10 @@ class Executor:
             for bucket in self._plan.buckets:
                 flying.append(self._launch(bucket))
                 if len(flying) == self._depth:
-                    self._land(flying[0], destinations)
+                    self._complete(flying[0], destinations)
                     flying.popleft()
             while flying:
-                self._land(flying[0], destinations)
+                self._complete(flying[0], destinations)
                 flying.popleft()
             for slot in range(self._depth):
                 self._settle(slot)
@@ -133,7 +133,7 @@ class Executor:
             exchange.settle()
         self._posted[slot] = []
 
-    def _land(self, flight: _Flight, destinations: Destinations) -> None:
+    def _complete(self, flight: _Flight, destinations: Destinations) -> None:
         """Wait for a bucket and write it, forward what other ranks of the node wait for, and copy what is here already."""
         bucket = flight.bucket
         buffers = destinations.open(bucket)
@@ -157,7 +157,7 @@ class Executor:
     def _write_transient(
         self, flight: _Flight, buffers: Mapping[str, Tensor], transient: Sequence[TransientBuffers]
     ) -> None:
-        """Each is still in the cache when it is put to use, and no more of them exist at a time than have to."""
+        """Each is still in the cache when its context ends and processes it, and no more of them exist at a time than have to."""
         assert not flight.bucket.phases[1].sends, "what is forwarded has to stay"
         flight.exchange.arrive()
         pairs = list(zip([copy.destination for copy in flight.bucket.local], flight.local, strict=True))

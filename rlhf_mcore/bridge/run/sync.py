@@ -21,9 +21,9 @@ from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
+from rlhf_mcore.bridge.run.destinations import EngineDestinations
 from rlhf_mcore.bridge.run.endpoints import LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
-from rlhf_mcore.bridge.run.landing import EngineLanding
 from rlhf_mcore.bridge.run.reload import watching
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
@@ -53,8 +53,8 @@ class GatherBridge:
 
 
 @dataclass(slots=True)
-class _Sides:
-    """Descriptions of both sides, the same on every rank."""
+class _Descriptions:
+    """What all ranks hold and need, the same on every rank."""
 
     sources: list[Place]
     destinations: list[Place]
@@ -126,13 +126,13 @@ class PlannedBridge:
         self._group = group
         self._map = engine_map(target.model, shapes)
         self._dtypes = wire_dtypes(parameters, pieces_of, group)
-        self._sides = _Sides(
+        self._described = _Descriptions(
             describe_sources(parameters, pieces_of, group),
             describe_destinations(self._map, group),
             shapes,
             self._engine_dtypes(),
         )
-        check_coverage(self._sides.sources, self._sides.destinations, shapes)
+        check_coverage(self._described.sources, self._described.destinations, shapes)
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
         self._whole = self._planned(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
@@ -150,14 +150,14 @@ class PlannedBridge:
 
     def _planned(self, names: frozenset[str] | None) -> _Transfer:
         """Plan a transfer of some tensors. Collective."""
-        sides = self._sides
+        described = self._described
         plan = build_plan(
-            sides.sources,
-            sides.destinations,
+            described.sources,
+            described.destinations,
             element_sizes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
             bucket_bytes=self._bucket_bytes,
             # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
-            order=spread_order(list(sides.shapes), sides.sources, keep_layers=bool(self._map.repacked)),
+            order=spread_order(list(described.shapes), described.sources, keep_layers=bool(self._map.repacked)),
             ranks_per_node=self._ranks_per_node,
             only=names,
         )
@@ -195,26 +195,26 @@ class PlannedBridge:
         """
         started = time.perf_counter()
         transfer = self._whole if only is None else self._part(only)
-        seen = _Seen(self._sides, transfer, self._verify, self._group)
+        written = _Written(self._described, transfer, self._verify, self._group)
         with self._target.begin(version) as model:
-            landing = EngineLanding(
+            destinations = EngineDestinations(
                 model,
                 self._map,
                 transfer.rank_plan,
                 poison=self._poison,
-                written=None if self._verify == "off" else seen.written,
+                written=None if self._verify == "off" else written.add,
                 names=transfer.names,
             )
             try:
-                transfer.executor.run(landing)
-                landing.finish()
+                transfer.executor.run(destinations)
+                destinations.finish()
             except BaseException:
-                landing.abandon()
+                destinations.abandon()
                 raise
             if self._verify == "digest":
-                compare(self._source_digests(transfer), seen.digests())
+                compare(self._source_digests(transfer), written.digests())
         if self._verify == "full":
-            self._compare_in_full(seen.copies, version)
+            self._compare_in_full(written.copies, version)
         plan = transfer.rank_plan
         return SyncStats(
             time.perf_counter() - started, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes
@@ -227,7 +227,7 @@ class PlannedBridge:
             )
         if self._verify == "full":
             raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
-        names = _matching(only, self._sides.shapes, self._is_tied)
+        names = _matching(only, self._described.shapes, self._is_tied)
         if self._together is None:  # what is repacked may differ between ranks
             mine = [sorted({p.hf_name for q in group for p in q.pieces}) for group in self._map.repacked]
             self._together = [frozenset(group) for groups in all_gather_json(mine, self._group) for group in groups]
@@ -242,8 +242,8 @@ class PlannedBridge:
         return self._source_digests(self._whole)
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
-        sides, rank, sources = self._sides, self._group.rank(), self._sources
-        places = _brought(sides.sources, transfer)
+        described, rank, sources = self._described, self._group.rank(), self._sources
+        places = _brought(described.sources, transfer)
         held = [place for place in places if rank in place.ranks]
         found: dict[str, list[int]] = {}
         for bucket in transfer.rank_plan.buckets:
@@ -252,12 +252,12 @@ class PlannedBridge:
             if unread:
                 flats = sources.open(bucket)
                 for place in unread:
-                    found[place.buffer] = [sides.digest(flats[place.buffer], piece) for piece in place.pieces]
+                    found[place.buffer] = [described.digest(flats[place.buffer], piece) for piece in place.pieces]
                 if not sources.is_static:
                     sources.close(bucket)
         # Of sources that are made for each bucket, a rank has only what it sends.
         mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
-        return tensor_digests(mine, places, sides.shapes, self._group)
+        return tensor_digests(mine, places, described.shapes, self._group)
 
     def _compare_in_full(self, copies: dict[str, Tensor], version: int) -> None:
         """Load the engine again as vLLM does, from gathered tensors: every parameter must come out as the sync has left it."""
@@ -281,26 +281,26 @@ class PlannedBridge:
             raise SyncMismatch(problem)
 
 
-class _Seen:
-    """What a sync has left in the engine, seen parameter by parameter: hashes, or copies."""
+class _Written:
+    """What a sync has written into the engine, parameter by parameter: hashes, or copies."""
 
-    def __init__(self, sides: _Sides, transfer: _Transfer, verify: str, group: dist.ProcessGroup):
-        self._sides, self._transfer, self._verify, self._group = sides, transfer, verify, group
+    def __init__(self, described: _Descriptions, transfer: _Transfer, verify: str, group: dist.ProcessGroup):
+        self._described, self._transfer, self._verify, self._group = described, transfer, verify, group
         self._digests: dict[str, list[int]] = {}
         self.copies: dict[str, Tensor] = {}
 
-    def written(self, parameter: EngineParameter, flat: Tensor) -> None:
+    def add(self, parameter: EngineParameter, flat: Tensor) -> None:
         if self._verify == "full":
             self.copies[parameter.name] = flat.clone()
         else:
             brought = [piece for piece in parameter.pieces if self._transfer.brings(piece)]
-            self._digests[parameter.name] = [self._sides.digest(flat, piece) for piece in brought]
+            self._digests[parameter.name] = [self._described.digest(flat, piece) for piece in brought]
 
     def digests(self) -> dict[str, int]:
         """Hash of every tensor as engines hold it. Collective."""
-        places, rank = _brought(self._sides.destinations, self._transfer), self._group.rank()
+        places, rank = _brought(self._described.destinations, self._transfer), self._group.rank()
         mine = [value for place in places if rank in place.ranks for value in self._digests[place.buffer]]
-        return tensor_digests(mine, places, self._sides.shapes, self._group)
+        return tensor_digests(mine, places, self._described.shapes, self._group)
 
 
 def _brought(places: Sequence[Place], transfer: _Transfer) -> list[Place]:

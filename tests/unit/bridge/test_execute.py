@@ -92,7 +92,7 @@ def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Landing(Destinations):
+class KeptBuffers(Destinations):
     """Destinations that are there all the time."""
 
     flats: dict[str, Tensor]
@@ -187,23 +187,23 @@ def test_every_run_brings_what_the_sources_hold_then(
     assert plan.num_buckets > 2 or not plan.bytes().received.any()
 
     def rank_body(rank: int) -> None:
-        mine, landing = tensors_of(sources, rank), Landing(tensors_of(destinations, rank))
+        mine, received = tensors_of(sources, rank), KeptBuffers(tensors_of(destinations, rank))
         executor = Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire)
         for seed in range(3):
             full = random_model(seed)
             spread(mine, sources, rank, full)
-            executor.run(landing)
+            executor.run(received)
             expected = tensors_of(destinations, rank)
             spread(expected, destinations, rank, full)
-            assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
-            assert landing.closed == list(range(plan.num_buckets)) * (seed + 1)
+            assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
+            assert received.closed == list(range(plan.num_buckets)) * (seed + 1)
         assert executor.peak_bytes <= (2 if machine == RANKS else 4) * BUCKET
 
     wire.run(rank_body)
 
 
 @dataclass(slots=True)
-class BriefLanding(Landing):
+class BriefBuffers(KeptBuffers):
     """Some buffers are there in their turn only."""
 
     brief: tuple[str, ...] = ()
@@ -231,15 +231,15 @@ def test_transient_buffers_exist_one_at_a_time(machine: int, brief: tuple[str, .
     plan = make_plan(sources, destinations, None)
 
     def rank_body(rank: int) -> None:
-        mine, landing = tensors_of(sources, rank), BriefLanding(tensors_of(destinations, rank), brief=brief)
+        mine, received = tensors_of(sources, rank), BriefBuffers(tensors_of(destinations, rank), brief=brief)
         full = random_model(3)
         spread(mine, sources, rank, full)
-        Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire).run(landing)
+        Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire).run(received)
         expected = tensors_of(destinations, rank)
         spread(expected, destinations, rank, full)
-        assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+        assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
         turn = [f"{way} part0.{number}" for number in brief for way in ("in", "out")]
-        assert landing.entered == turn * plan.num_buckets
+        assert received.entered == turn * plan.num_buckets
 
     wire.run(rank_body)
 
@@ -260,29 +260,29 @@ def test_a_run_after_one_that_failed_is_whole(machine: int) -> None:
     sources, destinations = held(2, 2), needed(1)
     plan = make_plan(sources, destinations, None)
     old, new = random_model(0), random_model(1)
-    bodies: dict[int, tuple[dict[str, Tensor], Landing, Executor]] = {}
+    bodies: dict[int, tuple[dict[str, Tensor], KeptBuffers, Executor]] = {}
 
     def failing(rank: int) -> None:
-        mine, landing = tensors_of(sources, rank), Landing(tensors_of(destinations, rank))
+        mine, received = tensors_of(sources, rank), KeptBuffers(tensors_of(destinations, rank))
         executor = Executor(plan.rank_view(rank), LiveSources(mine), DTYPES, wire)
-        bodies[rank] = (mine, landing, executor)
+        bodies[rank] = (mine, received, executor)
         spread(mine, sources, rank, old)
-        executor.run(landing)
-        landing.fails_at = 0
+        executor.run(received)
+        received.fails_at = 0
         with pytest.raises(OSError, match="no"):
-            executor.run(landing)
+            executor.run(received)
 
     wire.run(failing)
     wire.lose_messages()  # what was on the wire is lost
 
     def whole(rank: int) -> None:
-        mine, landing, executor = bodies[rank]
-        landing.fails_at = -1
+        mine, received, executor = bodies[rank]
+        received.fails_at = -1
         spread(mine, sources, rank, new)
-        executor.run(landing)
+        executor.run(received)
         expected = tensors_of(destinations, rank)
         spread(expected, destinations, rank, new)
-        assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+        assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
 
     wire.run(whole)
 
@@ -319,17 +319,17 @@ def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_
 
     def rank_body(rank: int) -> None:
         mine = [tensors_of(sources, rank), tensors_of(sources, rank)]
-        averages, landing = Averages(mine), Landing(tensors_of(destinations, rank))
+        averages, received = Averages(mine), KeptBuffers(tensors_of(destinations, rank))
         executor = Executor(plan.rank_view(rank), averages, DTYPES, wire)
         for seed in (0, 2):
             models = [random_model(seed + k) for k in range(2)]
             for flats, model in zip(mine, models, strict=True):
                 spread(flats, sources, rank, model)
-            executor.run(landing)
+            executor.run(received)
             mean = {name: ((models[0][name].float() + models[1][name].float()) / 2) for name in SHAPES}
             expected = tensors_of(destinations, rank)
             spread(expected, destinations, rank, mean)
-            assert all(torch.equal(landing.flats[name], tensor) for name, tensor in expected.items())
+            assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
             assert not averages.open_buckets and averages.most_open <= 2
 
     wire.run(rank_body)
@@ -341,9 +341,9 @@ def test_sources_are_closed_after_a_failure() -> None:
 
     def rank_body(rank: int) -> None:
         mine = tensors_of(sources, rank)
-        averages, landing = Averages([mine, mine]), Landing(tensors_of(destinations, rank), fails_at=0)
+        averages, received = Averages([mine, mine]), KeptBuffers(tensors_of(destinations, rank), fails_at=0)
         with pytest.raises(OSError, match="no"):
-            Executor(plan.rank_view(rank), averages, DTYPES, wire).run(landing)
+            Executor(plan.rank_view(rank), averages, DTYPES, wire).run(received)
         assert not averages.open_buckets and averages.most_open > 0
 
     wire.run(rank_body)

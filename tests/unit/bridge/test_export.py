@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from rlhf_mcore.bridge.files import hf_writer
+from rlhf_mcore.bridge.files import tensor_files
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
-from rlhf_mcore.bridge.files.hf_writer import cut_into_shards
+from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
@@ -82,7 +82,7 @@ def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch:
     def full(file: int, data: object, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_writer, "write_at", full)
+    monkeypatch.setattr(tensor_files, "write_at", full)
     with pytest.raises(OSError, match="No space left"):
         made.save(target)
     assert [p.name for p in target.iterdir()] == ["kept"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.landing import EngineLanding
+from rlhf_mcore.bridge.run.destinations import EngineDestinations
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
@@ -140,14 +140,14 @@ def test_names_that_mean_nothing_are_refused(trainer: Trainer, only: list[str], 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The lowest bit of one element changes on its way."""
-    close = EngineLanding.close
+    close = EngineDestinations.close
 
-    def tampered(landing: EngineLanding, bucket: Bucket) -> None:
+    def tampered(landing: EngineDestinations, bucket: Bucket) -> None:
         if name in bucket.destination_buffers:
             landing.open(bucket)[name].view(torch.int64)[-1] ^= 1
         close(landing, bucket)
 
-    monkeypatch.setattr(EngineLanding, "close", tampered)
+    monkeypatch.setattr(EngineDestinations, "close", tampered)
 
 
 @pytest.mark.parametrize(("verify", "named"), [("digest", "tensors differ"), ("full", "differ from a plain load")])

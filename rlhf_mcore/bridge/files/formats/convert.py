@@ -21,8 +21,7 @@ from rlhf_mcore.bridge.files.formats import torch_dist
 from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import TorchDistWriter, write_common
 from rlhf_mcore.bridge.files.hf_files import copy_companions
-from rlhf_mcore.bridge.files.hf_writer import ShardFiles, cut_into_shards, write_index
-from rlhf_mcore.bridge.files.tensor_files import TensorTypes, bytes_of
+from rlhf_mcore.bridge.files.tensor_files import ShardFiles, TensorTypes, bytes_of, cut_into_shards, write_index
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config
 from rlhf_mcore.own_files import own_directory

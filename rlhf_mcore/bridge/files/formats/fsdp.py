@@ -281,7 +281,7 @@ def _rectangles(begin: int, end: int, shape: Index) -> Iterator[tuple[int, Index
 
 
 def _flat_tile(ranks: _Ranks, name: str, rank: int, rectangle: tuple[Index, Index], first: int) -> Tile:
-    """A tile whose rows lie one after the other from element ``first`` on of what a rank holds."""
+    """A tile whose rows are back to back in what a rank holds, from element ``first`` on."""
     width = prod(rectangle[1][1:])
 
     def load(inside: tuple[slice, ...]) -> Tensor:

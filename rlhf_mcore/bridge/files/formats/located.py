@@ -128,7 +128,7 @@ def read(path: Path, tensor: Located, inside: tuple[slice, ...]) -> Tensor:
     return torch.frombuffer(buffer, dtype=tensor.dtype).as_strided(shape, tensor.strides)[(slice(None), *inside[1:])]
 
 
-class _Part:
+class _FileSlice:
     """A part of a file as a file of its own, read only."""
 
     def __init__(self, file: BinaryIO, begin: int, size: int):
@@ -157,7 +157,7 @@ class _Archive:
 
     def __init__(self, file: BinaryIO, begin: int, size: int, *, check: bool):
         self._file, self._begin, self._size = file, begin, size
-        part = _Part(file, begin, size)
+        part = _FileSlice(file, begin, size)
         self._check_directory(part)
         archive = zipfile.ZipFile(part)
         self._records: dict[str, tuple[int, int]] = {}
@@ -273,7 +273,7 @@ class _Archive:
         data = os.pread(self._file.fileno(), elements * where.dtype.itemsize, where.offset)
         return torch.frombuffer(bytearray(data), dtype=where.dtype).as_strided(where.shape, where.strides).clone()
 
-    def _check_directory(self, part: _Part) -> None:
+    def _check_directory(self, part: _FileSlice) -> None:
         """The table of contents is read at once: its size is compared before."""
         part.seek(max(self._size - 2**16, 0))
         tail = part.read(2**16)

@@ -1,4 +1,4 @@
-"""What is converted: full Hugging Face tensors, read a few rows at a time, from wherever they lie."""
+"""What is converted: full Hugging Face tensors, read a few rows at a time, whatever the format."""
 
 from __future__ import annotations
 

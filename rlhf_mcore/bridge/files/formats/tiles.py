@@ -124,7 +124,7 @@ class TiledSource:
 
     Args:
         tensors: by the format's own names.
-        rows: for every Hugging Face tensor where its rows lie, in order.
+        rows: for every Hugging Face tensor where its rows are, in order.
         shapes: of the Hugging Face tensors.
     """
 

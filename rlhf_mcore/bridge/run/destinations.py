@@ -33,7 +33,7 @@ class _Group:
     flats: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class EngineLanding(Destinations):
+class EngineDestinations(Destinations):
     """The destinations of one engine rank during one sync.
 
     Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
