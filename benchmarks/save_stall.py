@@ -23,7 +23,7 @@ from rlhf_mcore.checkpoint.collective import CheckpointWriter
 from rlhf_mcore.checkpoint.triggers import Decision, SignalRequests
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.trainer.checkpointer import Checkpointer
+from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.types import ModelGeometry
 
 GOAL, MEMCPY_GOAL = 0.05, 1.2
@@ -58,11 +58,11 @@ class Part:
         return write
 
 
-def checkpointer(folder: Path, part: Part, in_background: bool) -> Checkpointer:
-    return Checkpointer(
+def checkpointer(folder: Path, part: Part, in_background: bool) -> RunCheckpointer:
+    return RunCheckpointer(
         writer=CheckpointWriter(folder / ("background" if in_background else "foreground")),
         parts=[part],
-        documents=lambda step: {},
+        small_files=lambda step: {},
         triggers=None,
         requests=SignalRequests(),
         after_commit=lambda: None,

@@ -37,12 +37,15 @@ from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout import Engine, EngineModel, build_engine
 from rlhf_mcore.trainer.evaluation import (
+    TOKENS,
     evaluate,
     evaluation_sampling,
     grade,
     graded_of,
     prompts_per_batch,
     sample_record,
+    score_records,
+    with_tokens,
     without_score,
 )
 from rlhf_mcore.trainer.evaluation_results import (
@@ -54,7 +57,6 @@ from rlhf_mcore.trainer.evaluation_results import (
     sources_table,
 )
 from rlhf_mcore.trainer.model_reward import ModelReward
-from rlhf_mcore.trainer.recorded_scores import TOKENS, score_records, with_tokens
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt
 

@@ -36,9 +36,9 @@ from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
-from rlhf_mcore.trainer.checkpointer import Checkpointer
-from rlhf_mcore.trainer.documents import RunState
+from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.resume import Start
+from rlhf_mcore.trainer.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def _load_weights(model: RoleModel, directory: str) -> None:
 
 def build_checkpointer(
     run: RunContext, models: Sequence[SavedModel], holders: Mapping[str, Stateful], sampler: Sampler
-) -> Checkpointer:
+) -> RunCheckpointer:
     """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
 
     ``holders`` are the objects with a state, beside models and sampler. Collective over the world.
@@ -143,14 +143,14 @@ def build_checkpointer(
     restorer = Restorer(directory, state, files, models)
     load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
     keeper = _Housekeeping(cfg, directory, record.note)
-    checkpointer = Checkpointer(
+    checkpointer = RunCheckpointer(
         writer=CheckpointWriter(
             directory,
             full_every=cfg.checkpoint.full_every if cfg.checkpoint.delta else 1,
             permissions=Permissions(cfg.checkpoint.mode),
         ),
         parts=files,
-        documents=state.documents,
+        small_files=state.small_files,
         triggers=triggers,
         requests=run.requests,
         after_commit=keeper.after_commit,

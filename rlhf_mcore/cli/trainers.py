@@ -25,10 +25,10 @@ from rlhf_mcore.config.derive import longest_example, needs_critic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.examples import Example, ExampleBatches, load_examples
+from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
-from rlhf_mcore.data.source import load_prompts
+from rlhf_mcore.data.source import PromptBatches, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
@@ -38,30 +38,30 @@ from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor, SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
 from rlhf_mcore.rollout import EngineModel, build_engine
-from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.counters import Counters
-from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
-from rlhf_mcore.trainer.evaluation import Evaluator, evaluation_sampling, prompts_per_batch
-from rlhf_mcore.trainer.exchange import Exchange
-from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.model_reward import ModelReward
-from rlhf_mcore.trainer.parts import PromptBatches, Roles
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
-from rlhf_mcore.trainer.rollouts import RolloutWorker
-from rlhf_mcore.trainer.supervised import (
-    HeldOut,
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
+from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
+from rlhf_mcore.trainer.example_learner import (
+    ExampleEvaluator,
+    ExampleLearner,
     NoPublisher,
     Sums,
-    SupervisedLearner,
     likelihood,
     likelihood_metrics,
     preference,
     preference_metrics,
 )
+from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.metrics import Counters
+from rlhf_mcore.trainer.model_reward import ModelReward
+from rlhf_mcore.trainer.parts import Roles
+from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
+from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling, TrainBatch
 
-T = TypeVar("T", Prompt, Example)
+T = TypeVar("T", Prompt, TokenizedExample)
 
 
 def build_trainer(run: RunContext) -> Trainer:
@@ -91,7 +91,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         engine = build_engine(cfg.rollout, engine_model)
         worker = RolloutWorker(engine, engine.rank, partial(data.tokenizer.batch_decode, skip_special_tokens=True))
 
-    sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), Estimation(cfg.algorithm)
+    sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
     if critic is not None:
@@ -116,7 +116,7 @@ def rl_trainer(run: RunContext) -> Trainer:
             worker,
             sampling,
             reward,
-            DynamicSampling(dynamic.max_batches) if dynamic.enabled else OneBatch(),
+            DynamicSampling(dynamic.max_batches) if dynamic.enabled else PlainSampling(),
             Exchange(sampling.n),
             record,
         ),
@@ -124,7 +124,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         publisher=EnginePublisher(
             engine, _build_bridge(cfg, actor, engine), record, _build_canary(run, actor, worker, engine)
         ),
-        evaluator=Evaluator(
+        evaluator=PolicyEvaluator(
             data.held_out,
             worker,
             reward,
@@ -162,20 +162,20 @@ def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
 
 def _example_trainer(
     run: RunContext,
-    data: Data[Example],
+    data: Data[TokenizedExample],
     role: SupervisedActor | RewardModelTrainer,
     measure: Callable[[TrainBatch], Sums],
     named: Callable[[Sums], dict[str, float]],
 ) -> Trainer:
-    """``measure`` and ``named`` evaluate the role: see :class:`HeldOut`."""
+    """``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
     return Trainer(
         source=ExampleBatches(data.train, sampler),
-        learner=SupervisedLearner(role, record),
+        learner=ExampleLearner(role, record),
         publisher=NoPublisher(),
-        evaluator=HeldOut(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
+        evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
         checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),
         recorder=record,
         max_bad_updates=cfg.trainer.max_bad_updates,
@@ -226,11 +226,13 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return train, held_out
 
 
-def _load_examples(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Example], list[Example]]:
+def _load_examples(
+    run: RunContext, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
     cfg, data = run.cfg, run.cfg.data
     positions = load_spec(cfg.model.path, run.kind.head).hf_config.max_position_embeddings
 
-    def load(files: list[str], field: str) -> list[Example]:
+    def load(files: list[str], field: str) -> list[TokenizedExample]:
         columns = [wanted_columns(cfg, prompt_key) for prompt_key, _ in file_keys(data, files, field)]
         return load_examples(
             files,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from rlhf_mcore.config.data_files import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer
-from rlhf_mcore.data.transform import load_transform, transformed_rows
+from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
 
@@ -30,7 +31,7 @@ EXAMPLES_PER_TOKENIZER_CALL = 512
 
 
 @dataclass(slots=True)
-class Example:
+class TokenizedExample:
     """A prompt and the responses to learn from: one, or the chosen and the rejected one."""
 
     place: str
@@ -59,7 +60,7 @@ def load_examples(
     drop_longer: bool,
     field: str = "data.train",
     data: DataConfig | None = None,
-) -> list[Example]:
+) -> list[TokenizedExample]:
     """All examples of ``files`` in order.
 
     Args:
@@ -101,7 +102,7 @@ def load_examples(
     return kept
 
 
-def example_batch(examples: Sequence[Example]) -> TrainBatch:
+def example_batch(examples: Sequence[TokenizedExample]) -> TrainBatch:
     """The rows of the examples one after the other; ``group_ids`` tell which example each belongs to.
 
     Every rank of the world passes the same examples and keeps the tokens of the rows that it owns; nothing is sent.
@@ -128,17 +129,11 @@ def example_batch(examples: Sequence[Example]) -> TrainBatch:
     )
 
 
-class Sampler(Protocol):
-    """Positions of the examples of the next step."""
-
-    def next_batch(self) -> list[int]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ExampleBatches:
     """Examples in the order of a sampler."""
 
-    examples: Sequence[Example]
+    examples: Sequence[TokenizedExample]
     sampler: Sampler
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
@@ -146,7 +141,7 @@ class ExampleBatches:
         return example_batch([self.examples[place] for place in self.sampler.next_batch()]), {}
 
 
-def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
+def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> Iterator[TokenizedExample]:
     for start in range(0, len(texts), EXAMPLES_PER_TOKENIZER_CALL):
         part = texts[start : start + EXAMPLES_PER_TOKENIZER_CALL]
         flat = [text for item in part for text in (item.prompt, *item.responses)]
@@ -156,7 +151,7 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> I
             if not prompt_ids:
                 raise ConfigError(f"{item.place}: the prompt {item.prompt!r:.60} has no tokens; remove the row")
             responses = [_ended(next(encoded), int(tokenizer.eos_token_id)) for _ in item.responses]
-            yield Example(item.place, prompt_ids, responses)
+            yield TokenizedExample(item.place, prompt_ids, responses)
 
 
 def _ended(response_ids: Sequence[int], eos_token_id: int) -> list[int]:

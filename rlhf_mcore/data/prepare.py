@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.recipes import RECIPES, Example, PlacedRow, RowError, recognise
+from rlhf_mcore.data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
 from rlhf_mcore.foreign import read_bytes
 
 if TYPE_CHECKING:
@@ -90,14 +90,14 @@ def prepare(
     return splits, report
 
 
-def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list[Example]:
-    found: list[Example] = []
+def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list[PreparedExample]:
+    found: list[PreparedExample] = []
     report.counts.update(dict.fromkeys(("rows read", "unusable", "without what the task needs"), 0))
     for example in _recipe_output(rows, options, report):
         problem = str(example) if isinstance(example, RowError) else _problem(example)
         if problem:
             report.bad.append(problem)
-        elif isinstance(example, Example):
+        elif isinstance(example, PreparedExample):
             if _fits_task(example, options):
                 found.append(_with_system(example, options.system))
             else:
@@ -112,7 +112,7 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list
     return found
 
 
-def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[Example | RowError]:
+def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) -> Iterator[PreparedExample | RowError]:
     def counted() -> Iterator[PlacedRow]:
         for placed in rows:
             report.counts["rows read"] += 1
@@ -131,7 +131,7 @@ def _recipe_output(rows: Iterable[PlacedRow], options: Options, report: Report) 
     return RECIPES[name](chain([first], stream))
 
 
-def _problem(example: Example) -> str | None:
+def _problem(example: PreparedExample) -> str | None:
     texts = [message["content"] for message in example.prompt]
     if not any(text.strip() for text in texts):
         return f"{example.place}: the prompt is empty"
@@ -144,31 +144,31 @@ def _problem(example: Example) -> str | None:
     return None
 
 
-def _fits_task(example: Example, options: Options) -> bool:
+def _fits_task(example: PreparedExample, options: Options) -> bool:
     if options.lang is not None and example.extra.get("lang", options.lang) != options.lang:
         return False
     return all(getattr(example, name) for name in NEEDED[options.task])
 
 
-def _with_system(example: Example, system: str | None) -> Example:
+def _with_system(example: PreparedExample, system: str | None) -> PreparedExample:
     if system and example.prompt[0]["role"] != "system":
         example.prompt = [{"role": "system", "content": system}, *example.prompt]
     return example
 
 
-def prompt_key(example: Example) -> str:
+def prompt_key(example: PreparedExample) -> str:
     """What makes two prompts the same: roles and words, not spacing or case."""
     turns = [[message["role"], " ".join(message["content"].split()).casefold()] for message in example.prompt]
     return blake2b(json.dumps(turns).encode(), digest_size=8).hexdigest()
 
 
-def _distinct(examples: Sequence[Example], options: Options, report: Report) -> list[Example]:
+def _distinct(examples: Sequence[PreparedExample], options: Options, report: Report) -> list[PreparedExample]:
     """One of each. A prompt with different ground truths is left out: nobody knows which one is right."""
     truths: dict[str, set[str]] = {}
     for example in examples:
         if options.task == "rl" and example.ground_truth is not None:
             truths.setdefault(prompt_key(example), set()).add(example.ground_truth)
-    kept: dict[tuple[str, ...], Example] = {}
+    kept: dict[tuple[str, ...], PreparedExample] = {}
     for example in examples:
         key = prompt_key(example)
         if len(truths.get(key, ())) > 1:
@@ -182,8 +182,8 @@ def _distinct(examples: Sequence[Example], options: Options, report: Report) -> 
 
 
 def _short_enough(
-    examples: Sequence[Example], options: Options, tokenizer: PreTrainedTokenizerBase, report: Report
-) -> list[Example]:
+    examples: Sequence[PreparedExample], options: Options, tokenizer: PreTrainedTokenizerBase, report: Report
+) -> list[PreparedExample]:
     kept = []
     for example in examples:
         length = _num_tokens(example.prompt, tokenizer)
@@ -204,12 +204,12 @@ def _num_tokens(prompt: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
     return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _share(example: Example) -> float:
+def _share(example: PreparedExample) -> float:
     """A number in [0, 1) that depends on the prompt alone: all rows of a prompt fall on one side of any split."""
     return int(prompt_key(example), 16) / 2**64
 
 
-def _row(example: Example, task: str, split: str) -> dict[str, Any]:
+def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:
     if task != "rl":
         return {
             "data_source": example.data_source,

@@ -1,6 +1,6 @@
 """The shapes in which public data sets come, and how a row of each becomes examples.
 
-A recipe turns (place, row) pairs into ``Example``s; what is wrong with a row is a ``RowError`` that names its place.
+A recipe turns (place, row) pairs into ``PreparedExample``s; what is wrong with a row is a ``RowError`` that names its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhf_mcore.rewards.answers import last_boxed
 
 Message = dict[str, str]
 PlacedRow = tuple[str, dict[str, Any]]
-Recipe = Callable[[Iterable[PlacedRow]], Iterator["Example | RowError"]]
+Recipe = Callable[[Iterable[PlacedRow]], Iterator["PreparedExample | RowError"]]
 
 GSM8K_INSTRUCTION = 'Think step by step and give the final answer after "####".'
 BOXED_INSTRUCTION = r"Think step by step and put the final answer in \boxed{}."
@@ -35,7 +35,7 @@ class RowError(ValueError):
 
 
 @dataclass(slots=True)
-class Example:
+class PreparedExample:
     """One prompt with what is known about it."""
 
     place: str
@@ -60,13 +60,13 @@ def _user(text: str, instruction: str = "") -> list[Message]:
     return [{"role": "user", "content": f"{text.strip()}\n\n{instruction}".strip()}]
 
 
-def gsm8k(place: str, row: Mapping[str, Any]) -> Example:
+def gsm8k(place: str, row: Mapping[str, Any]) -> PreparedExample:
     """Cobbe et al. 2021 (arXiv 2110.14168): question, answer that ends in ``#### number``."""
     solution, marker, number = _ANNOTATION.sub("", _text(row, "answer")).rpartition("####")
     if not marker or not number.strip():
         raise RowError("'answer' has no number after ####")
     truth = number.strip().replace(",", "")
-    return Example(
+    return PreparedExample(
         place,
         "gsm8k",
         _user(_text(row, "question"), GSM8K_INSTRUCTION),
@@ -76,7 +76,7 @@ def gsm8k(place: str, row: Mapping[str, Any]) -> Example:
     )
 
 
-def math(place: str, row: Mapping[str, Any]) -> Example:
+def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
     r"""Hendrycks et al. 2021 (arXiv 2103.03874): problem, solution with a ``\boxed{}`` answer, level, type."""
     solution = _text(row, "solution")
     answer = row.get("answer") if isinstance(row.get("answer"), str) else last_boxed(solution)
@@ -84,12 +84,12 @@ def math(place: str, row: Mapping[str, Any]) -> Example:
         raise RowError(r"'solution' has no \boxed{} answer")
     extra = {key: str(row[key]) for key in ("level", "type", "subject") if row.get(key) is not None}
     prompt = _user(_text(row, "problem"), BOXED_INSTRUCTION)
-    return Example(
+    return PreparedExample(
         place, "math", prompt, ground_truth=str(answer).strip(), response=solution.strip(), ability="math", extra=extra
     )
 
 
-def rule_graded(place: str, row: Mapping[str, Any]) -> Example:
+def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
     """DAPO-Math-17k (arXiv 2503.14476) and everything else in our own schema: prompt, reward_model.ground_truth."""
     reward_model = row.get("reward_model")
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
@@ -98,7 +98,7 @@ def rule_graded(place: str, row: Mapping[str, Any]) -> Example:
     info = row.get("extra_info") or {}
     extra = {key: str(value) for key, value in info.items() if value is not None and not isinstance(value, dict | list)}
     extra.pop("split", None)
-    return Example(
+    return PreparedExample(
         place,
         str(row.get("data_source") or "unknown"),
         _messages(row.get("prompt")),
@@ -108,22 +108,24 @@ def rule_graded(place: str, row: Mapping[str, Any]) -> Example:
     )
 
 
-def chat(place: str, row: Mapping[str, Any]) -> Example:
+def chat(place: str, row: Mapping[str, Any]) -> PreparedExample:
     """A conversation under one of the usual names; what comes after the last turn of the user is the response."""
     source = str(row.get("data_source") or row.get("source") or "chat")
     turns = row.get("messages") or row.get("conversations")
     if turns is None and "instruction" in row:  # Alpaca
         given = row.get("input") or ""
-        return Example(place, source, _user(_text(row, "instruction"), str(given)), response=_text(row, "output"))
+        return PreparedExample(
+            place, source, _user(_text(row, "instruction"), str(given)), response=_text(row, "output")
+        )
     if turns is None:
         response = next((row[key] for key in ("response", "completion", "output", "answer") if row.get(key)), None)
         prompt = _messages(row.get("prompt") or row.get("question"))
-        return Example(place, source, prompt, response=None if response is None else _last_text(response))
+        return PreparedExample(place, source, prompt, response=None if response is None else _last_text(response))
     prompt, response = _split(_messages(turns))
-    return Example(place, source, prompt, response=response)
+    return PreparedExample(place, source, prompt, response=response)
 
 
-def preference(place: str, row: Mapping[str, Any]) -> Example:
+def preference(place: str, row: Mapping[str, Any]) -> PreparedExample:
     """A better and a worse response: texts, lists of messages, or whole transcripts that share their beginning."""
     source = str(row.get("data_source") or row.get("source") or "preference")
     sides = [_side(row, key) for key in ("chosen", "rejected")]
@@ -136,7 +138,7 @@ def preference(place: str, row: Mapping[str, Any]) -> Example:
     prompt = prompts[0] or _messages(given)
     if answers[0] == answers[1]:
         raise RowError("'chosen' and 'rejected' are the same")
-    return Example(place, source, prompt, chosen=answers[0], rejected=answers[1])
+    return PreparedExample(place, source, prompt, chosen=answers[0], rejected=answers[1])
 
 
 def _side(row: Mapping[str, Any], key: str) -> tuple[list[Message], str]:
@@ -192,7 +194,7 @@ def _last_text(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- OpenAssistant
-def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[Example | RowError]:
+def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
     """Köpf et al. 2023 (arXiv 2304.07327): trees of messages, as one tree per row or as one message per row with parent_id.
 
     Every turn of a user with answers becomes an example: the best-ranked answer is the response, and chosen over the worst-ranked
@@ -217,7 +219,7 @@ def open_assistant(rows: Iterable[PlacedRow]) -> Iterator[Example | RowError]:
         yield from _tree(place, row, [])
 
 
-def _tree(place: str, node: Mapping[str, Any], before: list[Message]) -> Iterator[Example | RowError]:
+def _tree(place: str, node: Mapping[str, Any], before: list[Message]) -> Iterator[PreparedExample | RowError]:
     if node.get("deleted"):
         return
     try:
@@ -232,10 +234,12 @@ def _tree(place: str, node: Mapping[str, Any], before: list[Message]) -> Iterato
         yield from _tree(place, reply, here)
 
 
-def _turn(place: str, node: Mapping[str, Any], prompt: list[Message], replies: list[Mapping[str, Any]]) -> Example:
+def _turn(
+    place: str, node: Mapping[str, Any], prompt: list[Message], replies: list[Mapping[str, Any]]
+) -> PreparedExample:
     ranked = sorted((reply for reply in replies if isinstance(reply.get("rank"), int | float)), key=lambda r: r["rank"])
     best = ranked or replies
-    example = Example(place, "open_assistant", prompt, extra={"lang": str(node.get("lang") or "")})
+    example = PreparedExample(place, "open_assistant", prompt, extra={"lang": str(node.get("lang") or "")})
     if best:
         example.response = best[0]["text"].strip()
     if len(ranked) > 1 and ranked[0]["rank"] < ranked[-1]["rank"]:
@@ -244,10 +248,10 @@ def _turn(place: str, node: Mapping[str, Any], prompt: list[Message], replies: l
 
 
 # -------------------------------------------------------------------------------------------------------------- choice
-def per_row(convert: Callable[[str, Mapping[str, Any]], Example]) -> Recipe:
+def per_row(convert: Callable[[str, Mapping[str, Any]], PreparedExample]) -> Recipe:
     """A recipe that makes one example of each row."""
 
-    def recipe(rows: Iterable[PlacedRow]) -> Iterator[Example | RowError]:
+    def recipe(rows: Iterable[PlacedRow]) -> Iterator[PreparedExample | RowError]:
         for place, row in rows:
             try:
                 yield convert(place, row)

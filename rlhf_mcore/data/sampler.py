@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rlhf_mcore.config.errors import ConfigError
+
+
+class Sampler(Protocol):
+    """Batches of positions in a data set, resumable."""
+
+    @property
+    def num_epochs(self) -> float:
+        """How often all positions have been drawn, on average."""
+        ...
+
+    def next_batch(self) -> list[int]:
+        """The positions of the next step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is; plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken."""
+        ...
 
 
 class PromptSampler:
@@ -155,9 +176,6 @@ class WeightedSampler:
             )
         for part, mine in zip(parts, self._parts, strict=True):
             mine.load_state_dict(part)
-
-
-Sampler = PromptSampler | WeightedSampler
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.data_files import file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import (
+    RowLimits,
     check_characters,
     check_plain,
     checked_prompt,
     ground_truth,
     mapping,
+    read_rows,
     require_column,
 )
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.data.rendering import Renderer
-from rlhf_mcore.data.transform import load_transform, transformed_rows
+from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -27,6 +30,21 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import DataConfig
 
 PROMPTS_PER_TOKENIZER_CALL = 512
+
+Row = dict[str, Any]
+Transform = Callable[[Row], Row | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatches:
+    """Prompts in the order of a sampler, the same on every rank."""
+
+    prompts: Sequence[Prompt]
+    sampler: Sampler
+
+    def next_batch(self) -> list[Prompt]:
+        """The prompts of the next step."""
+        return [self.prompts[place] for place in self.sampler.next_batch()]
 
 
 @dataclass(slots=True)
@@ -158,3 +176,31 @@ def _within_length(drafts: Sequence[_Draft], cfg: DataConfig, field: str) -> lis
             "raise it"
         )
     return kept
+
+
+def load_transform(spec: str | None) -> Transform | None:
+    """The function that ``data.transform`` names; None where it is not set."""
+    return None if spec is None else load_function(spec, "data.transform")
+
+
+def transformed_rows(file: Path, limits: RowLimits, transform: Transform | None) -> Iterator[tuple[str, Row | None]]:
+    """Yield (place, row) as ``read_rows``, every row passed through ``transform``; None for one that it leaves out.
+
+    Raises:
+        ConfigError: as ``read_rows``; the function fails, or returns something else than a row: naming the place.
+    """
+    for place, row in read_rows(file, limits):
+        if transform is None:
+            yield place, row
+            continue
+        try:
+            made = transform(row)
+        except Exception as error:
+            raise ConfigError(
+                f"{place}: data.transform failed ({type(error).__name__}: {error}); correct the function"
+            ) from error
+        if made is not None and not isinstance(made, dict):
+            raise ConfigError(
+                f"{place}: data.transform returned {type(made).__name__} {made!r:.60}, not a row (a dict) or None"
+            )
+        yield place, made

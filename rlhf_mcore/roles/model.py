@@ -18,8 +18,8 @@ from torch import Tensor
 
 from rlhf_mcore.algorithms.masking import row_weights
 from rlhf_mcore.config.schema import OptimizerConfig, TrainerConfig
-from rlhf_mcore.data.balance import balance
 from rlhf_mcore.data.collate import RowTokens, in_units, make_microbatches, restore_last, restore_tokens
+from rlhf_mcore.data.packing import balance
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate

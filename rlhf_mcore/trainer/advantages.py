@@ -21,7 +21,7 @@ from rlhf_mcore.types import TrainBatch
 
 
 @dataclass(slots=True)
-class Estimation:
+class AdvantageComputer:
     """Shapes rewards and estimates advantages as the configuration says.
 
     Every rank estimates those of its own rows; what all must agree on are sums by row, which ``merge`` makes known to all.

@@ -20,7 +20,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums
 from rlhf_mcore.trainer.metrics import refuse_not_finite
 
 Write = Callable[[Path], list[Path]]
-Documents = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
+SmallFiles = Mapping[str, bytes]  # small files by name, on the first rank; the others have none
 
 
 class SavedPart(Protocol):
@@ -49,7 +49,7 @@ class SavedPart(Protocol):
 
 
 @dataclass(slots=True)
-class Checkpointer:
+class RunCheckpointer:
     """Saves after the steps after which a save is due, and decides when to stop.
 
     With ``in_background`` a save copies what it needs and returns; a thread writes, and the commit, for which ranks must talk to each
@@ -58,7 +58,7 @@ class Checkpointer:
 
     writer: CheckpointWriter
     parts: Sequence[SavedPart]
-    documents: Callable[[int], Documents]  # collective
+    small_files: Callable[[int], SmallFiles]  # collective
     triggers: Triggers | None  # on the first rank
     requests: SignalRequests
     after_commit: Callable[[], None]  # on the first rank
@@ -107,8 +107,8 @@ class Checkpointer:
             if self.in_background:
                 self._start(info, decision)
             else:
-                documents = self.documents(step)
-                self.writer.save(info, partial(self._write, documents), self._num_bytes(documents))
+                small_files = self.small_files(step)
+                self.writer.save(info, partial(self._write, small_files), self._num_bytes(small_files))
                 self._committed(step, time.monotonic() - started, decision)
         except SaveError as error:
             self._failed(error, decision)
@@ -122,10 +122,10 @@ class Checkpointer:
         """
         self.drain()
         self._refuse_not_finite(step)
-        documents = self.documents(step)
-        write = partial(self._write, documents)
+        small_files = self.small_files(step)
+        write = partial(self._write, small_files)
         return CheckpointWriter(directory, permissions=self.writer.permissions).save(
-            CheckpointInfo(step), write, self._num_bytes(documents)
+            CheckpointInfo(step), write, self._num_bytes(small_files)
         )
 
     def drain(self) -> None:
@@ -163,17 +163,17 @@ class Checkpointer:
         return self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
 
     def _start(self, info: CheckpointInfo, decision: Decision) -> None:
-        documents = self.documents(info.step)
-        directory = self.writer.begin(info.step, num_bytes := self._num_bytes(documents))
+        small_files = self.small_files(info.step)
+        directory = self.writer.begin(info.step, num_bytes := self._num_bytes(small_files))
         writes = [part.snapshot() for part in self.parts]
-        write = partial(_write_copies, writes, documents)
+        write = partial(_write_copies, writes, small_files)
         self._flush = _Flush(info, decision, directory, write, num_bytes, self.writer)
 
-    def _num_bytes(self, documents: Documents) -> int:
+    def _num_bytes(self, small_files: SmallFiles) -> int:
         """What this rank writes."""
-        return sum(part.num_bytes() for part in self.parts) + sum(map(len, documents.values()))
+        return sum(part.num_bytes() for part in self.parts) + sum(map(len, small_files.values()))
 
-    def _write(self, documents: Documents, directory: Path) -> list[Path]:
+    def _write(self, small_files: SmallFiles, directory: Path) -> list[Path]:
         """Every part is written, whatever happens to another one, because other ranks take part."""
         paths, first_error = [], None
         for part in self.parts:
@@ -183,7 +183,7 @@ class Checkpointer:
                 first_error = first_error or error
         if first_error is not None:
             raise first_error
-        return paths + _write_documents(directory, documents)
+        return paths + _write_small_files(directory, small_files)
 
     def _committed(self, step: int, seconds: float, decision: Decision) -> None:
         if self.triggers is None:
@@ -234,14 +234,14 @@ class _Flush:
         return self._outcome
 
 
-def _write_copies(writes: Sequence[Write], documents: Documents, directory: Path) -> list[Path]:
-    return [path for write in writes for path in write(directory)] + _write_documents(directory, documents)
+def _write_copies(writes: Sequence[Write], small_files: SmallFiles, directory: Path) -> list[Path]:
+    return [path for write in writes for path in write(directory)] + _write_small_files(directory, small_files)
 
 
-def _write_documents(directory: Path, documents: Documents) -> list[Path]:
-    for name, content in documents.items():
+def _write_small_files(directory: Path, small_files: SmallFiles) -> list[Path]:
+    for name, content in small_files.items():
         (directory / name).write_bytes(content)
-    return [directory / name for name in documents]
+    return [directory / name for name in small_files]
 
 
 def _all_ranks(holds: Callable[[], bool]) -> bool:

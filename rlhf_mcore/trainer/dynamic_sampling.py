@@ -49,7 +49,7 @@ class Collector(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneBatch:
+class PlainSampling:
     """Takes the prompts as they come."""
 
     def collect(self, source: PromptSource, attempt: Attempt) -> Collected:

@@ -7,6 +7,9 @@ from dataclasses import astuple, dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
@@ -14,7 +17,7 @@ from rlhf_mcore.trainer import statistics
 from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.statistics import Graded
-from rlhf_mcore.types import Prompt, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, Prompt, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -22,11 +25,13 @@ if TYPE_CHECKING:
 # Responses are drawn with the same seeds at every step, so that two evaluations differ by the policy and not by luck. Training
 # counts its steps from 1: its rollouts never share a seed with these.
 SEED_STEP = 0
+Record = dict[str, Any]  # a line of samples.jsonl
+TOKENS = "response_ids"  # what a record has until a reward model has scored it: it reads tokens and not text
 BATCHES_IN_FLIGHT = 4  # responses of a batch over those that an engine decodes at a time: few wait for the longest
 
 
 @dataclass(slots=True)
-class Evaluator:
+class PolicyEvaluator:
     """Scores ``prompts`` with the policy that the engine holds."""
 
     prompts: Sequence[Prompt]
@@ -78,11 +83,11 @@ def grade(
 
 def evaluate(
     prompts: Sequence[Prompt],
-    draw: Callable[[Sequence[Prompt]], list[dict[str, Any]]],
+    draw: Callable[[Sequence[Prompt]], list[Record]],
     engine: EngineRank,
     size: int,
     done: Collection[int],
-    keep: Callable[[Sequence[list[dict[str, Any]]]], None],
+    keep: Callable[[Sequence[list[Record]]], None],
 ) -> None:
     """Draw and score the prompts whose index is not in ``done``, and keep the records of every batch, one list per prompt.
 
@@ -104,7 +109,7 @@ def without_score(what: str, count: int, causes: Sequence[Sequence[str]]) -> str
     return f"{what}: {count} responses got no score and count as 0; the first: {first}"
 
 
-def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> dict[str, Any]:
+def sample_record(trajectory: Trajectory, verdict: Score, row: Graded) -> Record:
     """A line of samples.jsonl. Nothing that rounding may change from machine to machine, such as logprobs, is in it."""
     return {
         "prompt_id": row.prompt_id,
@@ -190,3 +195,61 @@ def metrics(rows: Sequence[Graded]) -> dict[str, float]:
         for source, held in by_source.items():
             named[f"evaluate/accuracy/{source}"] = statistics.means(held)["accuracy"]
     return named
+
+
+def with_tokens(record: Record, trajectory: Trajectory) -> Record:
+    """A record that waits for the reward model."""
+    return record | {TOKENS: trajectory.sampled_ids.tolist()}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedScores:
+    """A grader that remembers what others have said of each response."""
+
+    scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """One score per trajectory, in order."""
+        return [self.scores[t.prompt.index, t.sample] for t in trajectories]
+
+
+def score_records(
+    prompts: Sequence[Prompt],
+    records: Sequence[Record],
+    engine: EngineRank,
+    size: int,
+    add_model: Callable[[RewardFunction], RewardFunction],
+) -> list[Record]:
+    """Records of the prompts of this rank's engine with the reward model's score in theirs. Collective over the world.
+
+    Args:
+        prompts: all of them.
+        records: of all responses, with ``TOKENS``; the same on every rank.
+        engine: this rank's part of the engines that drew them.
+        size: prompts that an engine is handed at a time.
+        add_model: the reward of training around other graders.
+    """
+    by_prompt: dict[int, list[Record]] = {}
+    for record in records:
+        by_prompt.setdefault(record["index"], []).append(record)
+    known = {(r["index"], r["sample"]): Score(r["score"], r["parts"]) for r in records}
+    reward = add_model(RecordedScores(known))
+    scored = []
+    for batch in batches(prompts, engine, size):
+        mine = [(p, r) for p in batch for r in by_prompt[p.index]] if engine.is_lead else []
+        scores = reward.score([_trajectory(*pair) for pair in mine])
+        scored += [_finished(record, score) for (_, record), score in zip(mine, scores, strict=True)]
+    return scored
+
+
+def _finished(record: Record, score: Score) -> Record:
+    correct = is_correct(score.value, score.parts)
+    whole = record | {"score": score.value, "parts": score.parts, "correct": correct}
+    return {name: value for name, value in whole.items() if name != TOKENS}
+
+
+def _trajectory(prompt: Prompt, record: Record) -> Trajectory:
+    token_ids = np.array(record[TOKENS], np.int32)
+    reason = "length" if record["truncated"] else "stop"
+    completion = Completion(0, token_ids, np.zeros(len(token_ids), np.float32), ((0, 0),), reason)
+    return episode(prompt, record["sample"], [completion], record["response"])

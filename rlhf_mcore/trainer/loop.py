@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.trainer.counters import Counters
-from rlhf_mcore.trainer.metrics import stop_if_diverged
+from rlhf_mcore.trainer.metrics import Counters, stop_if_diverged
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
 from rlhf_mcore.algorithms.rows import OwnedRows
@@ -70,3 +72,30 @@ def stop_if_diverged(metrics: Mapping[str, float], max_bad_updates: int) -> None
                 f"(trainer.max_bad_updates={max_bad_updates}); none of them was made. Lower the learning rate, or look at the data "
                 "and the rewards of the last steps; the last checkpoint is intact"
             )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums over the steps that were made. ``tokens`` are those of responses, which carry the loss."""
+
+    steps: int = 0
+    prompts: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def count(self, batch: TrainBatch) -> dict[str, float]:
+        """One more step. Returns the sums as metrics."""
+        self.steps += 1
+        self.prompts += len(batch.group_ids.unique())
+        self.samples += len(batch.group_ids)
+        self.tokens += int(batch.num_sampled.sum())
+        return {f"progress/{name}": float(value) for name, value in asdict(self).items() if name != "steps"}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, as plain JSON values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from these sums."""
+        for name in asdict(self):
+            setattr(self, name, int(state[name]))

@@ -153,20 +153,3 @@ class Recorder(Protocol):
     def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
         """Write the evaluation of the model of an earlier step, with which the run ends."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PromptBatches:
-    """Prompts in the order of a sampler."""
-
-    prompts: Sequence[Prompt]
-    sampler: Sampler
-
-    def next_batch(self) -> list[Prompt]:
-        return [self.prompts[place] for place in self.sampler.next_batch()]
-
-
-class Sampler(Protocol):
-    """Positions of the prompts of the next step."""
-
-    def next_batch(self) -> list[int]: ...

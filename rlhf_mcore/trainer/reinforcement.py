@@ -12,7 +12,7 @@ from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
-    from rlhf_mcore.trainer.advantages import Estimation
+    from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.dynamic_sampling import Collector
     from rlhf_mcore.trainer.exchange import Exchange
@@ -55,13 +55,13 @@ class PolicyLearner:
     """Policy-gradient updates of the actor, and of the critic where there is one."""
 
     roles: Roles
-    estimation: Estimation
+    compute_advantages: AdvantageComputer
     recorder: Recorder
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
         """Compute what the models tell about the batch before any of them is updated, estimate advantages, update. Collective."""
         self._compute(step, batch)
-        metrics = agreement_metrics(batch) | self.estimation(batch)
+        metrics = agreement_metrics(batch) | self.compute_advantages(batch)
         with self.recorder.phase("update"):
             return metrics | self._update(step, batch)
 

@@ -19,8 +19,8 @@ from rlhf_mcore.config.differences import compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.foreign import SMALL, read_text
-from rlhf_mcore.trainer.documents import check_counts, read_inputs, read_step
 from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
+from rlhf_mcore.trainer.run_state import check_counts, read_inputs, read_step
 
 CheckSaved = Callable[[Path, Mapping[str, Path]], None]  # a checkpoint, and by model the directory with its weights
 MAX_NOTED = 20

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.data.balance import balance
+from rlhf_mcore.data.packing import balance
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import world_group
 from tests.distributed import models

@@ -24,7 +24,7 @@ from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
-from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
 from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start
@@ -131,7 +131,7 @@ def scored_batch() -> TrainBatch:
 
 def run(which: Team) -> list[dict[str, float]]:
     """PPO steps on the same rows. The first rank's view of the metrics, which are the same everywhere."""
-    history, estimation = [], Estimation(algorithm())
+    history, estimation = [], AdvantageComputer(algorithm())
     for _ in range(NUM_STEPS):
         batch = scored_batch()
         batch.ref_logprobs = which.reference.compute_logprobs(batch)

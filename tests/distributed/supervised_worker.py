@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
-from rlhf_mcore.data.examples import Example, example_batch
+from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import BuildOptions, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -25,7 +25,13 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.trainer.supervised import HeldOut, likelihood, likelihood_metrics, preference, preference_metrics
+from rlhf_mcore.trainer.example_learner import (
+    ExampleEvaluator,
+    likelihood,
+    likelihood_metrics,
+    preference,
+    preference_metrics,
+)
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
 from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, start
@@ -38,13 +44,15 @@ CENTERING = 0.05
 OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 
 
-def examples(kind: str) -> list[Example]:
+def examples(kind: str) -> list[TokenizedExample]:
     """Ten examples, so that their number is no multiple of the ranks'."""
-    single = [Example("", row.prompt_ids, [row.response_ids]) for row in rows(count=10)]
+    single = [TokenizedExample("", row.prompt_ids, [row.response_ids]) for row in rows(count=10)]
     if kind == "sft":
         return single
     others = [row.response_ids for row in rows(seed=5, count=10)]
-    return [Example("", e.prompt_ids, [*e.response_ids, other]) for e, other in zip(single, others, strict=True)]
+    return [
+        TokenizedExample("", e.prompt_ids, [*e.response_ids, other]) for e, other in zip(single, others, strict=True)
+    ]
 
 
 def main(directory: Path) -> None:
@@ -93,9 +101,9 @@ def update(
     return {"before": measured, "history": history, "weights_diff": worst, "num_weights": len(differences)}
 
 
-def held_out(kind: str, which: Any) -> HeldOut:
+def held_out(kind: str, which: Any) -> ExampleEvaluator:
     """Three examples at a time: the last batch is short, and some data-parallel ranks have nothing."""
-    build = partial(HeldOut, examples(kind), 0, 3)
+    build = partial(ExampleEvaluator, examples(kind), 0, 3)
     if kind == "sft":
         return build(partial(likelihood, which), likelihood_metrics)
     return build(partial(preference, which), preference_metrics)

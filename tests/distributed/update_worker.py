@@ -15,7 +15,7 @@ from rlhf_mcore.algorithms.advantages import group_relative
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
-from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
 from tests.distributed.setting import (
@@ -97,7 +97,7 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
     # Far from the mask anything may stand: it must not matter.
     assert batch.old_logprobs is not None
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
-    Estimation(algorithm())(batch)
+    AdvantageComputer(algorithm())(batch)
 
 
 def update(

@@ -10,7 +10,7 @@ import pytest
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.data.recipes import GSM8K_INSTRUCTION, RECIPES, Example
+from rlhf_mcore.data.recipes import GSM8K_INSTRUCTION, RECIPES, PreparedExample
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt
 from tests.episodes import single_turn
@@ -50,12 +50,12 @@ DATA = {
 }
 
 
-def examples(recipe: str) -> list[Example]:
+def examples(recipe: str) -> list[PreparedExample]:
     made = list(RECIPES[recipe]((f"row {number}", row) for number, row in enumerate(ROWS[recipe])))
-    return [example for example in made if isinstance(example, Example)]
+    return [example for example in made if isinstance(example, PreparedExample)]
 
 
-def as_asked(example: Example, answer: str) -> str:
+def as_asked(example: PreparedExample, answer: str) -> str:
     """A response in the form that the prompt asks for."""
     prompt = example.prompt[-1]["content"]
     if prompt.endswith(GSM8K_INSTRUCTION):

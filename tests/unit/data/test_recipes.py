@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.data.recipes import RECIPES, Example, RowError, recognise
+from rlhf_mcore.data.recipes import RECIPES, PreparedExample, RowError, recognise
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -44,9 +44,9 @@ TREE = {
 }
 
 
-def one(recipe: str, row: dict[str, Any]) -> Example:
+def one(recipe: str, row: dict[str, Any]) -> PreparedExample:
     (found,) = RECIPES[recipe]([("here", row)])
-    assert isinstance(found, Example), found
+    assert isinstance(found, PreparedExample), found
     return found
 
 
@@ -145,7 +145,7 @@ FLAT = [
 @pytest.mark.parametrize("rows", [[TREE], FLAT], ids=["trees", "messages"])
 def test_open_assistant(rows: list[dict[str, Any]]) -> None:
     first, second = RECIPES["open_assistant"]([("here", row) for row in rows])
-    assert isinstance(first, Example) and isinstance(second, Example)
+    assert isinstance(first, PreparedExample) and isinstance(second, PreparedExample)
     assert first.prompt == [{"role": "user", "content": "Hi?"}]
     assert (first.response, first.chosen, first.rejected) == ("best", "best", "worst")
     assert [message["content"] for message in second.prompt] == ["Hi?", "best", "And?"]

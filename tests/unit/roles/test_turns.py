@@ -14,7 +14,7 @@ from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Actor
-from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
 from tests.rows import rows_of_padded
@@ -90,7 +90,7 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
         model = Lookup(layout=ParallelLayout(world_size))
         which = actor(model, algorithm, packing)
         batch.old_logprobs = which.compute_logprobs(batch)
-        Estimation(algorithm)(batch)
+        AdvantageComputer(algorithm)(batch)
         assert batch.advantages is not None
         outside = torch.cat([batch.old_logprobs, batch.advantages])[~batch.loss_mask.repeat(2)]
         which.deliver_update(batch)()

@@ -12,7 +12,7 @@ from rlhf_mcore.config.schema import (
     OverlongConfig,
     RolloutCorrectionConfig,
 )
-from rlhf_mcore.trainer.advantages import Estimation
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat, padded
 
@@ -29,7 +29,7 @@ def batch(scores: list[float], responses: list[int], groups: list[int]) -> Train
 
 
 def estimate(made: TrainBatch, **settings: object) -> dict[str, float]:
-    return Estimation(AlgorithmConfig(**settings))(made)  # type: ignore[arg-type]
+    return AdvantageComputer(AlgorithmConfig(**settings))(made)  # type: ignore[arg-type]
 
 
 def test_scores_become_advantages_of_every_response_token() -> None:
@@ -112,7 +112,7 @@ def test_the_weight_of_the_kl_moves_after_the_step_that_used_it() -> None:
     made.ref_logprobs = torch.full((4,), -0.5)  # k1 is 1/2 everywhere
     controller = KLControllerConfig(name="linear", final=0.1, steps=3)
     cfg = AlgorithmConfig(normalize_std=False, kl=KLConfig(coef=0.02, estimator="k1", controller=controller))
-    estimation = Estimation(cfg)
+    estimation = AdvantageComputer(cfg)
     assert [estimation(made)["kl/coef"] for _ in range(4)] == pytest.approx([0.02, 0.06, 0.1, 0.1])
 
 

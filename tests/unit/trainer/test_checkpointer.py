@@ -17,7 +17,7 @@ from rlhf_mcore.checkpoint.layout import LATEST, scan, scan_transitional
 from rlhf_mcore.checkpoint.manifest import FULL, CheckpointInfo, read_manifest, verify
 from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
 from rlhf_mcore.config.schema import CheckpointConfig
-from rlhf_mcore.trainer.checkpointer import Checkpointer
+from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.metrics import DivergedError
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -74,12 +74,12 @@ class Run:
     tidied: int = 0
     clock: float = 0.0
 
-    def make(self, *, stop_on_failure: bool = True, **settings: Any) -> Checkpointer:
+    def make(self, *, stop_on_failure: bool = True, **settings: Any) -> RunCheckpointer:
         config = CheckpointConfig(**settings)
-        made = Checkpointer(
+        made = RunCheckpointer(
             writer=CheckpointWriter(self.directory, Disk(waits_s=())),
             parts=[self.actor, self.critic],
-            documents=lambda step: {
+            small_files=lambda step: {
                 "trainer_state.json": json.dumps({"step": step, "seen": self.actor.weights}).encode()
             },
             triggers=Triggers(config, 100, self.directory, clock=lambda: self.clock),
@@ -96,7 +96,7 @@ class Run:
         self.tidied += 1
 
     def saved(self, step: int) -> tuple[str, str, int]:
-        """Weights of actor and critic, and what the documents say, of an intact checkpoint."""
+        """Weights of actor and critic, and what the small files hold, of an intact checkpoint."""
         path = self.directory / f"checkpoint-{step}"
         assert verify(path) == []
         state = json.loads((path / "trainer_state.json").read_text())

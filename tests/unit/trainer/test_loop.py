@@ -15,13 +15,14 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import MEMORY, SyncStats
-from rlhf_mcore.trainer.advantages import Estimation
-from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, OneBatch
+from rlhf_mcore.trainer.advantages import AdvantageComputer
+from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import Exchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
-from rlhf_mcore.trainer.parts import PromptBatches, Roles
+from rlhf_mcore.trainer.parts import Roles
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
@@ -200,10 +201,10 @@ def make(due: set[int], *beside_the_actor: str, sampler: Any = None, lose: int =
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = worker(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward, OneBatch(), Exchange(2), watch)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward, PlainSampling(), Exchange(2), watch)
     made = Trainer(
         source=source,
-        learner=PolicyLearner(roles, Estimation(algorithm), watch),
+        learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
         publisher=EnginePublisher(Memory(log), Bridge(log), watch),
         evaluator=Evaluator(log, due),
         checkpointer=watch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_mcore.trainer.exchange import Exchanged
-from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
+from rlhf_mcore.trainer.metrics import Counters, agreement_metrics, rollout_metrics
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat
 
@@ -49,3 +49,15 @@ def test_agreement_of_no_rows_is_zero() -> None:
     made = batch_of([], [])
     made.old_logprobs = torch.zeros(made.token_ids.shape)
     assert agreement_metrics(made) == {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}
+
+
+def test_steps_prompts_samples_and_tokens_are_counted_apart() -> None:
+    rows = [Row([1], [2] * n, [-1.0] * n, 0.0) for n in (3, 1, 2, 4)]
+    batch = batch_of(rows, group_ids=[0, 0, 1, 1])
+    counters = Counters()
+    assert counters.count(batch) == {"progress/prompts": 2, "progress/samples": 4, "progress/tokens": 10}
+    counters.count(batch)
+    resumed = Counters()
+    resumed.load_state_dict(counters.state_dict())
+    assert resumed == Counters(steps=2, prompts=4, samples=8, tokens=20)
+    assert resumed.count(batch)["progress/tokens"] == 30

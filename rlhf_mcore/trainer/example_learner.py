@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.supervised import perplexity
-from rlhf_mcore.data.examples import Example, example_batch
+from rlhf_mcore.data.examples import TokenizedExample, example_batch
 from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.parallel.rows import merge_rows
 
@@ -22,7 +22,7 @@ Sums = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedLearner:
+class ExampleLearner:
     """One update per step, of a policy that imitates or of a reward model."""
 
     model: TrainableModel
@@ -44,10 +44,10 @@ class NoPublisher:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOut:
+class ExampleEvaluator:
     """Means over all held-out examples: ``measure`` sums over some of them, ``named`` makes metrics of the sums of all."""
 
-    examples: Sequence[Example]
+    examples: Sequence[TokenizedExample]
     every: int
     examples_per_batch: int
     measure: Callable[[TrainBatch], Sums]

@@ -42,7 +42,7 @@ class RunState:
     set_generators: Callable[[Mapping[str, Tensor]], None] = lambda states: None
     inputs: Inputs = field(default_factory=dict)
 
-    def documents(self, step: int) -> dict[str, bytes]:
+    def small_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint, on the first rank; {} on the others. Collective over the world."""
         generators = rng.gather_states({**rng.capture(), **self.generators()})
         if generators is None:
@@ -57,7 +57,7 @@ class RunState:
         }
 
     def load(self, checkpoint: Path) -> list[str]:
-        """Restore what :meth:`documents` has written. Local. Returns what the user should know.
+        """Restore what :meth:`small_files` has written. Local. Returns what the user should know.
 
         Raises:
             ConfigError: a file cannot be read, or does not fit this run.
@@ -87,7 +87,7 @@ def read_inputs(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def check_counts(checkpoint: Path) -> None:
-    """Compare what the documents of a checkpoint tell of its progress: it was written after one step, of one run.
+    """Compare what the small files of a checkpoint hold of its progress: it was written after one step, of one run.
 
     Raises:
         ConfigError: two of them contradict each other, naming both, or a value is none that a run can have.

@@ -11,26 +11,29 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_mcore.data.examples import Example, example_batch
-from rlhf_mcore.trainer.counters import Counters
-from rlhf_mcore.trainer.loop import Trainer
-from rlhf_mcore.trainer.metrics import DivergedError
-from rlhf_mcore.trainer.supervised import (
-    HeldOut,
+from rlhf_mcore.data.examples import TokenizedExample, example_batch
+from rlhf_mcore.trainer.example_learner import (
+    ExampleEvaluator,
+    ExampleLearner,
     NoPublisher,
-    SupervisedLearner,
     likelihood,
     likelihood_metrics,
     preference,
     preference_metrics,
 )
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.metrics import Counters, DivergedError
 from rlhf_mcore.types import TrainBatch
 from tests.rows import padded_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
-EXAMPLES = [Example("", [1], [[2, 3]]), Example("", [1, 4], [[5]]), Example("", [6], [[7, 8, 9]])]
-PAIRS = [Example("", [1], [[score], [other]]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
+EXAMPLES = [
+    TokenizedExample("", [1], [[2, 3]]),
+    TokenizedExample("", [1, 4], [[5]]),
+    TokenizedExample("", [6], [[7, 8, 9]]),
+]
+PAIRS = [TokenizedExample("", [1], [[score], [other]]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
 
 
 class Everything:
@@ -77,12 +80,12 @@ class Everything:
         raise AssertionError("nobody asks for it")
 
 
-def held_out(every: int, examples: list[Example] = EXAMPLES) -> HeldOut:
-    return HeldOut(examples, every, 2, lambda batch: {"rows": float(len(batch.lengths))}, dict)
+def held_out(every: int, examples: list[TokenizedExample] = EXAMPLES) -> ExampleEvaluator:
+    return ExampleEvaluator(examples, every, 2, lambda batch: {"rows": float(len(batch.lengths))}, dict)
 
 
-def trainer(all_parts: Everything, which: HeldOut) -> Trainer:
-    learner = SupervisedLearner(all_parts, all_parts)
+def trainer(all_parts: Everything, which: ExampleEvaluator) -> Trainer:
+    learner = ExampleLearner(all_parts, all_parts)
     return Trainer(all_parts, learner, NoPublisher(), which, all_parts, all_parts, max_bad_updates=2)
 
 
@@ -152,14 +155,14 @@ class Says:
 
 
 def test_likelihood_is_a_mean_over_tokens_of_all_batches() -> None:
-    found = HeldOut(EXAMPLES, 1, 2, lambda batch: likelihood(Says(), batch), likelihood_metrics).run(0)
+    found = ExampleEvaluator(EXAMPLES, 1, 2, lambda batch: likelihood(Says(), batch), likelihood_metrics).run(0)
     product = 2 * 3 * 5 * 7 * 8 * 9  # six tokens
     assert found["evaluate/loss"] == pytest.approx(math.log(product) / 6)
     assert found["evaluate/perplexity"] == pytest.approx(product ** (1 / 6))
 
 
 def test_preferences_are_means_over_pairs() -> None:
-    found = HeldOut(PAIRS, 1, 3, lambda batch: preference(Says(), batch), preference_metrics).run(0)
+    found = ExampleEvaluator(PAIRS, 1, 3, lambda batch: preference(Says(), batch), preference_metrics).run(0)
     assert found["evaluate/accuracy"] == pytest.approx((1 + 0.5 + 0 + 1) / 4)
     assert found["evaluate/margin"] == pytest.approx((2 + 0 - 2 + 1) / 4)
     losses = [math.log(1 + math.exp(-margin)) for margin in (2, 0, -2, 1)]

@@ -14,7 +14,7 @@ from rlhf_mcore.checkpoint import rng
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.sampler import PromptSampler
-from rlhf_mcore.trainer.documents import DATALOADER, TRAINER_STATE, RunState, read_step
+from rlhf_mcore.trainer.run_state import DATALOADER, TRAINER_STATE, RunState, read_step
 
 RECENT = [{"step": 5, "time": 1.7e9, "loss": 0.5, "reward": None}]
 pytestmark = pytest.mark.usefixtures("world")
@@ -55,7 +55,7 @@ def make(value: float, drawn: int, generators: Generators) -> tuple[RunState, Nu
 
 
 def save(directory: Path, state: RunState, step: int = 5) -> None:
-    for name, content in state.documents(step).items():
+    for name, content in state.small_files(step).items():
         (directory / name).write_bytes(content)
 
 
