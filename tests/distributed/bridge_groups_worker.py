@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import Sources
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish
@@ -80,6 +80,31 @@ def sync(group: dist.ProcessGroup, scale: float) -> dict[str, Any]:
     return {"wrong": found, "bytes": [[s.received_bytes, s.local_bytes, s.peak_bytes] for s in stats]}
 
 
+def sync_apart(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The first two ranks hold the model and no engine, the others an engine and no part of the model."""
+    hf, is_trainer = hf_tensors(GEOMETRY), group.rank() < TP
+    engine = Engine({name: tensor.shape for name, tensor in hf.items()})
+    parameters = parameters_of(group, held_of(group, hf)) if is_trainer else []
+    target = NoTarget() if is_trainer else engine
+    bridge = PlannedBridge(parameters, GEOMETRY, target, group, bucket_bytes=256, verify="digest", poison=True)
+    try:
+        bridge.sync(0, only=["*norm.weight"])
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+    stats = bridge.sync(0)
+    for parameter in parameters:
+        parameter.tensor += 1
+    bridge.sync(1, only=["*norm.weight"])
+    expected = {name: tensor + name.endswith("norm.weight") for name, tensor in hf.items()}
+    return {
+        "is_trainer": is_trainer,
+        "wrong": [] if is_trainer else wrong(engine.tensors, expected),
+        "bytes": [stats.received_bytes, stats.local_bytes],
+        "refused": refused,
+    }
+
+
 def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
     """Weights and state of an optimizer as files of a group: what differs when they are read again."""
     hf = {name: tensor.float() * scale for name, tensor in hf_tensors(GEOMETRY).items()}
@@ -119,6 +144,7 @@ def main(directory: Path) -> None:
     # Both groups at once: a message, a description or a file of one would show in the other.
     found = [sync(groups[mine], 3.0 + mine), save(groups[mine], 3.0 + mine, directory / f"pair{mine}")]
     findings["pairs"] = all_gather_json(found)
+    findings["apart"] = all_gather_json(sync_apart(world))
     finish(findings, directory)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.bridge_groups_worker import PAIRS
 from tests.distributed.world import run_world
+from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +38,11 @@ def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any) -> None:
 @pytest.mark.parametrize("over", ["world", "pairs"])
 def test_files_of_a_group_hold_its_weights_and_its_state(findings: Any, over: str) -> None:
     assert [differ for _, differ in findings[over]] == [[]] * 4
+
+
+def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> None:
+    """Two ranks hold the model (float64) between them, two others an engine each, which receives all of it."""
+    num_bytes = 8 * sum(tensor.numel() for tensor in hf_tensors(GEOMETRY).values())
+    for found in findings["apart"]:
+        assert found["wrong"] == [] and "no whole weights" in found["refused"]
+        assert found["bytes"] == [0 if found["is_trainer"] else num_bytes, 0]

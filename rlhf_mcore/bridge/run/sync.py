@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -52,6 +53,25 @@ class GatherBridge:
         return SyncStats(time.perf_counter() - started, sum(sizes), 0, max(sizes))
 
 
+class NoTarget:
+    """Of a rank that has no engine, and sends weights to others."""
+
+    policy_version = 0
+
+    def __init__(self) -> None:
+        self.model = nn.Module()
+
+    @contextmanager
+    def begin(self, version: int) -> Iterator[nn.Module]:
+        yield self.model
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        for _ in weights:  # gathering is collective
+            pass
+
+    def abandon(self, problem: str) -> None: ...
+
+
 @dataclass(slots=True)
 class _Descriptions:
     """What all ranks hold and need, the same on every rank."""
@@ -85,10 +105,10 @@ class PlannedBridge:
     Nothing is gathered and no Hugging Face tensor is built. The plan is made once and its digest agreed on by all ranks.
 
     Args:
-        parameters: what this rank sends, in the dtypes of the wire. Their own tensors are sent unless ``sources`` are given; then they
-            may be on the meta device.
+        parameters: what this rank sends, in the dtypes of the wire; none where it holds no part of the model. Their own tensors are
+            sent unless ``sources`` are given; then they may be on the meta device.
         geometry: of the model.
-        target: this rank's part of a rollout engine.
+        target: this rank's part of a rollout engine; :class:`NoTarget` where it has none.
         group: the ranks that hold the model or an engine.
         sources: what is sent instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
@@ -133,10 +153,12 @@ class PlannedBridge:
             self._engine_dtypes(),
         )
         check_coverage(self._described.sources, self._described.destinations, shapes)
+        # What has to come together, because it is repacked as one. This may differ between ranks.
+        repacked = [sorted({p.hf_name for q in layer for p in q.pieces}) for layer in self._map.repacked]
+        self._together = [frozenset(layer) for layers in all_gather_json(repacked, group) for layer in layers]
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
         self._whole = self._planned(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
-        self._together: list[frozenset[str]] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +179,7 @@ class PlannedBridge:
             element_sizes={name: dtype.itemsize for name, dtype in self._dtypes.items()},
             bucket_bytes=self._bucket_bytes,
             # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
-            order=spread_order(list(described.shapes), described.sources, keep_layers=bool(self._map.repacked)),
+            order=spread_order(list(described.shapes), described.sources, keep_layers=bool(self._together)),
             ranks_per_node=self._ranks_per_node,
             only=names,
         )
@@ -221,17 +243,14 @@ class PlannedBridge:
         )
 
     def _part(self, only: Sequence[str]) -> _Transfer:
-        if self._target.policy_version < 0:
+        if min(all_gather_json(self._target.policy_version, self._group)) < 0:
             raise RuntimeError(
                 "the engine has no whole weights that a sync of some tensors could add to: sync all first"
             )
         if self._verify == "full":
             raise ValueError("verify='full' compares all weights: sync all of them, or set verify to digest")
         names = _matching(only, self._described.shapes, self._is_tied)
-        if self._together is None:  # what is repacked may differ between ranks
-            mine = [sorted({p.hf_name for q in group for p in q.pieces}) for group in self._map.repacked]
-            self._together = [frozenset(group) for groups in all_gather_json(mine, self._group) for group in groups]
-        while more := {name for group in self._together if group & names for name in group} - names:
+        while more := {name for layer in self._together if layer & names for name in layer} - names:
             names |= more
         if names not in self._parts:
             self._parts[names] = self._planned(names)
@@ -242,11 +261,12 @@ class PlannedBridge:
         return self._source_digests(self._whole)
 
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
-        described, rank, sources = self._described, self._group.rank(), self._sources
+        described, sources = self._described, self._sources
         places = _brought(described.sources, transfer)
-        held = [place for place in places if rank in place.ranks]
+        held = [place for place in places if self._group.rank() in place.ranks]
         found: dict[str, list[int]] = {}
         for bucket in transfer.rank_plan.buckets:
+            # Of sources that are made bucket by bucket, a rank has only what it sends.
             names = None if sources.is_static else bucket.source_buffers
             unread = [place for place in held if place.buffer not in found and (names is None or place.buffer in names)]
             if unread:
@@ -255,7 +275,6 @@ class PlannedBridge:
                     found[place.buffer] = [described.digest(flats[place.buffer], piece) for piece in place.pieces]
                 if not sources.is_static:
                     sources.close(bucket)
-        # Of sources that are made for each bucket, a rank has only what it sends.
         mine = [value for place in held for value in found.get(place.buffer, [None] * len(place.pieces))]
         return tensor_digests(mine, places, described.shapes, self._group)
 
