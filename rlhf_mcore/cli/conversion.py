@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Conversion:
     """The arguments of a conversion. ``destination`` may be None in a dry run."""
 
     source_format: str
@@ -52,7 +52,7 @@ class Request:
     check_records: bool = True
 
 
-def run(request: Request) -> None:
+def run(request: Conversion) -> None:
     """Convert, or print the map.
 
     Raises:
@@ -75,7 +75,9 @@ def run(request: Request) -> None:
         _convert(request, companions, geometry, console, cleanup)
 
 
-def _convert(request: Request, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack) -> None:
+def _convert(
+    request: Conversion, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack
+) -> None:
     sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = checked_types(source, geometry)
@@ -115,7 +117,7 @@ def _note_rope(console: Console, companions: Path) -> None:
         )
 
 
-def _companions(request: Request) -> Path:
+def _companions(request: Conversion) -> Path:
     """Where config.json is: named, in the source, or where the source's format keeps it."""
     root = _role_directory(request.source, request.role) if request.source_format == "checkpoint" else request.source
     places = [root, root / fsdp.COMPANIONS, root.parent / torch_dist.COMPANIONS]
@@ -136,7 +138,9 @@ def _companions(request: Request) -> Path:
     return found
 
 
-def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack) -> ModelSource:
+def _open(
+    request: Conversion, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack
+) -> ModelSource:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
     if request.source_format == "megatron":
@@ -151,7 +155,7 @@ def _open(request: Request, path: Path, companions: Path, geometry: ModelGeometr
     return HFSource(weights, companions if request.hf_config else weights)
 
 
-def _checked_model(request: Request, checkpoint: Path, cleanup: ExitStack) -> Path:
+def _checked_model(request: Conversion, checkpoint: Path, cleanup: ExitStack) -> Path:
     """A directory with what a checkpoint's manifest names of the role's model, after its hashes were compared.
 
     Raises:
@@ -193,7 +197,7 @@ def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int
         yield lambda num_bytes: display.advance(task, num_bytes)
 
 
-def _check_written(request: Request, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
+def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:
     """What was written, opened anew: the names, shapes, dtypes and number of parameters that were meant."""
     if request.target_format == "hf":
         companions = directory
@@ -219,7 +223,7 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
         console.print(f"logits were not compared: {skipped}")
 
 
-def _print_map(request: Request, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
+def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry, types: TensorTypes) -> None:
     """Every tensor of the destination, and where it comes from."""
     if request.target_format == "hf":
         for name, (dtype, shape) in types.items():

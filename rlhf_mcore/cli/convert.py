@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import sys
@@ -23,20 +24,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _stop)
     try:
-        if args.destination and not (args.overwrite or args.dry_run) and Path(args.destination).exists():
-            # Said again where it is made; here before torch is imported and the source's checksums are compared.
-            raise ConfigError(f"{args.destination} is there already; give another DST or --overwrite")
-        from rlhf_mcore.cli.conversion import Request, run
+        shard_bytes, destination = _size(args.shard_size), _destination(args)
+        from rlhf_mcore.cli.conversion import Conversion, run  # imports torch
 
         run(
-            Request(
+            Conversion(
                 source_format=args.source_format,
                 target_format=args.target_format,
                 source=Path(args.source),
-                destination=Path(args.destination) if args.destination else None,
+                destination=destination,
                 role=args.role,
                 dtype=args.dtype,
-                shard_bytes=_size(args.shard_size),
+                shard_bytes=shard_bytes,
                 average=[Path(path) for path in args.average],
                 hf_config=Path(args.hf_config) if args.hf_config else None,
                 verify=args.verify,
@@ -46,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 check_records=not args.skip_checksums,
             )
         )
-    except ConfigError as error:
-        return exit_codes.report(error)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return exit_codes.DONE
@@ -97,12 +96,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _destination(args: argparse.Namespace) -> Path | None:
+    """DST, before the source is read: whether it is free is found out again where it is made.
+
+    Raises:
+        ConfigError: it is there already, or is a link, or replacing it would remove SRC or the working directory.
+    """
+    if args.destination is None:
+        return None
+    path = Path(os.path.abspath(args.destination))
+    if path.is_symlink():
+        raise ConfigError(f"{args.destination} is a link to {path.readlink()}; give a directory as DST")
+    if path.exists() and not (args.overwrite or args.dry_run):
+        raise ConfigError(f"{args.destination} is there already; give another DST or --overwrite")
+    held = {"SRC": Path(os.path.realpath(args.source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
+    for name, parents in held.items():
+        if path in parents:
+            raise ConfigError(f"{args.destination} holds {name}, which would be replaced with it; give another DST")
+    return Path(args.destination)
+
+
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
-    size = int(float(found.group(1)) * _UNITS[found.group(2)]) if found else 0
-    if size < 1:
+    size = float(found.group(1)) * _UNITS[found.group(2)] if found else 0.0
+    if not 1 <= size <= 2**63:
         raise ConfigError(f"--shard-size={text} is not a size; write it as 500MB or 4GiB")
-    return size
+    return int(size)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
 from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
 
@@ -36,11 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
         _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
-    if torchrun_world_size() is not None:
-        findings = _as_rank(args)
-    else:
-        findings = list(_local(args, num_ranks=args.ranks or 1))
-        findings += _start_ranks(args) if args.ranks else []
+    try:
+        if torchrun_world_size() is not None:
+            findings = _as_rank(args)
+        else:
+            traffic = _start_ranks(args) if args.ranks else []
+            findings = [*_local(args, num_ranks=args.ranks or 1), *traffic]
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
     if findings is None:
         return exit_codes.DONE
     if args.traffic_file:
@@ -91,7 +95,9 @@ def _local(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
 def _start_ranks(args: argparse.Namespace) -> list[Finding]:
     """Traffic among ranks of this machine, measured by children under torchrun."""
     from rlhf_mcore.cli.launch import launch
+    from rlhf_mcore.cli.preflight import check_world
 
+    check_world(args.ranks, "--ranks")
     with TemporaryDirectory(prefix="rlhf_mcore-") as folder:
         out = Path(folder) / "findings.json"
         code = launch(["--traffic-file", str(out)], args.ranks, 1, module="rlhf_mcore.cli.doctor")

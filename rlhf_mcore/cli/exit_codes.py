@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
+from rlhf_mcore.foreign import shorten
 
 DONE = 0
 FAILED = 1
@@ -37,6 +40,22 @@ exit codes:
 # How the end of another rank shows on this one.
 _CONSEQUENCES = ("RanksFailed", "DistBackendError", "DistNetworkError", "DistStoreError")
 _LOST_PEER = re.compile(r"gloo/|Connection (closed|reset) by peer")
+_OF_PATHS = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.ENXIO,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
 _MAX_LINES = 12  # of an error's own text
 _LIBRARIES = re.compile(r"site-packages|/lib/python3|<frozen")
 
@@ -59,11 +78,22 @@ def report(error: Exception) -> int:
         _leave_for_torchrun(text)
         if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        if reporter.is_heard or kind == FAILURE or os.environ.get("RANK", "0") == "0":
+        if reporter.is_heard or kind == FAILURE or not _is_told_by_another(os.environ):
             rank = f"rank {os.environ['RANK']}: " if kind != USER and "RANK" in os.environ else ""
             print(f"error: {rank}{text}", file=sys.stderr, flush=True)
     reporter.failed(kind, text)
     return USER_ERROR if kind == USER else FAILED
+
+
+def report_of_tool(error: ConfigError | OSError) -> int:
+    """As ``report``, of a command that is given paths: one that cannot be is a mistake of the user; a full disk is none."""
+    if not isinstance(error, OSError):
+        return report(error)
+    text = f"{shorten(str(error.filename), 200)}: {error.strerror}" if error.filename else str(error)
+    if error.errno in _OF_PATHS:
+        return report(ConfigError(f"{text}; correct the path"))
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return FAILED
 
 
 def kind_of(error: BaseException) -> str:
@@ -84,6 +114,12 @@ def cause(error: BaseException) -> str:
     own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)] or list(frames)
     where = f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def _is_told_by_another(environment: Mapping[str, str]) -> bool:
+    """Whether the first rank is another process: this one's number is one of the others."""
+    rank, world_size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "")
+    return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)
 
 
 def _leave_for_torchrun(text: str) -> None:

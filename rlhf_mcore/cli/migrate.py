@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return _migrate(args.source, args.output, args.kind)
-    except ConfigError as error:
-        return exit_codes.report(error)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
-from rlhf_mcore.foreign import SMALL, read_bytes, read_text
+from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import MAX_METRICS_BYTES, METRICS, RunDirectory
 
@@ -88,7 +88,7 @@ def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
     return f"the run continues after {where}, from {os.path.relpath(checkpoint)}"
 
 
-def check_world(world_size: int) -> None:
+def check_world(world_size: int, name: str = "trainer.world_size") -> None:
     """Whether this machine can start so many processes.
 
     Raises:
@@ -101,7 +101,7 @@ def check_world(world_size: int) -> None:
     most = max(free // RANK_BYTES, 1)
     if world_size > most:
         raise ConfigError(
-            f"trainer.world_size={world_size}: this machine has {free / 2**30:.0f} GiB of free memory, enough for {most} processes "
+            f"{name}={shorten(str(world_size))}: this machine has {free / 2**30:.0f} GiB of free memory, enough for {most} processes "
             f"of {RANK_BYTES >> 20} MiB, which each takes without a model; lower it (or the layouts that it follows from), or start "
             "the run on several machines (docs/cluster.md)"
         )

@@ -36,7 +36,8 @@ class Reporter:
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._token, _, name = environment.get(VARIABLE, "").partition(" ")
-        self._rank = int(environment.get("RANK", "0"))
+        rank = environment.get("RANK", "0")
+        self._rank = int(rank) if rank.isdecimal() else 0  # what is wrong with it is the user's to be told
         self._address = f"\0{name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if self._token else None
         self._limit_s = 0

@@ -30,9 +30,9 @@ def torchrun_world_size(environment: Mapping[str, str] = os.environ) -> int | No
         if name not in environment
     ]
     numbers: dict[str, int] = {}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         try:
-            numbers[name] = int(environment.get(name, "0"))
+            numbers[name] = int(environment.get(name, "1"))
         except ValueError:
             problems.append(f"{name}={environment[name]!r} is not a whole number; torchrun sets it")
     if not problems:
@@ -72,7 +72,7 @@ def connect(backend: str, timeout: timedelta) -> None:
             address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listening
         )
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (OSError, dist.DistError) as error:
+    except (OSError, UnicodeError, dist.DistError) as error:  # UnicodeError: no name of a host
         raise ConfigError(
             f"rank {rank} of WORLD_SIZE={world_size} does not meet the others at MASTER_ADDR={address} MASTER_PORT={port} "
             f"({str(error).splitlines()[0]}); check these variables, and that so many processes were started"

@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         reports = [_check(path, hashes=not args.quick) for path in _checkpoints(Path(args.directory))]
-    except ConfigError as error:
-        return exit_codes.report(error)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
     if args.json:
         found = [
             {"path": str(r.path), "intact": r.is_intact, "pins": r.pins, "problems": [asdict(p) for p in r.problems]}

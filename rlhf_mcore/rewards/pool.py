@@ -58,8 +58,9 @@ class WorkerLimits:
 
 def default_workers() -> int:
     """This rank's share of the cores of its machine, at most ``MAX_WORKERS``."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = len(os.sched_getaffinity(0)) // max(int(ranks) if ranks.isdecimal() else 1, 1)
+    return max(1, min(MAX_WORKERS, share))
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,7 +275,12 @@ def test_overwrite_replaces_the_whole_directory(model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), OSError(28, "No space left on device"), signal.SIGTERM])
 @pytest.mark.parametrize("target", ["hf", "megatron"])
 def test_an_interrupted_conversion_leaves_nothing_and_keeps_what_was_there(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, end: BaseException | signal.Signals
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    end: BaseException | signal.Signals,
+    capsys: Capture,
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "kept").write_text("")
@@ -289,11 +294,13 @@ def test_an_interrupted_conversion_leaves_nothing_and_keeps_what_was_there(
         return rows(self, name, first, count)
 
     monkeypatch.setattr(core.Reading, "rows", stop)
-    expected = SystemExit if isinstance(end, signal.Signals) else type(end)
-    with pytest.raises(expected) as raised:
-        main(["--from", "hf", "--to", target, "--overwrite", str(model), str(tmp_path / "out")])
-    if isinstance(end, signal.Signals):
-        assert isinstance(raised.value, SystemExit) and raised.value.code == 143
+    arguments = ["--from", "hf", "--to", target, "--overwrite", str(model), str(tmp_path / "out")]
+    if isinstance(end, OSError):
+        assert main(arguments) == 1 and capsys.readouterr().err.endswith("error: [Errno 28] No space left on device\n")
+    else:
+        with pytest.raises(SystemExit if isinstance(end, signal.Signals) else KeyboardInterrupt) as raised:
+            main(arguments)
+        assert getattr(raised.value, "code", 143) == 143
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kept"]
 

@@ -1,0 +1,88 @@
+"""Paths, numbers and variables of the environment that no command can use: one message, exit code 2, and nothing is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli.main import main
+from rlhf_mcore.rewards.pool import default_workers
+
+SAMPLE = Path(__file__).resolve().parents[2] / "data" / "checkpoint_v1"
+LONG = "x" * 5000
+HF = ["convert", "--from", "hf", "--to", "hf"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    inside = tmp_path / "inside"
+    shutil.copytree(SAMPLE, inside)
+    (inside / "loop").symlink_to("loop")
+    (inside / "kept").mkdir()
+    (inside / "link").symlink_to("kept")
+    monkeypatch.chdir(inside)
+    return inside
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*HF, LONG, "out"], "File name too long; correct the path"),
+        ([*HF, "model", LONG], "File name too long; correct the path"),
+        (["verify-checkpoint", LONG], "File name too long; correct the path"),
+        (["migrate", "run.yaml", "-o", LONG], "File name too long"),
+        (["doctor", "--quick", "--run-dir", LONG], "File name too long; correct the path"),
+        (["doctor", "--quick", "--ranks", "9" * 400], "free memory, enough for"),
+        ([*HF, "model", "out", "--shard-size", "9" * 400], "is not a size; write it as 500MB or 4GiB"),
+        ([*HF, "model", "loop", "--overwrite"], "loop is a link to loop; give a directory as DST"),
+        ([*HF, "model", "link", "--overwrite"], "link is a link to kept; give a directory as DST"),
+        ([*HF, "model", ".", "--overwrite"], "holds SRC, which would be replaced with it; give another DST"),
+        ([*HF, "model", "..", "--overwrite"], "holds SRC, which would be replaced with it; give another DST"),
+        ([*HF, str(SAMPLE / "model"), ".", "--overwrite"], "holds the working directory, which would be replaced"),
+    ],
+)
+def test_paths_and_sizes_that_cannot_be(
+    place: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.relative_to(place.parent) for path in place.parent.rglob("*"))
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error and len(error) < 1000
+    assert sorted(path.relative_to(place.parent) for path in place.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x"}, "RANK='x' is not a whole number"),
+        ({"RANK": "-1"}, "RANK=-1 and LOCAL_RANK=0 must be between 0 and"),
+        ({"RANK": "99"}, "RANK=99 and LOCAL_RANK=0 must be between 0 and"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE='x' is not a whole number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' is not a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 - 1"),
+    ],
+)
+@pytest.mark.parametrize("command", [["train", "run.yaml"], ["doctor", "--quick"]])
+def test_a_world_that_cannot_be_is_told_whatever_the_rank_is(
+    place: Path,
+    command: list[str],
+    variables: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    for name, value in {**good, **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(("value", "most"), [("x", 8), ("0", 8), ("-1", 8), ("1000000", 1)])
+def test_a_number_of_processes_that_cannot_be_is_one(value: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    assert default_workers() == min(most, len(os.sched_getaffinity(0)))
