@@ -38,13 +38,14 @@ SHARED_FFN = Dim("shared_ffn", lambda g: g.shared_expert_ffn_size)
 # How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
 # columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group.
 Kind = Literal["replicated", "column_parallel", "row_parallel", "vocab_parallel", "qkv"]
+Layers = Literal["all", "dense", "moe"]  # that have a parameter
+Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Where one Megatron parameter's elements are among Hugging Face tensors.
 
-    ``layers``: the layers that have it. ``spec``: the layer spec that has it under this name, Transformer Engine's or the local one.
     ``in_memory``: the name of the same rows in a live transformers model, where it differs from that of files (since version 5 the
     experts of a layer are one stack).
     """
@@ -52,8 +53,8 @@ class Rule:
     mcore: str
     kind: Kind
     tensors: Mapping[str, tuple[Dim, ...]]
-    layers: Literal["all", "dense", "moe"] = "all"
-    spec: Literal["any", "local", "te"] = "any"
+    layers: Layers = "all"
+    spec: Spec = "any"
     in_memory: str = ""
 
     def shapes(self, geometry: ModelGeometry, layer: int = 0, expert: int = 0) -> dict[str, tuple[int, ...]]:
@@ -74,8 +75,8 @@ def gated_mlp(
     linear: str,
     block: str,
     ffn: Dim,
-    layers: Literal["dense", "moe"],
-    spec: Literal["any", "local", "te"] = "any",
+    layers: Layers,
+    spec: Spec = "any",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Rule, Rule]:
     """Rules of Megatron's two layers ``linear`` (``{n}`` is 1 or 2), which hold the matrices gate, up and down of a module."""
