@@ -136,13 +136,14 @@ def check_reload(engine: Any, models: Models) -> dict[str, Any]:
     return seen
 
 
-def check_seeds(engine: Any) -> dict[str, Any]:
+def check_seeds(engine: Any, directory: str) -> dict[str, Any]:
+    worker = worker_of(engine, directory)
     sampling = Sampling(n=3, temperature=1.0, max_new_tokens=NEW_TOKENS, seed=5)
     return {
-        "together": summary(generate(engine, prompts(5), sampling, step=7)),
-        "alone": summary([t for prompt in prompts(5) for t in generate(engine, [prompt], sampling, step=7)]),
-        "reversed": summary(generate(engine, prompts(5)[::-1], sampling, step=7)),
-        "next step": summary(generate(engine, prompts(5), sampling, step=8)),
+        "together": summary(worker.generate(prompts(5), sampling, step=7)),
+        "alone": summary([t for prompt in prompts(5) for t in worker.generate([prompt], sampling, step=7)]),
+        "reversed": summary(worker.generate(prompts(5)[::-1], sampling, step=7)),
+        "next step": summary(worker.generate(prompts(5), sampling, step=8)),
     }
 
 
@@ -230,7 +231,7 @@ def try_engine(tp: int, directory: Path) -> None:
         "parity": check_parity(engine, models, directory_a),
         "process": {"before": before, "after": process_state()},
         "hf": check_greedy_hf(models, directory_a),
-        "seeds": check_seeds(engine),
+        "seeds": check_seeds(engine, directory_a),
         "reload": check_reload(engine, models),
         "broken": check_broken_loads(engine, models),
     }
