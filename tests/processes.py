@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60, explain: Callable[[], str] = str) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 240, explain: Callable[[], str] = str) -> None:
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not condition():

@@ -1,12 +1,8 @@
-"""Run by torchrun on four ranks: syncs and saves over the world, and over two groups of two ranks at once with other weights each.
-
-torchrun ... bridge_groups_worker.py DIRECTORY
-"""
+"""Syncs and saves over the world of four ranks, and over two groups of two ranks at once with other weights each."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ from rlhf_mcore.bridge.run.endpoints import Sources
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
-from tests.distributed.setting import finish
+from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
 
@@ -136,7 +132,7 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
 
 
 def main(directory: Path) -> None:
-    dist.init_process_group("gloo")
+    start()
     world, rank = world_group(), dist.get_rank()
     groups = [dist.new_group(list(pair)) for pair in PAIRS]
     mine = next(number for number, pair in enumerate(PAIRS) if rank in pair)
@@ -146,7 +142,3 @@ def main(directory: Path) -> None:
     findings["pairs"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
     finish(findings, directory)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

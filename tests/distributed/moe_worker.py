@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from rlhf_mcore.data.packing import balance
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import world_group
 from tests.distributed import models
-from tests.distributed.parity_worker import distances, gathered_equals_file, names_are_predicted
+from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
 from tests.distributed.setting import (
     MOE_LAYOUTS,
     Settings,
@@ -85,8 +84,8 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
         for packing in (True, False):
             key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
             findings["parity"][key] = distances(actor, packing, expected)
-        findings["gather"][f"{name}/{layout}"] = gathered_equals_file(model, path)
-        findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
+        findings["gather"][f"{name}/{layout}"] = difference_from_file(model, path)
+        findings["names"][f"{name}/{layout}"] = held_and_predicted(model)
         if layout in SAVED_LAYOUTS:
             exporter = Exporter(
                 model.local_parameters(),
@@ -155,7 +154,3 @@ def balance_loss(dp: int, hf: torch.nn.Module) -> torch.Tensor:
             fractions = chosen.sum(0) / (top_k * len(p))
             total = total + len(p) * num_experts * (fractions * p.mean(0)).sum()
     return AUX_LOSS_COEF * total / sum(lengths)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

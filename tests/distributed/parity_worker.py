@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
-from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.layouts import stage_names
 from rlhf_mcore.bridge.run.shared_memory import share_memory
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -25,6 +24,7 @@ from rlhf_mcore.parallel.collectives import (
     world_group,
 )
 from rlhf_mcore.roles.policy import Actor
+from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
     TEMPERATURE,
@@ -63,8 +63,8 @@ def main(directory: Path) -> None:
             for packing in (True, False):
                 key = f"{name}/{layout}/{'packed' if packing else 'padded'}"
                 findings["parity"][key] = distances(actor, packing, expected)
-            findings["gather"][f"{name}/{layout}"] = gathered_equals_file(model, path)
-            findings["names"][f"{name}/{layout}"] = names_are_predicted(model)
+            findings["gather"][f"{name}/{layout}"] = difference_from_file(model, path)
+            findings["names"][f"{name}/{layout}"] = held_and_predicted(model)
             if layout in SAVED_LAYOUTS:
                 exporter = Exporter(
                     model.local_parameters(),
@@ -94,21 +94,16 @@ def distances(actor: Actor, packing: bool, expected: list[tuple[torch.Tensor, to
     return [max(column) for column in zip(*all_gather_json(worst), strict=True)]
 
 
-def gathered_equals_file(model: Any, path: Path) -> bool:
-    """Every gathered tensor is the file's, bit for bit, and none is missing."""
-    reader, names = HFReader(path), set()
-    equal = True
-    for name, tensor in gatherer(model):
-        names.add(name)
-        equal &= torch.equal(tensor, reader.read(name, tuple(slice(None) for _ in tensor.shape)))
-    return all(all_gather_json(equal and names == reader.names))
+def difference_from_file(model: MegatronModel, path: Path) -> str:
+    """The first gathered tensor that is not the file's, bit for bit, or is missing; "" on all ranks if there is none."""
+    return any_rank(all_gather_json(first_difference(gatherer(model), load_file(path / "model.safetensors"))))
 
 
-def names_are_predicted(model: MegatronModel) -> bool:
-    """What plans without a model assume: every rank's parameters are those that the layout says."""
+def held_and_predicted(model: MegatronModel) -> list[list[list[str]]]:
+    """Of each rank the names of its parameters, and those that the layout gives it: what plans without a model assume."""
     groups = model.groups
-    expected = stage_names(model.spec.geometry, groups.layout)[groups.pp_rank]
-    return all(all_gather_json(sorted(expected) == sorted(p.name for p in model.local_parameters())))
+    predicted = stage_names(model.spec.geometry, groups.layout)[groups.pp_rank]
+    return all_gather_json([sorted(p.name for p in model.local_parameters()), sorted(predicted)])
 
 
 def collectives() -> dict[str, Any]:
@@ -130,7 +125,3 @@ def shared_memory(rank: int) -> list[Any]:
     mapped.own.fill_(rank + 10)
     dist.barrier()
     return all_gather_json([{r: memory.tolist() for r, memory in mapped.of.items()}, sorted(mapped.readers)])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

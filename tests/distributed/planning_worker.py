@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +112,3 @@ def compare_sync(model: MegatronModel, role: PlannedRole, path: Path) -> dict[st
         "local": [all_gather_json(mine.local_bytes), counted.local.tolist()],
         "buffers": [max(all_gather_json(mine.peak_bytes(2))), counted.peak(2)],
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

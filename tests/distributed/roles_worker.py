@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +211,3 @@ def hf_scores(path: Path) -> list[float]:
             return float(hf(torch.tensor([[*ids[:-1], ids[-1] or VOCAB - 1]])).logits[0, 0])
 
     return [score(row) for row in rows()]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import warnings
 from dataclasses import asdict, dataclass
@@ -70,17 +71,21 @@ VOCAB = 97
 
 
 def start() -> Platform:
+    """The platform of this rank, whose process group lives as long as the process: several workers may run in it."""
     platform = current_platform()
-    platform.setup_process(0, 1)
-    dist.init_process_group(platform.collective_backend)
+    if not dist.is_initialized():
+        platform.setup_process(0, 1)
+        dist.init_process_group(platform.collective_backend)
+        atexit.register(dist.destroy_process_group)
     return platform
 
 
 def finish(findings: Any, directory: Path) -> None:
-    if dist.get_rank() == 0:
-        (directory / "findings.json").write_text(json.dumps(findings))
+    """Every rank is done when the findings are there."""
     dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        (directory / "findings.new").write_text(json.dumps(findings))
+        (directory / "findings.new").rename(directory / "findings.json")
 
 
 def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -23,6 +22,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums, world_
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
+from tests.difference import any_rank, first_difference, zeros_like
 from tests.distributed import models
 from tests.distributed.setting import (
     Settings,
@@ -119,10 +119,10 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         write = files.snapshot()
         found["resumed"][f"{number} {layout}"] = train(actor, reference)
         save(lambda path, write=write: write(path), saved[number + 1])
-    found["bitwise"] = torch_equal(weights(files, world.directory / f"{name}_again"), after)
+    found["after_the_circle"] = first_difference(weights(files, world.directory / f"{name}_again"), after)
     states = [assemble(path / "actor" / "training") for path in saved]
-    found["moments_equal"] = [torch_equal(states[0], state) for state in states]
-    found["weights_equal"] = [torch_equal(weights_of(saved[0] / "actor"), weights_of(p / "actor")) for p in saved]
+    found["moments"] = [first_difference(state, states[0]) for state in states]
+    found["weights"] = [first_difference(weights_of(p / "actor"), weights_of(saved[0] / "actor")) for p in saved]
     found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
     found["size"] = [expected, written]
     found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
@@ -158,11 +158,11 @@ def not_finite(world: World, poison: Callable[[MegatronModel, list[Any]], None])
     actor.model.model = Poisoned(*(getattr(model, field.name) for field in fields(model)))
     skipped = train(actor, reference)
     actor.model.model = model
-    unchanged = all(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
+    changed = first_difference({p.name: p.tensor for p in model.local_parameters()}, before)
     made = train(actor, reference)
     return {
         "skipped": all_gather_json([skipped["actor/skipped_updates"], skipped["actor/bad_updates_in_a_row"]]),
-        "unchanged": all_gather_json(unchanged),
+        "changed": any_rank(all_gather_json(changed)),
         "made": all_gather_json([made["actor/skipped_updates"], made["actor/bad_updates_in_a_row"]]),
         "loss": made["loss/total"],
     }
@@ -229,10 +229,6 @@ def assemble(directory: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def torch_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def there_and_back(world: World, dtype: str) -> dict[str, Any]:
     """16-bit weights: the masters are saved too, and a resumed run goes on with the same bits."""
     name, reference = "qwen3_tied", load_hf(world.directory / "qwen3_tied_reference")
@@ -251,9 +247,9 @@ def there_and_back(world: World, dtype: str) -> dict[str, Any]:
     resumed = [train(actor, reference) for _ in range(2)]
     return {
         "kinds": json.loads((saved / "actor/training/index.json").read_text())["tensors"]["model.norm.weight"]["kinds"],
-        "weights_equal": torch_equal(weights(files, world.directory / f"{dtype}_again"), expected),
-        "state_equal": torch_equal(
-            *(assemble(world.directory / f"{dtype}_{x}" / "actor/training") for x in ("after", "again"))
+        "weights": first_difference(weights(files, world.directory / f"{dtype}_again"), expected),
+        "state": first_difference(
+            *(assemble(world.directory / f"{dtype}_{x}" / "actor/training") for x in ("again", "after"))
         ),
         "metrics": [going_on, resumed],
         "scalars": [scalars, model.optimizer.scalars()],
@@ -270,7 +266,7 @@ def untrained(world: World) -> dict[str, Any]:
             save(world.files(model, actor, world.directory / "qwen2"), world.directory / "untrained")
             zeros = assemble(world.directory / "untrained/actor/training")
         results.append(train(actor, reference))
-    return {"all_zero": not any(t.any() for t in zeros.values()), "metrics": results}
+    return {"state": first_difference(zeros, zeros_like(zeros)), "metrics": results}
 
 
 def mixed_up(world: World) -> list[str]:
@@ -291,7 +287,3 @@ def mixed_up(world: World) -> list[str]:
         other = str(error)
     assert model.optimizer.shards()
     return [*all_gather_json(message), *all_gather_json(other)]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

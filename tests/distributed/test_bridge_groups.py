@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.bridge_groups_worker import PAIRS
-from tests.distributed.world import run_world
+from tests.distributed.world import World
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("groups")
-    return run_world("bridge_groups_worker.py", 4, directory)
+    return four_ranks.run("bridge_groups_worker", directory)
 
 
 @pytest.mark.parametrize("over", ["world", "pairs"])

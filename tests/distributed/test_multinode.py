@@ -75,7 +75,7 @@ def agent_of(launcher: int, node: int) -> int:
 
 def test_four_ranks_on_two_nodes_and_the_logs_of_each(workspace: Path) -> None:
     with running(workspace, "run.yaml", "trainer.num_steps=3", "experiment='a b'") as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     logs = sorted((workspace / "outputs" / "multi" / "a b" / "logs").glob("*/node-*/*/attempt_0/*/stderr.log"))
     assert len(logs) == 4
@@ -88,7 +88,7 @@ def test_a_killed_agent_ends_the_job_with_its_cause_and_leaves_nothing_behind(wo
         wait_for(lambda: len(counts(workspace)) == 4)
         started = descendants(process.pid)
         os.kill(agent_of(process.pid, 1), signal.SIGKILL)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
         assert process.returncode == 128 + signal.SIGKILL, output
         assert "node 1 (localhost) ended with exit code 137" in output
         wait_for(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()])
@@ -98,7 +98,7 @@ def test_a_killed_agent_is_started_again_and_the_count_goes_on(workspace: Path) 
     with running(workspace, "run.yaml", "trainer.num_steps=80", "trainer.max_restarts=1") as process:
         wait_for(lambda: len(counts(workspace)) == 4 and min(counts(workspace)) >= 2)
         os.kill(agent_of(process.pid, 1), signal.SIGKILL)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "ended with exit code 137; restart 1 of 1" in output
     assert counts(workspace) == [80] * 4
@@ -106,7 +106,7 @@ def test_a_killed_agent_is_started_again_and_the_count_goes_on(workspace: Path) 
 
 def test_a_failing_ranks_code_and_last_words_come_out(workspace: Path) -> None:
     with running(workspace, "run.yaml", "trainer.num_steps=100000", STAND_IN_FAILS="3:2:7") as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 7, output
     assert "the stand-in fails as it was told" in output
     assert "node 1" in output
@@ -116,13 +116,13 @@ def test_a_signal_reaches_every_rank_and_the_job_asks_to_be_started_again(worksp
     with running(workspace, "run.yaml", "trainer.num_steps=100000") as process:
         wait_for(lambda: len(counts(workspace)) == 4)
         process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert "Traceback" not in output
 
 
 def test_a_mistake_is_told_before_anything_starts(workspace: Path) -> None:
     with running(workspace, "run.yaml", "trainer.nun_steps=1") as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "trainer.nun_steps" in output and "Traceback" not in output

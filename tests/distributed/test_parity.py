@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.parity_worker import SAVED_LAYOUTS
 from tests.distributed.setting import layouts_of, load_hf
-from tests.distributed.world import run_world
+from tests.distributed.world import World
 
 CASES = [(model, layout) for model in models.MODELS for layout in layouts_of(model)]
 
@@ -24,8 +24,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def findings(directory: Path) -> Any:
-    return run_world("parity_worker.py", 4, directory)
+def findings(four_ranks: World, directory: Path) -> Any:
+    return four_ranks.run("parity_worker", directory)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
@@ -38,12 +38,13 @@ def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layo
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, layout: str) -> None:
-    assert findings["gather"][f"{model}/{layout}"] is True
+    assert findings["gather"][f"{model}/{layout}"] == ""
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts_say_which_parameters_a_rank_has(findings: Any, model: str, layout: str) -> None:
-    assert findings["names"][f"{model}/{layout}"] is True
+    for held, predicted in findings["names"][f"{model}/{layout}"]:
+        assert held == predicted
 
 
 @pytest.mark.parametrize(("model", "layout"), [case for case in CASES if case[1] in SAVED_LAYOUTS])
@@ -54,12 +55,8 @@ def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Pat
     index = json.loads((saved / "model.safetensors.index.json").read_text())
     files = {name: load_file(saved / name) for name in set(index["weight_map"].values())}
     assert len(files) > 3
-    assert index["weight_map"].keys() == original.keys()
-    assert all(torch.equal(files[file][name], original[name]) for name, file in index["weight_map"].items())
-    expected = load_hf(directory / model).state_dict()
-    loaded = load_hf(saved).state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert first_difference({name: files[file][name] for name, file in index["weight_map"].items()}, original) == ""
+    assert first_difference(load_hf(saved).state_dict(), load_hf(directory / model).state_dict()) == ""
 
 
 def test_collectives_with_unequal_ranks(findings: Any) -> None:

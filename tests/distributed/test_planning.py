@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from tests.distributed.planning_worker import CASES
-from tests.distributed.world import run_world
+from tests.distributed.world import World
 
 KEYS = ["/".join(case) for case in CASES]
 DENSE = [key for key in KEYS if not key.startswith(("qwen3_moe", "qwen2_moe", "mixtral"))]
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("planning")
-    return run_world("planning_worker.py", 4, directory)
+    return four_ranks.run("planning_worker", directory)
 
 
 @pytest.mark.parametrize("case", KEYS)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.distributed.roles_worker import NUM_STEPS, SETUPS
-from tests.distributed.world import run_world
+from tests.distributed.world import World
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("roles")
-    return run_world("roles_worker.py", 4, directory)
+    return four_ranks.run("roles_worker", directory)
 
 
 @pytest.mark.parametrize("setup", [name for name in SETUPS if name != "one_process"])

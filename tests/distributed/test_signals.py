@@ -33,7 +33,7 @@ def test_fault_16_a_second_signal_during_the_save_changes_nothing(first: int, se
             agent.send_signal(first)
             wait_for(agent, "saving", 1)
             agent.send_signal(second)
-            assert agent.wait(timeout=60) == 75
+            assert agent.wait(timeout=240) == 75
         finally:
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)

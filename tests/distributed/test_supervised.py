@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.distributed.supervised_worker import CUTS, LAYOUTS, NUM_UPDATES
-from tests.distributed.world import run_world
+from tests.distributed.world import World
 
 WAYS = [(layout, cut) for layout in LAYOUTS for cut in CUTS]
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("supervised")
-    return run_world("supervised_worker.py", 4, directory)
+    return four_ranks.run("supervised_worker", directory)
 
 
 @pytest.mark.parametrize(("layout", "cut"), WAYS)
@@ -27,7 +27,7 @@ def test_fine_tuning_is_the_oracles(findings: Any, layout: str, cut: str) -> Non
         assert mine["loss/sft"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["actor/perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-5)
         assert mine["actor/grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert found["weights_diff"] < 2e-6 and found["num_weights"] > 40
+    assert found["weights"] == ""
     assert oracle[1]["loss"] < oracle[0]["loss"]
 
 
@@ -39,7 +39,7 @@ def test_a_reward_model_is_the_oracles(findings: Any, layout: str, cut: str) -> 
         assert mine["reward_model/accuracy"] == pytest.approx(theirs["accuracy"])
         assert mine["reward_model/margin"] == pytest.approx(theirs["margin"], rel=1e-4, abs=1e-5)
         assert mine["reward_model/grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    assert found["weights_diff"] < 2e-6 and found["num_weights"] > 40
+    assert found["weights"] == ""
     assert oracle[1]["loss"] < oracle[0]["loss"]
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.distributed.setting import layouts_of
-from tests.distributed.update_worker import MODELS, cuts_of
-from tests.distributed.world import run_world
+from tests.distributed.update_worker import MODELS, NUM_SMALL_STEPS, SMALL_LR, cuts_of
+from tests.distributed.world import World
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory: Path = tmp_path_factory.mktemp("update")
-    return run_world("update_worker.py", 4, directory)
+    return four_ranks.run("update_worker", directory)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_loss_gradient_and_new_weights_are_the_oracles(
     found, oracle = findings["updates"][f"{model}/{layout}/{cut}/{kind}"], findings["oracle"][model]
     assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
-    assert found["weights_diff"] < 1e-5
-    assert found["num_ranks_agree"] == 1
+    assert found["weights"] == ""
+    assert found["losses"] == [found["loss/total"]] * 4
     assert found["actor/clip_fraction_high"] + found["actor/clip_fraction_low"] > 0, "the batch must exercise clipping"
 
 
@@ -48,9 +48,13 @@ def test_recomputed_activations_change_nothing(findings: Any, kind: str) -> None
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_small_steps_add_up_in_fp32_masters(findings: Any, dtype: str) -> None:
-    found = findings["precision"][dtype]
-    # 30 steps of 2e-5 are 6e-4 on a norm weight near 1, where bf16 has steps of 4e-3 or 8e-3: it moves by rounding of the
-    # master only, and the loss falls.
+    check_small_steps(findings["precision"][dtype])
+
+
+def check_small_steps(found: Any) -> None:
+    """A weight near 1 has steps of 4e-3 in bf16: updates of 2e-5 are lost but for the fp32 masters."""
+    assert found["skipped"] == 0
+    # The batch is the same in each step: a weight whose gradient keeps its sign is moved by about the learning rate in each.
+    assert found["moved"] == pytest.approx(NUM_SMALL_STEPS * SMALL_LR, rel=0.2)
     assert found["losses"][-1] < found["losses"][0]
     assert 0 < found["grad_norm"] < float("inf")
-    assert found["skipped"] < 30

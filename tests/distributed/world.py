@@ -1,4 +1,4 @@
-"""Starting a torchrun world once for many tests: a worker script runs every check and leaves a JSON file of findings."""
+"""Starting torchrun worlds once for many tests: a worker script runs every check and leaves a JSON file of findings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.processes import descendants
 
@@ -18,27 +19,85 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
     """Run ``tests/distributed/<script>`` on ``num_ranks`` processes and return what its first rank wrote to findings.json."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_ranks),
-    ]
-    command += [str(ROOT / "tests" / "distributed" / script), str(directory), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        # Ranks that outlive their launcher would take the cores from the next tests. They have sessions of their own.
-        for pid in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
+    with (directory / "output.txt").open("w+") as output:
+        process = _start(script, num_ranks, output, str(directory), *arguments)
+        try:
+            process.wait(timeout=timeout_s)
+        finally:
+            _kill(process)
+        assert process.returncode == 0, _tail(output)
     return json.loads((directory / "findings.json").read_text())
+
+
+class World:
+    """Ranks that run one worker after the other, see serving_worker.py: importing Megatron takes longer than most checks.
+
+    Ranks that a worker has brought down are started again for the next one.
+    """
+
+    def __init__(self, num_ranks: int, directory: Path) -> None:
+        self._num_ranks, self._directory = num_ranks, directory
+        self._process: subprocess.Popen[str] | None = None
+        self._output: IO[str] | None = None
+        self._num_starts = self._num_requests = 0
+
+    def run(self, worker: str, directory: Path, timeout_s: int = 560) -> Any:
+        """Have ``tests.distributed.<worker>.main(directory)`` run on all ranks. Returns the findings of the first."""
+        if self._process is None or self._process.poll() is not None:
+            self._restart()
+        assert self._process is not None and self._output is not None
+        request = self._requests / f"{self._num_requests}.json"
+        self._num_requests += 1
+        _write(request, {"worker": worker, "directory": str(directory)})
+        findings, end = directory / "findings.json", time.monotonic() + timeout_s
+        while not findings.exists():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.close()
+                raise AssertionError(f"{worker} left no findings within {timeout_s} s\n{_tail(self._output)}")
+            time.sleep(0.05)
+        return json.loads(findings.read_text())
+
+    @property
+    def _requests(self) -> Path:
+        return self._directory / f"requests-{self._num_starts}"
+
+    def _restart(self) -> None:
+        self._num_starts, self._num_requests = self._num_starts + 1, 0
+        self._requests.mkdir()
+        self._output = (self._requests / "output.txt").open("w+")
+        script = "serving_worker.py"
+        self._process = _start(script, self._num_ranks, self._output, str(self._requests), str(os.getpid()))
+
+    def close(self) -> None:
+        if self._process is not None:
+            _kill(self._process)
+            self._process = None
+
+
+def _start(script: str, num_ranks: int, output: IO[str], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={num_ranks}", str(ROOT / "tests" / "distributed" / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    return subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ranks that outlive their launcher would take the cores from the next tests. They have sessions of their own."""
+    for pid in [process.pid, *descendants(process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(output: IO[str]) -> str:
+    output.seek(0)
+    return output.read()[-6000:]
+
+
+def _write(path: Path, content: Any) -> None:
+    """A reader sees all of the file or none."""
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps(content))
+    unfinished.rename(path)

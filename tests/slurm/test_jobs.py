@@ -36,7 +36,7 @@ def submit(
     stand_in = {"RLHF_MCORE_MODULE": "tests.stand_in", "JOB_OF_TEST": workspace.name, "RLHF_MCORE_PLAN": "0"}
     environment = cluster.environment | stand_in | variables
     done = subprocess.run(
-        [script, *arguments], cwd=workspace, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [script, *arguments], cwd=workspace, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -59,7 +59,7 @@ class Wire(Links):
             return None
         rank, size = self._here.rank, self._ranks_per_machine
         self._memory[rank] = (torch.zeros(nbytes, dtype=torch.uint8), set(senders))
-        self._meeting.wait(5)
+        self._meeting.wait(120)
         near = {r for r in range(RANKS) if r // size == rank // size}
         of = {r: self._memory[r][0] for r in near if r in senders}
         return MappedMemory(self._memory[rank][0], of, frozenset(r for r in near if rank in self._memory[r][1]))
@@ -73,7 +73,7 @@ class Wire(Links):
         for tensor, peer in sends:
             arrived = threading.Event()
             self._box(self._here.rank, peer, tag).put((tensor, arrived))
-            works.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(5)))
+            works.append(SimpleNamespace(wait=lambda arrived=arrived: arrived.wait(120)))
         return works
 
     def lose_messages(self) -> None:
@@ -85,7 +85,7 @@ class Wire(Links):
 
 
 def _receive(box: queue.Queue[Any], tensor: Tensor) -> None:
-    sent, arrived = box.get(timeout=5)
+    sent, arrived = box.get(timeout=120)
     assert sent.shape == tensor.shape
     tensor.copy_(sent)
     arrived.set()

@@ -27,7 +27,7 @@ def dry_run(folder: Path, *arguments: str, script: str = "submit.sh") -> subproc
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
 
@@ -128,7 +128,7 @@ def test_a_job_gets_the_cores_and_the_memory_that_go_with_its_gpus(
 ) -> None:
     environment = with_program(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
     command = [str(SLURM / "submit.sh"), "a b.yaml", *options.split(), "--time", "5", "--dry-run"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     asked = dict(word.split("=", 1) for word in shlex.split(done.stdout) if word.startswith(("--cpus", "--mem")))
     expected = {"--cpus-per-task": cores, "--mem": memory}
     assert asked == {name: value for name, value in expected.items() if value is not None}, done.stderr
@@ -145,7 +145,7 @@ def test_the_image_is_imported_once_per_node_with_the_mounts_that_were_asked_for
     }
     environment |= {"SLURM_JOB_END_TIME": "1", "SLURM_JOB_CPUS_PER_NODE": "64(x3),32"}
     job = [str(SLURM / "train.sbatch"), str(ROOT), "2", "0", "registry/image:1", "/data:/data", "a b.yaml"]
-    subprocess.run(job, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    subprocess.run(job, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     steps = (folder / "srun.log").read_text().splitlines()
     assert steps
     for step in steps:
@@ -207,7 +207,7 @@ def test_what_is_refused(folder: Path, arguments: str, message: str) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 2
@@ -221,10 +221,10 @@ def test_a_mistake_in_a_later_stage_submits_nothing(folder: Path) -> None:
     (folder / "a.yaml").write_text("")
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "RLHF_MCORE_PLAN": "0"}
     chain = [str(SLURM / "chain.sh"), *["--ranks-per-node", "1", "--time", "5", "--", "a.yaml", "--", "missing.yaml"]]
-    done = subprocess.run(chain, cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(chain, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, (folder / "submitted").exists()) == (2, False)
     done = subprocess.run(
-        [*chain[:-1], "a.yaml"], cwd=folder, env=environment, capture_output=True, text=True, timeout=30, check=False
+        [*chain[:-1], "a.yaml"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "7\n7\n"), done.stderr
 
@@ -250,7 +250,7 @@ def test_documented_commands_would_submit_jobs(folder: Path, words: list[str]) -
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,30 @@
+"""Run by torchrun for ``World``: runs the workers that are asked for, one after the other, until the tests have ended."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+from tests.distributed.setting import start
+
+
+def main(requests: Path, pid_of_tests: int) -> None:
+    start()
+    for number in itertools.count():
+        request = requests / f"{number}.json"
+        while not request.exists():
+            if not Path(f"/proc/{pid_of_tests}").exists():
+                return
+            time.sleep(0.05)
+        asked = json.loads(request.read_text())
+        importlib.import_module(f"tests.distributed.{asked['worker']}").main(Path(asked["directory"]))
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
