@@ -7,7 +7,9 @@ through ssh. With ``--meet`` it prints where the nodes should meet instead.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_command
+from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.cli.rendezvous import LOOPBACK, free_port, interface_addresses, interface_of, source_address
 from rlhf_mcore.config import Config, ConfigError
 
@@ -76,6 +79,14 @@ def logs_directory(cfg: Config, run_id: str) -> Path:
     return Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs" / run_id
 
 
+def prune_logs(logs: Path) -> None:
+    """Keep the logs of the newest attempts, ``KEPT_STARTS`` with the next one. What no agent has made stays."""
+    with contextlib.suppress(OSError):
+        attempts = [path for path in logs.iterdir() if not path.is_symlink() and (path / "node-0").is_dir()]
+        for path in sorted(attempts, key=lambda path: path.stat().st_mtime)[: -(KEPT_STARTS - 1)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def meeting_address(peer: str, interface: str | None) -> str:
     """The address at which other nodes find this one: of ``interface``, or of the one on the way to ``peer``.
 
@@ -101,6 +112,8 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     local = source_address(args.address)
     interface = None if local == LOOPBACK else interface_of(local)
     logs = logs_directory(cfg, args.run_id)
+    if args.node_rank == 0:
+        prune_logs(logs.parent)
     mine = logs / f"node-{args.node_rank}"
     mine.mkdir(parents=True, exist_ok=True)
     options = torchrun_options(args, local, mine)

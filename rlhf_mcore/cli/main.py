@@ -7,6 +7,7 @@ started again; others are a failure, and 128 + N means that signal N ended the r
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return USER_ERROR
     command = _parser().parse_args(args[:1]).command
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("error: the working directory has been removed; change into another one", file=sys.stderr)
+        return USER_ERROR
     return int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
 
 

@@ -14,6 +14,7 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.processes import end_with_parent
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.config.errors import ConfigError
 
 DUMP_STACKS = signal.SIGQUIT
 
@@ -24,8 +25,11 @@ def run(main: Callable[[], int]) -> int:
     The process ends with torchrun's agent, Ctrl-C ends it at once until the run handles it, ``DUMP_STACKS`` prints the stacks of all
     threads, and whatever is raised becomes a message (``exit_codes.report``).
     """
-    if torchrun_world_size() is None:
-        return main()
+    try:
+        if torchrun_world_size() is None:
+            return main()
+    except ConfigError as error:
+        return exit_codes.report(error)
     end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGINT, _interrupted)
     faulthandler.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 from rlhf_mcore.cli import agent
 from rlhf_mcore.cli.launch import torchrun_command
+from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.config import ConfigError
 
 NODE = argparse.Namespace(nodes=2, node_rank=1, address="10.0.0.1", port=4567, run_id="12.0.0")
@@ -52,3 +54,16 @@ def test_the_first_failure_is_the_outcome(tmp_path: Path) -> None:
     for code, node in ((7, 1), (137, 0)):
         agent._record(tmp_path / agent.OUTCOME, code, node, 3.0)
     assert (tmp_path / agent.OUTCOME).read_text().startswith("7 node 1 (")
+
+
+def test_the_logs_of_the_newest_attempts_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    for number in range(25):
+        (tmp_path / f"{number}.0.0" / "node-0").mkdir(parents=True)
+        os.utime(tmp_path / f"{number}.0.0", (number, number))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to("24.0.0")
+    os.utime(tmp_path / "mine", (0, 0))
+    agent.prune_logs(tmp_path)
+    kept = {f"{number}.0.0" for number in range(25 - (KEPT_STARTS - 1), 25)}
+    assert {path.name for path in tmp_path.iterdir()} == kept | {"mine", "link"}
+    agent.prune_logs(tmp_path / "not there")

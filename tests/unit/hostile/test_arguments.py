@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,20 @@ def test_a_world_that_cannot_be_is_told_whatever_the_rank_is(
 def test_a_number_of_processes_that_cannot_be_is_one(value: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
     assert default_workers() == min(most, len(os.sched_getaffinity(0)))
+
+
+def test_a_working_directory_that_is_gone_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "gone").mkdir()
+    os.chdir(place / "gone")
+    (place / "gone").rmdir()
+    assert main(["plan", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "error: the working directory has been removed; change into another one\n"
+    os.chdir(place)
+
+
+def test_a_rank_says_what_is_wrong_with_its_number(place: Path) -> None:
+    environment = {**os.environ, "RANK": "x"}
+    command = [sys.executable, "-m", "rlhf_mcore.cli.train", "run.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "RANK='x' is not a whole number" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
