@@ -29,7 +29,7 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
     import torch.distributed as dist
 
     from rlhf_mcore.parallel.collectives import all_gather_json
-    from rlhf_mcore.trainer.exchange import Exchange
+    from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.types import Prompt, Score
 
     dist.init_process_group("gloo")
@@ -38,7 +38,7 @@ def worker(num_rows: int, tokens: int, rounds: int) -> None:
     positions = list(range(rank, num_rows, RANKS))
     made = [_trajectory(prompts[place], tokens - PROMPT_TOKENS) for place in positions]
     scores = [Score(float(place % 3)) for place in positions]
-    exchange: Any = Exchange(1) if "pad_token_id" not in Exchange.__dataclass_fields__ else Exchange(1, 0)
+    exchange: Any = RowExchange(1) if "pad_token_id" not in RowExchange.__dataclass_fields__ else RowExchange(1, 0)
     seconds = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(rounds):

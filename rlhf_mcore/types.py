@@ -150,11 +150,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens ``start`` to ``stop`` of an episode, by who wrote them: "prompt", "policy" or "environment"."""
+    """Tokens ``start`` to ``stop`` of an episode, by who wrote them: "prompt", "policy" or "environment".
+
+    ``reward`` is what a turn of the policy got by itself, at its last token; the score of the whole episode comes at the end.
+    """
 
     writer: str
     start: int
     stop: int
+    reward: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -237,6 +241,9 @@ class TrainBatch:
     token_ids: Tensor  # [N] int32
     loss_mask: Tensor  # [N] bool: tokens that the policy sampled and may learn from
     rollout_logprobs: Tensor  # [N] float32, zero outside loss_mask
+    turn_rewards: Tensor | None = (
+        None  # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
+    )
     ref_logprobs: Tensor | None = None  # [N] float32, as all that follow zero outside loss_mask
     old_logprobs: Tensor | None = None  # [N] float32
     old_values: Tensor | None = None  # [N] float32: value of the state before each token

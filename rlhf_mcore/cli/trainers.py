@@ -52,7 +52,7 @@ from rlhf_mcore.trainer.example_learner import (
     preference,
     preference_metrics,
 )
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
@@ -117,7 +117,7 @@ def rl_trainer(run: RunContext) -> Trainer:
             sampling,
             reward,
             DynamicSampling(dynamic.max_batches) if dynamic.enabled else PlainSampling(),
-            Exchange(sampling.n),
+            RowExchange(sampling.n),
             record,
         ),
         learner=PolicyLearner(roles, estimation, record),

@@ -13,9 +13,15 @@ from rlhf_mcore.types import Completion, Prompt, Trajectory, Turn
 
 
 def episode(
-    prompt: Prompt, sample: int, written: Sequence[Completion | NDArray[np.int32]], response_text: str
+    prompt: Prompt,
+    sample: int,
+    written: Sequence[Completion | NDArray[np.int32]],
+    response_text: str,
+    rewards: Sequence[float] = (),
 ) -> Trajectory:
     """A prompt and what was written after it, in order: completions by the policy, tokens [n] by the environment.
+
+    ``rewards``: of each completion, where turns have their own.
 
     Raises:
         ValueError: the prompt has no tokens, so that nothing predicts the first token of the policy; or the number of logprobs of a
@@ -26,6 +32,7 @@ def episode(
     if not stop:
         raise ValueError(f"{where}: the prompt has no tokens, so the first response token cannot be predicted")
     tokens, logprobs = [np.array(prompt.prompt_ids, np.int32)], [np.zeros(stop, np.float32)]
+    given = iter(rewards)
     turns, versions, finish_reason = [Turn("prompt", 0, stop)], list[tuple[int, int]](), ""
     for part in written:
         if isinstance(part, Completion):
@@ -35,7 +42,8 @@ def episode(
             versions += [(stop + first, version) for first, version in part.versions]
         else:
             ids, values, writer = part, np.zeros(len(part), np.float32), "environment"
-        turns.append(Turn(writer, stop, stop := stop + len(ids)))
+        reward = next(given, 0.0) if writer == "policy" else 0.0
+        turns.append(Turn(writer, stop, stop := stop + len(ids), reward))
         tokens.append(ids)
         logprobs.append(values)
     return Trajectory(
@@ -58,3 +66,14 @@ def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     logprobs = np.concatenate([np.zeros(0, np.float32), *(t.logprobs for t in trajectories)])
     tensors = {"token_ids": token_ids, "loss_mask": loss_mask, "rollout_logprobs": logprobs}
     return {name: torch.from_numpy(values) for name, values in tensors.items()}
+
+
+def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Rewards of turns at the last token of each, and zeros, of trajectories back to back: [N] float32."""
+    flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.float32), 0
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if turn.reward:
+                flat[start + turn.stop - 1] = turn.reward
+        start += len(trajectory.token_ids)
+    return torch.from_numpy(flat)

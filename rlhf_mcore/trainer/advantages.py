@@ -61,7 +61,7 @@ class AdvantageComputer:
             self.kl_controller.update(metrics["kl/mean"])
         in_reward = self.cfg.kl.placement == "reward" and kl is not None
         batch.kl_coef = 0.0 if in_reward else coef
-        batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, coef if in_reward else 0.0)
+        batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, coef if in_reward else 0.0, batch.turn_rewards)
         return metrics | self._advantages(batch, batch.rewards, rows)
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.parallel.rows import merge_rows
 from rlhf_mcore.protocols import SyncMismatch, WeightTarget
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.parts import LogprobModel
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling, Score
@@ -56,7 +56,7 @@ class Canary:
         """Largest mean difference of a response, over all engines; the same on every rank."""
         rollouts = self.worker.rollouts(self.prompts, self.sampling, step=version)
         scores = [Score(0.0) for _ in rollouts.trajectories]
-        batch = Exchange(1)(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
+        batch = RowExchange(1)(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()
         rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
         means = (rows.sums(gaps, batch.loss_mask) / batch.num_sampled).tolist()

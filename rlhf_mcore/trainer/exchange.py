@@ -12,7 +12,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from rlhf_mcore.data.episodes import flat_fields
+from rlhf_mcore.data.episodes import flat_fields, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, shortened
@@ -32,7 +32,7 @@ class Exchanged:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RowExchange:
     """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``."""
 
     samples_per_prompt: int
@@ -91,8 +91,11 @@ def exchange_rows(
         RuntimeError: a row has no finite score.
     """
     num_rows, sent = len(group_ids), flat_fields(trajectories)
-    facts = [(len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank()) for t in trajectories]
-    mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 4)
+    facts = [
+        (len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), any(turn.reward for turn in t.turns))
+        for t in trajectories
+    ]
+    mine = torch.tensor(facts, dtype=torch.int64).reshape(-1, 5)
     digests = row_digests(sent, mine[:, 0].tolist())
     table = all_gather_rows(torch.cat([torch.from_numpy(numbers)[:, None], mine, digests[:, None]], dim=1))
     scores = all_gather_rows(scores)
@@ -102,13 +105,16 @@ def exchange_rows(
         raise LostTrajectory(_miscounted(table[:, 0].tolist(), num_rows, name))
     if not scores.isfinite().all():
         raise RuntimeError(f"rows {(~scores.isfinite()).nonzero().flatten().tolist()} of the step have no finite score")
-    _, lengths, num_sampled, truncated, holders, digests = table.unbind(1)
+    _, lengths, num_sampled, truncated, holders, rewarded, digests = table.unbind(1)
+    if rewarded.any():
+        sent["turn_rewards"] = turn_rewards(trajectories)
     world_size = dist.get_world_size()
     owners = owners_of(lengths.numpy(), world_size)
     owned = rows_by_rank(owners, world_size)
     rows = torch.from_numpy(owned[dist.get_rank()])
     moved = move(sent, lengths.numpy(), holders.numpy(), owned)
-    changed = rows[row_digests(moved, lengths[rows].tolist()) != digests[rows]].tolist()
+    checked = {name: values for name, values in moved.items() if name != "turn_rewards"}
+    changed = rows[row_digests(checked, lengths[rows].tolist()) != digests[rows]].tolist()
     if lost := sorted(row for found in all_gather_json(changed) for row in found):
         raise LostTrajectory(
             f"{len(lost)} trajectories have arrived at another rank as something else than was sent, the first is that of "
@@ -125,6 +131,7 @@ def exchange_rows(
         token_ids=moved["token_ids"],
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
+        turn_rewards=moved.get("turn_rewards"),
     )
 
 

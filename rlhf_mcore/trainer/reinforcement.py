@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.dynamic_sampling import Collector
-    from rlhf_mcore.trainer.exchange import Exchange
+    from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
@@ -30,7 +30,7 @@ class SampledBatches:
     sampling: Sampling
     reward: RewardFunction
     collector: Collector
-    exchange: Exchange
+    exchange: RowExchange
     recorder: Recorder
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:

@@ -26,7 +26,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.types import Prompt, Sampling, Score
 from tests.distributed import models
@@ -311,7 +311,7 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
     """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
     sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
     rollouts = worker_of(engine).rollouts(prompts, sampling, step=step)
-    exchange = Exchange(sampling.n)
+    exchange = RowExchange(sampling.n)
     scores = [Score(0.0) for _ in rollouts.trajectories]
     batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch
     batch.old_logprobs = actor.compute_logprobs(batch)

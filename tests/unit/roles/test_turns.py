@@ -15,7 +15,7 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
 from tests.rows import rows_of_padded
 from tests.unit.parallel.world import ThreadGroup, run_ranks
@@ -53,6 +53,28 @@ def test_the_record_tells_who_wrote_what_with_which_policy() -> None:
     assert one.finish_reason == "length" and one.is_truncated
 
 
+@pytest.mark.usefixtures("world", "rank_threads")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
+    """Without discount, what follows a token: for the first turn its own reward and the score, for the second the score."""
+    first, answer, second = WRITTEN[0]
+    parts = [completion(first, 3, "stop"), np.array(answer, np.int32), completion(second, 4, "stop")]
+    rewarded = episode(PROMPT, 0, parts, "text", rewards=[0.5, 0.0])
+    assert [turn.reward for turn in rewarded.turns] == [0.0, 0.5, 0.0, 0.0]
+
+    def body(group: ThreadGroup) -> tuple[list[list[float]], list[list[float]]]:
+        drawn = [rewarded, sampled(1)] if group.rank() == world_size - 1 else []
+        batch = RowExchange(2)([PROMPT], [0] * len(drawn), drawn, [Score(2.0), Score(1.0)][: len(drawn)]).batch
+        batch.old_logprobs = batch.rollout_logprobs
+        AdvantageComputer(AlgorithmConfig(advantage="reinforce", gamma=1.0, whiten_advantages=False))(batch)
+        assert batch.rewards is not None and batch.advantages is not None
+        return rows_of_padded(batch, batch.rewards), rows_of_padded(batch, batch.advantages)
+
+    for rewards, advantages in run_ranks(world_size, body):
+        assert rewards == [[0, 0.5, 0, 0, 2], [0, 0, 1]]
+        assert advantages == [[2.5, 2.5, 2, 2, 2], [1, 1, 1]]
+
+
 def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
     which: Any = model
     limits = TrainerConfig(max_tokens_per_microbatch=16, packing=packing)
@@ -85,7 +107,7 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
     def body(group: ThreadGroup) -> tuple[Tensor, list[list[float]], Tensor]:
         mine = [sample for sample in range(2) if sample % world_size == group.rank()]
         drawn = [sampled(sample) for sample in mine]
-        batch = Exchange(2)([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine]).batch
+        batch = RowExchange(2)([PROMPT], [0] * len(mine), drawn, [Score(SCORES[sample]) for sample in mine]).batch
         assert batch.lengths.tolist() == [10, 7] and batch.num_sampled.tolist() == [5, 3]
         model = Lookup(layout=ParallelLayout(world_size))
         which = actor(model, algorithm, packing)

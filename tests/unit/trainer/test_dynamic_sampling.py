@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.trainer.dynamic_sampling import Collected, DynamicSampling, sampling_of_batch
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import Rollouts, request_seed
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
 from tests.unit.trainer.records import completions, prompt, rows_of, trajectory, worker
@@ -128,7 +128,7 @@ def test_a_score_that_is_not_finite_is_left_to_the_exchange() -> None:
 
 def test_the_exchange_takes_what_was_collected() -> None:
     collected = DynamicSampling(9).collect(Source(4), attempt_of(lambda index: index % 3 == 0))
-    exchange = Exchange(SAMPLES)
+    exchange = RowExchange(SAMPLES)
     rollouts = collected.rollouts
     batch = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, collected.scores).batch
     rows = rows_of(batch)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.parallel.rows import move_rows
-from rlhf_mcore.trainer.exchange import Exchange, Exchanged
+from rlhf_mcore.trainer.exchange import Exchanged, RowExchange
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -31,7 +31,7 @@ def made(seed: int = 0) -> tuple[list[int], list[Trajectory]]:
 
 
 def call(positions: list[int], trajectories: list[Trajectory]) -> Exchanged:
-    return Exchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
+    return RowExchange(SAMPLES)(PROMPTS, positions, trajectories, [score(t) for t in trajectories])
 
 
 def test_every_row_is_there_whole() -> None:
@@ -60,7 +60,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_a_prompt_that_a_step_holds_twice_makes_two_groups() -> None:
     twice = [PROMPTS[0], PROMPTS[0]]
     trajectories = [trajectory(PROMPTS[0], k % 2, length=k + 1) for k in range(4)]
-    batch = Exchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]).batch
+    batch = RowExchange(2)(twice, [0, 0, 1, 1], trajectories, [Score(float(k)) for k in range(4)]).batch
     assert batch.group_ids.tolist() == [0, 0, 1, 1] and batch.scores.tolist() == [0, 1, 2, 3]
 
 
@@ -68,7 +68,7 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 1, 5, "length"), trajectory(one[0], 0, 2)]
     scores = [Score(0.1, {"format": 1.0, "answer": 0.0}), Score(-2.0, {"format": 0.5})]
-    found = Exchange(2)(one, [0, 0], trajectories, scores)
+    found = RowExchange(2)(one, [0, 0], trajectories, scores)
     batch = found.batch
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
     assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
@@ -78,7 +78,7 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
 def test_an_empty_response_keeps_its_row() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 0, 0), trajectory(one[0], 1, 2)]
-    batch = Exchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]).batch
+    batch = RowExchange(2)(one, [0, 0], trajectories, [Score(1.0), Score(2.0)]).batch
     assert batch.lengths.tolist() == [2, 4] and batch.num_sampled.tolist() == [0, 2]
     assert batch.scores.tolist() == [1.0, 2.0]
 
@@ -86,7 +86,7 @@ def test_an_empty_response_keeps_its_row() -> None:
 def test_large_token_ids_are_exact() -> None:
     one = [prompt(0)]
     made_of = single_turn(one[0], 0, [2**31 - 1, 2**24 + 1], [-1.0, -2.0], "", "stop", 0)
-    batch = Exchange(1)(one, [0], [made_of], [Score(0.0)]).batch
+    batch = RowExchange(1)(one, [0], [made_of], [Score(0.0)]).batch
     assert batch.token_ids.tolist() == [100, 100, 2147483647, 16777217]
 
 
@@ -105,7 +105,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
             engine = leads.index(group.rank())
             mine = [k for k, place in enumerate(positions) if place % len(leads) == engine]
         parts = [Score(values[k].value, {"all": 1.0, **({"first": 2.0} if k == 0 else {})}) for k in mine]
-        found = Exchange(SAMPLES)(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], parts)
+        found = RowExchange(SAMPLES)(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], parts)
         return found.batch, rows_of(found.batch), found.part_means
 
     ranks = run_ranks(4, body)
@@ -163,7 +163,7 @@ def test_fault_25_a_row_that_is_lost_between_ranks_is_named_on_all_of_them(fault
     def body(group: ThreadGroup) -> str:
         rank = group.rank()
         with pytest.raises(LostTrajectory) as raised:
-            Exchange(1, move)(four, [positions[rank]], [trajectories[rank]], [Score(0.0)])
+            RowExchange(1, move)(four, [positions[rank]], [trajectories[rank]], [Score(0.0)])
         return str(raised.value)
 
     for message in run_ranks(4, body):
@@ -176,7 +176,7 @@ def test_a_score_that_is_no_number_is_an_error(value: float) -> None:
     scores = [score(t) for t in trajectories]
     scores[7].value = value
     with pytest.raises(RuntimeError, match=r"rows \[7\] of the step have no finite score"):
-        Exchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
+        RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
 
 
 def test_what_an_engine_must_not_give_is_refused() -> None:

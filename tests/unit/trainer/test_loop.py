@@ -19,7 +19,7 @@ from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import MEMORY, SyncStats
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
-from rlhf_mcore.trainer.exchange import Exchange
+from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import DivergedError
 from rlhf_mcore.trainer.parts import Roles
@@ -201,7 +201,7 @@ def make(due: set[int], *beside_the_actor: str, sampler: Any = None, lose: int =
     prompts = PromptBatches([prompt(i) for i in range(4)], sampler or Sampler())
     by = worker(Generating(log, lose))
     roles = Roles(models["actor"], models.get("critic"), models.get("reference"), **settings)
-    source = SampledBatches(prompts, by, Sampling(n=2), reward, PlainSampling(), Exchange(2), watch)
+    source = SampledBatches(prompts, by, Sampling(n=2), reward, PlainSampling(), RowExchange(2), watch)
     made = Trainer(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
