@@ -14,31 +14,16 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
-from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.endpoints import Sources
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors, mcore_tensors
+from tests.unit.bridge.sources import Averages
 
 TP = 2
 PAIRS = ((0, 2), (1, 3))
-
-
-class Averages(Sources):
-    """The mean of two sets of tensors, made for the buckets that are open."""
-
-    device, is_static = torch.device("cpu"), False
-
-    def __init__(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]):
-        self._one, self._other = one, other
-
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        return {name: ((self._one[name] + self._other[name]) / 2).view(-1) for name in bucket.source_buffers}
-
-    def close(self, bucket: Bucket) -> None: ...
 
 
 def held_of(group: dist.ProcessGroup, hf: Mapping[str, Tensor]) -> dict[str, Tensor]:

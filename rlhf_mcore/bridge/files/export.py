@@ -33,7 +33,7 @@ from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
-from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources
+from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.types import LocalParameter, ModelGeometry
@@ -43,13 +43,15 @@ class Exporter:
     """Writes a model's weights as a Hugging Face directory, again and again. Built and called by all ranks of a group.
 
     Args:
-        parameters: the trained tensors of this rank.
+        parameters: what this rank holds, in the dtypes of the files. Their own tensors are written unless ``sources`` are given.
         geometry: of the model.
         companions: directories whose config and tokenizer files are copied, the first that has a file wins.
         group: the ranks among which the files are divided; at least those that hold the model.
         bucket_bytes: limit of what a rank sends, and of what it receives, at a time.
         shard_bytes: largest size of a file, unless a single tensor is larger.
         config_updates: keys of the written config.json that differ from the copied one.
+        sources: what is written instead of the parameters' own tensors, under the same names and in the same shapes: merged with
+            adapters, averaged or cast.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Exporter:
         bucket_bytes: int,
         shard_bytes: int = SHARD_BYTES,
         config_updates: Mapping[str, Any] | None = None,
+        sources: Sources | None = None,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
@@ -73,7 +76,6 @@ class Exporter:
         self.shards = cut_into_shards(sizes, group.size(), shard_bytes)
         self._mine = [shard for shard in self.shards if shard.rank == group.rank()]
         self._images: list[FileImage] | None = None
-        self._pinned = any(parameter.tensor.is_cuda for parameter in parameters)
         plan = build_plan(
             describe_sources(parameters, pieces_of, group),
             [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
@@ -82,7 +84,8 @@ class Exporter:
             order=list(self._types),
         )
         self._rank_plan = plan.rank_view(group.rank())
-        sources = LiveSources({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
+        sources = sources or LiveSources({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
+        self._pinned = sources.device.type == "cuda"
         self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
     @property

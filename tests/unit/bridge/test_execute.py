@@ -22,13 +22,14 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources, TransientBuffers
+from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.shared_memory import MappedMemory
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Links, Parcel, Work
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
+from tests.unit.bridge.sources import Averages
 
 RANKS, BUCKET = 4, 256
 GEOMETRY = ModelGeometry("qwen3", 4, 4, 4, 2, 2, 8, 16, False)
@@ -287,46 +288,22 @@ def test_a_run_after_one_that_failed_is_whole(machine: int) -> None:
     wire.run(whole)
 
 
-class Averages(Sources):
-    """Means of two models, made for every bucket that is open and for no other."""
-
-    device, is_static = torch.device("cpu"), False
-
-    def __init__(self, models: Sequence[Mapping[str, Tensor]]):
-        self._models = models
-        self.open_buckets: dict[int, dict[str, Tensor]] = {}
-        self.most_open = 0
-
-    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        assert bucket.index not in self.open_buckets
-        names = bucket.source_buffers
-        made = {name: torch.stack([model[name].float() for model in self._models]).mean(0) for name in names}
-        self.open_buckets[bucket.index] = made
-        self.most_open = max(self.most_open, len(self.open_buckets))
-        return made
-
-    def close(self, bucket: Bucket) -> None:
-        for tensor in self.open_buckets.pop(bucket.index).values():
-            tensor.fill_(torch.nan)  # whoever reads it later notices
-
-
 @pytest.mark.parametrize("machine", [0, 4])
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_node: int | None, machine: int) -> None:
-    """Averages in fp32 are sent in the dtypes of the wire, which are wider for norms."""
     wire, sources, destinations = Wire(machine), held(tp, pp), needed(parts)
     plan = make_plan(sources, destinations, per_node)
 
     def rank_body(rank: int) -> None:
         mine = [tensors_of(sources, rank), tensors_of(sources, rank)]
-        averages, received = Averages(mine), KeptBuffers(tensors_of(destinations, rank))
+        averages, received = Averages(*mine), KeptBuffers(tensors_of(destinations, rank))
         executor = Executor(plan.rank_view(rank), averages, DTYPES, wire)
         for seed in (0, 2):
             models = [random_model(seed + k) for k in range(2)]
             for flats, model in zip(mine, models, strict=True):
                 spread(flats, sources, rank, model)
             executor.run(received)
-            mean = {name: ((models[0][name].float() + models[1][name].float()) / 2) for name in SHAPES}
+            mean = {name: (models[0][name] + models[1][name]) / 2 for name in SHAPES}
             expected = tensors_of(destinations, rank)
             spread(expected, destinations, rank, mean)
             assert all(torch.equal(received.flats[name], tensor) for name, tensor in expected.items())
@@ -341,7 +318,7 @@ def test_sources_are_closed_after_a_failure() -> None:
 
     def rank_body(rank: int) -> None:
         mine = tensors_of(sources, rank)
-        averages, received = Averages([mine, mine]), KeptBuffers(tensors_of(destinations, rank), fails_at=0)
+        averages, received = Averages(mine, mine), KeptBuffers(tensors_of(destinations, rank), fails_at=0)
         with pytest.raises(OSError, match="no"):
             Executor(plan.rank_view(rank), averages, DTYPES, wire).run(received)
         assert not averages.open_buckets and averages.most_open > 0

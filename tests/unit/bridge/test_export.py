@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.types import LocalParameter, Shard
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
+from tests.unit.bridge.sources import Averages
 from tests.unit.bridge.test_transfer import GEOMETRY
 
 
@@ -108,3 +109,19 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
     again = made.snapshot()
     assert [image.body.data_ptr() for image in again] == bodies, "memory is kept"
     assert all(not image.body.any() for image in again)
+
+
+@pytest.mark.usefixtures("world")
+def test_what_is_made_for_the_files_is_written_instead_of_the_tensors(tmp_path: Path) -> None:
+    """The mean of two models, in the dtype of the parameters, which hold no values themselves."""
+    one = float_tensors()
+    other = {name: tensor * 3 for name, tensor in one.items()}
+    held = [mcore_tensors(GEOMETRY, hf, 0, 1) for hf in (one, other)]
+    parameters = [LocalParameter(n, torch.empty_like(t, device="meta"), Shard(0, 1)) for n, t in held[0].items()]
+    (tmp_path / "config.json").write_text("{}")
+    averages = Averages(*held)
+    made = Exporter(parameters, GEOMETRY, [str(tmp_path)], world_group(), bucket_bytes=100, sources=averages)
+    made.save(tmp_path / "actor")
+    written = load_file(tmp_path / "actor" / SINGLE)
+    assert written.keys() == one.keys() and all(torch.equal(written[name], one[name] * 2) for name in one)
+    assert averages.most_open and not averages.open_buckets
