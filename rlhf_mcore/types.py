@@ -211,7 +211,7 @@ FAILURES = ("error", "timeout")  # why a response may have got no score
 
 @dataclass(slots=True)
 class Score:
-    """A grader's verdict on one trajectory: the scalar reward and named parts for the metrics."""
+    """What a grader gives a trajectory: the scalar reward, and named parts for the metrics."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -263,7 +263,7 @@ class TrainBatch:
 
 @dataclass(slots=True)
 class Microbatch:
-    """What one forward pass eats: packed (``token_ids`` [1, N]) or padded ([b, T]).
+    """The input of one forward pass: packed (``token_ids`` [1, N]) or padded ([b, T]).
 
     ``cu_seqlens`` [num_sequences + 1] int32 is set for packed input only. ``rows`` maps sequence k of the microbatch to a row of
     the TrainBatch. Per-token training inputs are in ``fields`` with the shape of ``token_ids``.

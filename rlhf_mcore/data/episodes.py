@@ -42,8 +42,8 @@ def episode(
             versions += [(stop + first, version) for first, version in part.versions]
         else:
             ids, values, writer = part, np.zeros(len(part), np.float32), "environment"
-        reward = next(given, 0.0) if writer == "policy" else 0.0
-        turns.append(Turn(writer, stop, stop := stop + len(ids), reward))
+        start, stop = stop, stop + len(ids)
+        turns.append(Turn(writer, start, stop, next(given, 0.0) if writer == "policy" else 0.0))
         tokens.append(ids)
         logprobs.append(values)
     return Trajectory(

@@ -156,7 +156,7 @@ class _Bin:
 
 
 def _join(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
-    """Lay the heaviest bins of ``second`` on the lightest of ``first`` (which it consumes), empty bins before all."""
+    """Add the heaviest bins of ``second`` to the lightest of ``first`` (which it consumes), to empty bins first."""
     num_filled = len(first)
     for place, bin in enumerate(second):
         target = num_bins - 1 - place

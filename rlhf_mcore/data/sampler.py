@@ -61,12 +61,12 @@ class PromptSampler:
 
     @property
     def num_drawn(self) -> int:
-        """How many prompts it has handed out."""
+        """How many prompts it has drawn."""
         return self._num_drawn
 
     @property
     def num_epochs(self) -> float:
-        """How often all prompts have been handed out."""
+        """How often all prompts have been drawn."""
         return self._num_drawn / self.num_prompts
 
     def next_batch(self) -> list[int]:
@@ -145,18 +145,17 @@ class WeightedSampler:
 
     @property
     def num_epochs(self) -> float:
-        """Prompts that were handed out, in units of all of them; a data set with a large share has had more epochs of its own."""
+        """Prompts that were drawn, in units of all of them; a data set with a large share has had more epochs of its own."""
         return sum(part.num_drawn for part in self._parts) / sum(part.num_prompts for part in self._parts)
 
     def next_batch(self) -> list[int]:
         """The positions of the next ``batch_size`` prompts."""
-        return [self._next() for _ in range(self.batch_size)]
-
-    def _next(self) -> int:
-        due = 1 + sum(part.num_drawn for part in self._parts)
-        behind = [share * due - part.num_drawn for share, part in zip(self._shares, self._parts, strict=True)]
-        which = behind.index(max(behind))
-        return self._first[which] + self._parts[which].next_batch()[0]
+        batch, drawn = [], sum(part.num_drawn for part in self._parts)
+        for due in range(drawn + 1, drawn + 1 + self.batch_size):
+            behind = [share * due - part.num_drawn for share, part in zip(self._shares, self._parts, strict=True)]
+            which = behind.index(max(behind))
+            batch.append(self._first[which] + self._parts[which].next_batch()[0])
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """How far each data set is; plain JSON values."""

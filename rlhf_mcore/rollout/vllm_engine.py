@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Tokens of one forward pass where nothing is said: the least that vLLM chooses on any platform, and what it does on large GPUs.
+# Tokens of one forward pass by default: the fewest that vLLM chooses on any platform, and its choice on large GPUs.
 _LEAST_BUDGET, _USUAL_BUDGET = 4096, 16384
 
 
@@ -325,10 +325,10 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def _reprocess_tied(model: Any) -> None:
-    """Let layers that share a parameter with another one look at it again.
+    """Process the layers again that share a parameter with another one.
 
-    vLLM processes the layer that a tensor was loaded for. A tied lm_head is not among those: on the CPU it would go on
-    multiplying with the copy of the embeddings that it has prepacked before.
+    vLLM processes the layer that a tensor was loaded for. A tied lm_head is not among those: on the CPU it would continue
+    to multiply with the copy of the embeddings that it has prepacked before.
     """
     owners: dict[int, list[Any]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Whether an engine's weights may be used, and whether what is handed to it is the whole model."""
+"""Whether an engine's weights may be used, and whether the tensors of a load are the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 5  # names listed in a message
 
 
 class VersionedWeights:
-    """An engine's claim to have weights: their version, or the reason why there are none that may be used.
+    """The version of an engine's weights, or the reason why there are none that may be used.
 
     A load is a transaction: the weights are unusable from ``begin_load`` until ``commit_load``, whatever happens in
     between. ``policy_version`` is -1 before the first load, during one and after one that failed.
@@ -25,7 +25,7 @@ class VersionedWeights:
         self._problem: str | None = "no weights were ever loaded"
 
     def begin_load(self) -> None:
-        """What was there is gone."""
+        """The weights from before are gone."""
         self.abandon("the last load of weights did not finish")
 
     def abandon(self, problem: str) -> None:

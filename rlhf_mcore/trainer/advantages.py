@@ -1,4 +1,4 @@
-"""From scores to advantages: the only part of the loop between what models say and updates."""
+"""From scores to rewards and advantages: what is computed between the forward passes of the models and their updates."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rlhf_mcore.types import TrainBatch
 
 @dataclass(slots=True)
 class AdvantageComputer:
-    """Shapes rewards and estimates advantages as the configuration says.
+    """Shapes rewards and estimates advantages as configured.
 
-    Every rank estimates those of its own rows; what all must agree on are sums by row, which ``merge`` makes known to all.
+    Every rank estimates those of its own rows. What all must agree on are sums by row, which ``merge`` adds up over the ranks.
     """
 
     cfg: AlgorithmConfig
@@ -45,7 +45,9 @@ class AdvantageComputer:
         metrics = self._correct(batch, rows)
         scores, kl, coef = batch.scores, None, self.kl_controller.coef
         if self.cfg.overlong.enabled:
-            penalty = self._overlong(batch)
+            overlong = self.cfg.overlong
+            assert overlong.max_tokens is not None and overlong.cache_tokens is not None, "resolved"
+            penalty = overlong_penalty(batch.num_sampled, overlong.max_tokens, overlong.cache_tokens, overlong.penalty)
             scores = scores + penalty
             metrics["reward/overlong_mean"] = float(penalty.mean())
         if batch.ref_logprobs is not None:
@@ -65,17 +67,12 @@ class AdvantageComputer:
         return metrics | self._advantages(batch, batch.rewards, rows)
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
-        """How far the engine's distribution is from the trainer's is always told; it is made up for where asked."""
+        """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""
         assert batch.old_logprobs is not None
         cfg = self.cfg.rollout_correction
         factors, found = rollout_correction(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows, cfg)
         batch.correction = factors if cfg.mode != "off" else None
         return {f"rollout/{name}": value for name, value in found.items()}
-
-    def _overlong(self, batch: TrainBatch) -> Tensor:
-        cfg = self.cfg.overlong
-        assert cfg.max_tokens is not None and cfg.cache_tokens is not None, "resolved"
-        return overlong_penalty(batch.num_sampled, cfg.max_tokens, cfg.cache_tokens, cfg.penalty)
 
     def _advantages(self, batch: TrainBatch, rewards: Tensor, rows: OwnedRows) -> dict[str, float]:
         inputs = AdvantageInputs(

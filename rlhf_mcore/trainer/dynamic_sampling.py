@@ -97,7 +97,7 @@ class DynamicSampling:
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
     """The sampling of batch ``number`` of a step: the first is as ever, later ones have seeds of their own.
 
-    A data set smaller than the batches of a step hands out a prompt again, which must not get the same responses.
+    A data set smaller than the batches of a step draws a prompt again, which must not get the same responses.
     """
     return replace(sampling, seed=sampling.seed + (number << 32))
 

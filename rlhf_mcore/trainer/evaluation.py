@@ -92,7 +92,7 @@ def evaluate(
     """Draw and score the prompts whose index is not in ``done``, and keep the records of every batch, one list per prompt.
 
     Batches are cut as if nothing were done, so an evaluation that continues draws in the same batches. Collective over the
-    ranks of an engine; only its lead is handed something to keep.
+    ranks of an engine; only its lead keeps records.
     """
     for batch in batches(prompts, engine, size):
         missing = [prompt for prompt in batch if prompt.index not in done]
@@ -142,7 +142,7 @@ def evaluation_sampling(cfg: Config) -> Sampling:
 
 
 def prompts_per_batch(cfg: Config) -> int:
-    """Prompts that an engine is handed at a time."""
+    """Prompts of an engine's batch."""
     return cfg.evaluate.prompts_per_batch or max(
         BATCHES_IN_FLIGHT * cfg.rollout.max_num_seqs // cfg.evaluate.samples, 1
     )
@@ -204,7 +204,7 @@ def with_tokens(record: Record, trajectory: Trajectory) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class RecordedScores:
-    """A grader that remembers what others have said of each response."""
+    """A grader that returns the scores that other graders have given."""
 
     scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
 
@@ -226,7 +226,7 @@ def score_records(
         prompts: all of them.
         records: of all responses, with ``TOKENS``; the same on every rank.
         engine: this rank's part of the engines that drew them.
-        size: prompts that an engine is handed at a time.
+        size: prompts of an engine's batch.
         add_model: the reward of training around other graders.
     """
     by_prompt: dict[int, list[Record]] = {}
@@ -238,14 +238,11 @@ def score_records(
     for batch in batches(prompts, engine, size):
         mine = [(p, r) for p in batch for r in by_prompt[p.index]] if engine.is_lead else []
         scores = reward.score([_trajectory(*pair) for pair in mine])
-        scored += [_finished(record, score) for (_, record), score in zip(mine, scores, strict=True)]
+        for (_, record), score in zip(mine, scores, strict=True):
+            correct = is_correct(score.value, score.parts)
+            whole = record | {"score": score.value, "parts": score.parts, "correct": correct}
+            scored.append({name: value for name, value in whole.items() if name != TOKENS})
     return scored
-
-
-def _finished(record: Record, score: Score) -> Record:
-    correct = is_correct(score.value, score.parts)
-    whole = record | {"score": score.value, "parts": score.parts, "correct": correct}
-    return {name: value for name, value in whole.items() if name != TOKENS}
 
 
 def _trajectory(prompt: Prompt, record: Record) -> Trajectory:

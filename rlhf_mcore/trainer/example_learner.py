@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ class ExampleLearner:
 
 
 class NoPublisher:
-    """Nobody but the checkpoints waits for the weights."""
+    """The weights go to checkpoints only."""
 
     def publish(self, version: int) -> Mapping[str, float]:
         return {}
@@ -62,14 +62,11 @@ class ExampleEvaluator:
     def run(self, step: int) -> dict[str, float]:
         """The same at every ``step`` for the same weights. Collective over the world; all ranks have the same result."""
         totals: Sums = {}
-        for batch in self._batches():
+        for start in range(0, len(self.examples), self.examples_per_batch):
+            batch = example_batch(self.examples[start : start + self.examples_per_batch])
             for name, value in self.measure(batch).items():
                 totals[name] = totals.get(name, 0.0) + value
         return {f"evaluate/{name}": value for name, value in self.named(totals).items()}
-
-    def _batches(self) -> Iterator[TrainBatch]:
-        for start in range(0, len(self.examples), self.examples_per_batch):
-            yield example_batch(self.examples[start : start + self.examples_per_batch])
 
 
 def likelihood(model: LogprobModel, batch: TrainBatch) -> Sums:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,7 +68,7 @@ class RowExchange:
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move)
-        return Exchanged(batch, _part_means(scores), _failures(scores))
+        return Exchanged(batch, *_score_statistics(scores))
 
 
 def exchange_rows(
@@ -154,23 +154,16 @@ def _miscounted(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) 
     return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {shortened(wrong)}. {REMEDY}"
 
 
-def _part_means(scores: Sequence[Score]) -> dict[str, float]:
-    sums: dict[str, list[float]] = {}
-    for rank_sums in all_gather_json(_part_sums(scores)):
-        for name, (total, count) in rank_sums.items():
-            known = sums.setdefault(name, [0.0, 0.0])
-            known[0] += total
-            known[1] += count
-    return {name: total / count for name, (total, count) in sums.items()}
-
-
-def _failures(scores: Sequence[Score]) -> dict[str, int]:
-    mine = Counter(score.failure for score in scores if score.failure is not None)
-    total = sum((Counter(part) for part in all_gather_json(mine)), Counter())
-    return {kind: total[kind] for kind in FAILURES}
-
-
-def _part_sums(scores: Sequence[Score]) -> dict[str, tuple[float, int]]:
+def _score_statistics(scores: Sequence[Score]) -> tuple[dict[str, float], dict[str, int]]:
+    """Mean of each named part, and how many responses got no score by kind of failure, over all ranks. Collective."""
     names = {name for score in scores for name in score.parts}
     held = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
-    return {name: (sum(values), len(values)) for name, values in held.items()}
+    sums = {name: (sum(values), len(values)) for name, values in held.items()}
+    failed = Counter(score.failure for score in scores if score.failure is not None)
+    totals, counts, failures = defaultdict[str, float](float), Counter[str](), Counter[str]()
+    for rank_sums, rank_failures in all_gather_json([sums, failed]):
+        failures.update(rank_failures)
+        for name, (total, count) in rank_sums.items():
+            totals[name] += total
+            counts[name] += count
+    return {name: totals[name] / counts[name] for name in counts}, {kind: failures[kind] for kind in FAILURES}

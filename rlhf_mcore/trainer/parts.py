@@ -1,4 +1,4 @@
-"""What the loop is made of, as it sees it."""
+"""The parts of the loop, as the loop sees them: protocols."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PromptSource(Protocol):
-    """Hands out the prompts of one step after the other, the same on every rank."""
+    """Yields the prompts of one step after the other, the same on every rank."""
 
     def next_batch(self) -> list[Prompt]: ...
 
@@ -28,7 +28,7 @@ class LogprobModel(Protocol):
 
 
 class ReferenceModel(LogprobModel, Protocol):
-    """A policy that takes over the weights of another one when it is told to."""
+    """A policy whose weights can be replaced by those of another one."""
 
     def refresh(self, actor: Any) -> None: ...
 

@@ -18,7 +18,7 @@ from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.types import Score, Trajectory
 
-RECENT = 100  # steps that a checkpoint tells about
+RECENT = 100  # steps whose figures are in a checkpoint
 LOSSES = ("loss/total", "loss/sft", "loss/reward_model")  # of the model that a run trains; each kind of run has one
 CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
 
@@ -45,7 +45,7 @@ class RunRecord:
             self.console.note(text)
 
     def acknowledge(self, text: str) -> None:
-        """Show at once that something was asked for by a signal; called inside its handler."""
+        """Show at once that a signal has arrived; called inside its handler."""
         if self.console is not None:
             self.console.acknowledge(text)
 
@@ -60,7 +60,7 @@ class RunRecord:
             yield
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
-        """Say which responses have no score, and write the step's rollouts when they are due. Collective."""
+        """Show how many responses have no score, and write the step's rollouts when they are due. Collective."""
         self._note_failures(step, scores)
         if not self.rollouts_every or step % self.rollouts_every:
             return

@@ -59,7 +59,7 @@ class PolicyLearner:
     recorder: Recorder
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
-        """Compute what the models tell about the batch before any of them is updated, estimate advantages, update. Collective."""
+        """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective."""
         self._compute(step, batch)
         metrics = agreement_metrics(batch) | self.compute_advantages(batch)
         with self.recorder.phase("update"):

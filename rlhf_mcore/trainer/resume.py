@@ -51,7 +51,7 @@ def find_start(
     check_saved: CheckSaved | None = None,
     disk: Disk | None = None,
 ) -> Start:
-    """Bring a run directory in order and choose the checkpoint to go on from. For one process, which holds the directory's lock.
+    """Clean up a run directory and choose the checkpoint to continue from. For one process, which holds the directory's lock.
 
     ``inputs``: fingerprints of what the run is made from, as its configuration names it. ``check_saved`` raises
     ConfigError for a checkpoint whose files are those of its manifest and hold what no run can have saved.

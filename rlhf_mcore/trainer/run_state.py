@@ -101,10 +101,10 @@ def check_counts(checkpoint: Path) -> None:
         f"{TRAINER_STATE} (counters.steps)": counters.integer("steps", default=None),
         f"{DATALOADER} (step)": data.integer("step"),
     }
-    for name, told in found.items():
-        if told is not None and told != step:
+    for name, value in found.items():
+        if value is not None and value != step:
             raise ConfigError(
-                f"{checkpoint}: the manifest is that of step {step}, but {name} tells of step {told}; {_REMEDY}"
+                f"{checkpoint}: the manifest is that of step {step}, but {name} is of step {value}; {_REMEDY}"
             )
     trained, drawn = counters.integer("prompts", default=None), _num_drawn(data)
     if trained is not None and drawn is not None and not trained <= drawn <= max(trained, 1) * _DRAWN_PER_PROMPT:
@@ -115,7 +115,7 @@ def check_counts(checkpoint: Path) -> None:
 
 
 def _num_drawn(data: Fields) -> int | None:
-    """Prompts that the sampler has handed out, of all data sets together; None where no sampler's state is there."""
+    """Prompts that the sampler has drawn, of all data sets together; None where no sampler's state is there."""
     sampler = data.object("state").object("sampler", None)
     if sampler is None:
         return None

@@ -50,9 +50,9 @@ def test_a_version_of_the_future_or_of_no_release_is_refused(version: object) ->
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        ("trainer_state.json", '"step": 2', '"step": 3', r"step 2, but trainer_state.json \(step\) tells of step 3"),
-        ("trainer_state.json", '"steps": 2', '"steps": 1', r"trainer_state.json \(counters.steps\) tells of step 1"),
-        ("dataloader.json", '"step": 2', '"step": 1', r"dataloader.json \(step\) tells of step 1"),
+        ("trainer_state.json", '"step": 2', '"step": 3', r"step 2, but trainer_state.json \(step\) is of step 3"),
+        ("trainer_state.json", '"steps": 2', '"steps": 1', r"trainer_state.json \(counters.steps\) is of step 1"),
+        ("dataloader.json", '"step": 2', '"step": 1', r"dataloader.json \(step\) is of step 1"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 7', "has drawn 7 prompts, but trainer_state.json counts 8"),
         ("dataloader.json", '"num_drawn": 8', '"num_drawn": 800000000', "has drawn 800000000 prompts, but"),
         ("dataloader.json", '"num_drawn": 8', f'"num_drawn": {10**30}', "num_drawn.*integer"),
@@ -72,6 +72,6 @@ def test_counts_that_contradict_each_other_are_refused(
 
 def test_a_directory_of_another_step_is_refused(tmp_path: Path) -> None:
     renamed = shutil.copytree(SAMPLE, tmp_path / "checkpoint-20")
-    with pytest.raises(ConfigError, match="is that of step 2, but the directory's name checkpoint-20 tells of step 20"):
+    with pytest.raises(ConfigError, match="is that of step 2, but the directory's name checkpoint-20 is of step 20"):
         check_counts(renamed)
     check_counts(shutil.copytree(SAMPLE, tmp_path / "kept"))  # under a name of the user's own it is fine

@@ -128,7 +128,9 @@ def test_a_job_gets_the_cores_and_the_memory_that_go_with_its_gpus(
 ) -> None:
     environment = with_program(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
     command = [str(SLURM / "submit.sh"), "a b.yaml", *options.split(), "--time", "5", "--dry-run"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     asked = dict(word.split("=", 1) for word in shlex.split(done.stdout) if word.startswith(("--cpus", "--mem")))
     expected = {"--cpus-per-task": cores, "--mem": memory}
     assert asked == {name: value for name, value in expected.items() if value is not None}, done.stderr
