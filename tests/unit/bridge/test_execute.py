@@ -98,15 +98,20 @@ class KeptBuffers(Destinations):
 
     flats: dict[str, Tensor]
     fails_at: int = -1
+    fails_in: str = "open"
     closed: list[int] = field(default_factory=list)
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
-        if bucket.index == self.fails_at:
-            raise OSError("no")
+        self.fail("open", bucket)
         return self.flats
 
     def close(self, bucket: Bucket) -> None:
+        self.fail("close", bucket)
         self.closed.append(bucket.index)
+
+    def fail(self, where: str, bucket: Bucket) -> None:
+        if (bucket.index, where) == (self.fails_at, self.fails_in):
+            raise OSError("no")
 
 
 def held(tp: int, pp: int) -> list[Place]:
@@ -255,11 +260,13 @@ def test_what_goes_to_several_peers_is_packed_once() -> None:
     assert staging.send_bytes <= 2 * packets[0].message.nbytes
 
 
+@pytest.mark.parametrize(("fails_at", "fails_in"), [(0, "open"), (0, "close"), (2, "open"), (2, "close")])
+@pytest.mark.parametrize("per_node", [None, 2])
 @pytest.mark.parametrize("machine", [0, 2, 4])
-def test_a_run_after_one_that_failed_is_whole(machine: int) -> None:
+def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None, fails_at: int, fails_in: str) -> None:
     wire = Wire(machine)
     sources, destinations = held(2, 2), needed(1)
-    plan = make_plan(sources, destinations, None)
+    plan = make_plan(sources, destinations, per_node)
     old, new = random_model(0), random_model(1)
     bodies: dict[int, tuple[dict[str, Tensor], KeptBuffers, Executor]] = {}
 
@@ -269,7 +276,7 @@ def test_a_run_after_one_that_failed_is_whole(machine: int) -> None:
         bodies[rank] = (mine, received, executor)
         spread(mine, sources, rank, old)
         executor.run(received)
-        received.fails_at = 0
+        received.fails_at, received.fails_in = fails_at, fails_in
         with pytest.raises(OSError, match="no"):
             executor.run(received)
 
