@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -18,25 +19,12 @@ Pieces = Callable[[LocalParameter], Sequence[Piece]]
 
 def describe_sources(parameters: Sequence[LocalParameter], pieces_of: Pieces, group: dist.ProcessGroup) -> list[Place]:
     """Places of the trained tensors of all ranks. Collective over the group; a rank without a model passes none."""
-    mine = [[p.name, p.tensor.numel(), [_encode(piece) for piece in pieces_of(p)]] for p in parameters]
-    return [
-        Place(name, tuple(map(_decode, pieces)), tuple(ranks), numel)
-        for described, ranks in all_gather_unique_json(mine, group)
-        for name, numel, pieces in described
-    ]
+    return _places_of_all([Place(p.name, tuple(pieces_of(p)), (), p.tensor.numel()) for p in parameters], group)
 
 
 def describe_destinations(engine: EngineMap, group: dist.ProcessGroup) -> list[Place]:
     """Places of the engine tensors of all ranks. Collective over the group."""
-    mine = [
-        [p.name, torch.Size(p.shape).numel(), [_encode(piece) for piece in p.pieces], [list(gap) for gap in p.padding]]
-        for p in engine.parameters
-    ]
-    return [
-        Place(name, tuple(map(_decode, pieces)), tuple(ranks), numel, tuple((begin, end) for begin, end in padding))
-        for described, ranks in all_gather_unique_json(mine, group)
-        for name, numel, pieces, padding in described
-    ]
+    return _places_of_all([Place(p.name, p.pieces, (), prod(p.shape), p.padding) for p in engine.parameters], group)
 
 
 def wire_dtypes(
@@ -54,10 +42,24 @@ def wire_dtypes(
     return {name: getattr(torch, dtype) for name, dtype in merged.items()}
 
 
-def _encode(piece: Piece) -> list[Any]:
-    return [piece.hf_name, list(piece.start), list(piece.shape), piece.offset, list(piece.strides)]
+def _places_of_all(mine: Sequence[Place], group: dist.ProcessGroup) -> list[Place]:
+    """The places of all ranks, each with the ranks that have it."""
+    described = [
+        [
+            place.buffer,
+            place.numel,
+            place.padding,
+            [(piece.hf_name, piece.start, piece.shape, piece.offset, piece.strides) for piece in place.pieces],
+        ]
+        for place in mine
+    ]
+    return [
+        Place(buffer, tuple(map(_piece, pieces)), tuple(ranks), numel, tuple((begin, end) for begin, end in padding))
+        for found, ranks in all_gather_unique_json(described, group)
+        for buffer, numel, padding, pieces in found
+    ]
 
 
-def _decode(data: list[Any]) -> Piece:
+def _piece(data: list[Any]) -> Piece:
     name, start, shape, offset, strides = data
     return Piece(name, tuple(start), tuple(shape), offset, tuple(strides))
