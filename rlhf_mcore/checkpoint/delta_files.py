@@ -35,7 +35,7 @@ VERSION = 1
 T = TypeVar("T")
 
 _LEVEL = 1  # of an update of bf16 weights it leaves as little as 3 does, in two thirds of the time
-_CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
@@ -166,8 +166,8 @@ def _compress(data: memoryview, tensor: Stored, base: memoryview | None, base_be
 
 
 def _chunks(tensor: Stored) -> Iterator[tuple[int, int]]:
-    for begin in range(0, tensor.size, _CHUNK_BYTES):
-        yield begin, min(begin + _CHUNK_BYTES, tensor.size)
+    for begin in range(0, tensor.size, CHUNK_BYTES):
+        yield begin, min(begin + CHUNK_BYTES, tensor.size)
 
 
 def _read_exactly(stream: Any, count: int) -> bytes:

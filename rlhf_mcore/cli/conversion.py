@@ -89,7 +89,7 @@ def _convert(
     assert request.destination is not None
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
     with whole_directory(request.destination, overwrite=request.overwrite) as directory:
-        with _progress(console, "converting", total) as advance:
+        with progress_bar(console, "converting", total) as advance:
             reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
                 write_hf(reading, directory, request.shard_bytes)
@@ -190,7 +190,7 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
 
 
 @contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as display:
         task = display.add_task(what, total=total)
@@ -213,7 +213,7 @@ def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry
 def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
     again = Reading(written, reading.types)
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in reading.types.values())
-    with _progress(console, "verifying", total) as again.progress:
+    with progress_bar(console, "verifying", total) as again.progress:
         for name in reading.types:
             for _ in again.blocks(name):
                 pass

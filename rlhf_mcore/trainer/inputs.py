@@ -34,7 +34,7 @@ _TOKENIZER = tuple(
 # Written by every save of transformers, and without a bearing on what the model computes in our dtype.
 _IDLE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 # Larger files of weights are sampled: reading 140 GB would cost each start minutes, and training or merging changes every tensor.
-_WHOLE_BYTES = 256 * 2**20
+WHOLE_BYTES = 256 * 2**20
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
@@ -125,7 +125,7 @@ def _without_idle(file: Path) -> dict[str, Any]:
 
 def _weights_digest(file: Path) -> list[str]:
     with open_file(file) as content:
-        if file.stat().st_size <= _WHOLE_BYTES:
+        if file.stat().st_size <= WHOLE_BYTES:
             return [hash_file(file).xxh3_128]
         size = int.from_bytes(content.read(8), "little")
         header = xxhash.xxh3_128_hexdigest(content.read(min(size, _MAX_HEADER_BYTES)))

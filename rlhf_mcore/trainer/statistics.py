@@ -10,7 +10,7 @@ import numpy as np
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-_INDICES_PER_BLOCK = 1 << 22  # of the bootstrap, so that its memory does not grow with the number of prompts
+INDICES_PER_BLOCK = 1 << 22  # of the bootstrap, so that its memory does not grow with the number of prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def bootstrap_interval(values: np.ndarray, seed: int) -> tuple[np.ndarray, np.nd
     """
     num_rows = len(values)
     words = np.random.Philox(key=seed)
-    per_block = max(_INDICES_PER_BLOCK // num_rows, 1)
+    per_block = max(INDICES_PER_BLOCK // num_rows, 1)
     drawn = []
     for start in range(0, RESAMPLES, per_block):
         count = min(per_block, RESAMPLES - start)

@@ -64,9 +64,12 @@ def test_row_weights_by_hand(aggregation: str, first: float, second: float, empt
 
 def test_a_minibatch_without_trainable_tokens_has_finite_weights():
     nothing = torch.zeros(2, dtype=torch.int64)
-    for aggregation in AGGREGATIONS:
-        weights = row_weights(nothing, aggregation, num_tokens=0, num_rows=0, constant_length=4)
-        assert weights.shape == (2,) and weights.isfinite().all()
+    weights = {name: row_weights(nothing, name, num_tokens=0, num_rows=0, constant_length=4) for name in AGGREGATIONS}
+    assert {name: each.tolist() for name, each in weights.items()} == {
+        "token": [1.0, 1.0],
+        "sequence": [1.0, 1.0],
+        "constant": [0.25, 0.25],
+    }
 
 
 def test_wrong_aggregations_are_refused():

@@ -134,7 +134,7 @@ def test_tensors_may_be_new_or_gone_or_of_another_shape_or_in_other_files(tmp_pa
 
 
 def test_long_tensors_are_cut_into_chunks_that_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_files, "_CHUNK_BYTES", 1024)
+    monkeypatch.setattr(delta_files, "CHUNK_BYTES", 1024)
     before = weights()
     save(tmp_path, 10, before)
     delta = save(tmp_path, 20, updated(before), choose_base(tmp_path, 10))

@@ -249,14 +249,14 @@ def test_the_bar_counts_every_byte_once_to_its_end(
 
         yield advance
 
-    monkeypatch.setattr(conversion, "_progress", bar)
+    monkeypatch.setattr(conversion, "progress_bar", bar)
     assert main(["--from", "hf", "--to", target, str(model), str(tmp_path / "out"), "--verify"]) == 0
     assert counted == {"converting": [650752, 650752], "verifying": [650752, 650752]}
 
 
 def test_a_terminal_sees_bytes_and_the_time_that_is_left() -> None:
     console = Console(force_terminal=True, width=120, file=io.StringIO())
-    with conversion._progress(console, "converting", 2_000_000) as advance:
+    with conversion.progress_bar(console, "converting", 2_000_000) as advance:
         advance(1_000_000)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()

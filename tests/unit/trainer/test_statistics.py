@@ -144,7 +144,7 @@ def test_the_bootstrap_is_fixed_by_its_seed_and_not_by_its_blocks(monkeypatch: p
     values = np.random.default_rng(0).normal(size=(37, 2))
     whole = bootstrap_interval(values, seed=5)
     assert not np.array_equal(whole, bootstrap_interval(values, seed=6))
-    monkeypatch.setattr(statistics, "_INDICES_PER_BLOCK", 100)
+    monkeypatch.setattr(statistics, "INDICES_PER_BLOCK", 100)
     assert np.array_equal(whole, bootstrap_interval(values, seed=5))
 
 
