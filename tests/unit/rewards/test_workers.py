@@ -71,6 +71,18 @@ def wait_until(reached: Callable[[], bool]) -> bool:
     return False
 
 
+@pytest.mark.parametrize(("workers", "expected"), [(1, 1), (3, 3), (None, 1)])
+def test_so_many_workers_are_started_as_the_configuration_asks_for(
+    reward: Any, monkeypatch: pytest.MonkeyPatch, workers: int | None, expected: int
+) -> None:
+    """Without a number, this rank's share of the cores: one where a machine has more ranks than cores."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    monkeypatch.setenv("WORD", word := f"word-{os.getpid()}-{workers}")
+    graded = reward("return 1", workers=workers, env=["WORD"])
+    assert [score.value for score in graded.score([trajectory("x", number) for number in range(9)])] == [1.0] * 9
+    assert len({os.getsid(pid) for pid in processes_with(word)}) == expected  # each worker has a session of its own
+
+
 # body of the function; what the message says of it. The response is "bad"; "good" ones get 1 (see below).
 BAD = {
     "raises": ("raise ValueError('no such unit')", r"raised ValueError: no such unit \(my_reward\.py, line 4\)"),
