@@ -27,7 +27,7 @@ from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import read_manifest, verify
 from rlhf_mcore.config.load import load_config
 
-# What tells one run from another, or takes another time, and what says so.
+# What tells one run from another, or takes another time, and what records it.
 UNEQUAL_FILES = ("config.yaml", "trainer_state.json")
 UNEQUAL_METRICS = "timing/"
 
@@ -79,7 +79,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the module says. Returns the exit code."""
+    """Run, kill and compare as described above. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*")

@@ -10,7 +10,7 @@ The warm start is a short supervised fit on the homework of a pupil who turns ca
 answer is right; in the last quarter, each time a carry is due, it is forgotten with probability ``FORGET`` (0.7), so 37+45
 becomes 72. The fit therefore knows the format and both ways of adding, and prefers the wrong one; it is also stopped early,
 before it adds without other slips. Its greedy accuracy on problems that it never saw is about the share without a carry.
-Nothing in the model says which way is right: that is for the reward to teach.
+The model does not prefer the right way: that is for the reward to teach.
 
 The split is by unordered pair, so 45+37 is not a training problem when 37+45 is a held-out one. The same seed, thread count
 and library versions give the same bytes.

@@ -31,7 +31,7 @@ def pack(checkpoint: Path, folder: Path, disk: Disk) -> Path:
     """Pack a checkpoint into ``folder/<name>.tar.zst`` and read it back. The checkpoint stays.
 
     Raises:
-        SaveError: what was packed is not what the checkpoint's manifest says.
+        SaveError: what was packed is not what the checkpoint's manifest names.
         OSError: the archive could not be written.
     """
     disk.make_directory(folder)
@@ -67,7 +67,7 @@ def check(archive: Path, checkpoint: Path) -> None:
             if name == MANIFEST or content is None:
                 continue
             if expected.pop(name, None) != _hash(content):
-                raise SaveError(f"{archive.name}: {name} is not what the manifest of {checkpoint.name} says")
+                raise SaveError(f"{archive.name}: {name} is not what the manifest of {checkpoint.name} names")
     if expected:
         raise SaveError(f"{archive.name}: {sorted(expected)[0]} of {checkpoint.name} is missing")
 

@@ -21,6 +21,8 @@ from rlhf_mcore.checkpoint.links import point
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
 from rlhf_mcore.config.checkpoint_rules import PRIVATE, octal_mode
 
+OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
+
 
 def prepare(run: Path, step: int, token: str, disk: Disk) -> Path:
     """An empty directory for the files of a step. What an earlier attempt at this step has left is quarantined first."""
@@ -73,7 +75,11 @@ def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
     """Give a sealed directory its name, in the place of an earlier checkpoint of the same step, and move ``latest`` to it."""
     target = checkpoint_path(run, step)
     replaced = transitional_path(run, step, "replaced")
-    _make_way(target, replaced, disk)
+    if (target / MANIFEST).is_file():
+        disk.remove_tree(replaced)
+        disk.rename(target, replaced)
+    elif target.exists() or target.is_symlink():
+        quarantine(target, disk)  # it has our name, but it is no checkpoint
     try:
         disk.rename(partial, target)
     except OSError:
@@ -89,17 +95,6 @@ def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
 def abandon(partial: Path, disk: Disk) -> None:
     """Remove what a failed save has written: on a full disk it is in the way of everything else."""
     disk.remove_tree(partial)
-
-
-def _make_way(target: Path, replaced: Path, disk: Disk) -> None:
-    if (target / MANIFEST).is_file():
-        disk.remove_tree(replaced)
-        disk.rename(target, replaced)
-    elif target.exists() or target.is_symlink():
-        quarantine(target, disk)  # it has our name, but it is no checkpoint
-
-
-OWNER_FILE, OWNER_FOLDER = 0o600, 0o700
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _further_models(checkpoint: Path) -> list[str]:
     try:
         return further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
     except ConfigError:
-        return []  # damaged, which its hash says, or who reads it
+        return []  # damaged: reported by the comparison of hashes, or by who reads it
 
 
 def model_names(named: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +17,11 @@ from rlhf_mcore.checkpoint.delta_files import DATA_SUFFIX, INDEX_SUFFIX, encode_
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINING, scan, step_of, transitional_path
 from rlhf_mcore.checkpoint.manifest import (
-    FULL,
     Base,
-    CheckpointInfo,
     Problem,
-    files_below,
-    hash_files,
     read_manifest,
     relative_name,
     verify,
-    write_manifest,
 )
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_files import own_directory, refuse_link
@@ -101,7 +96,7 @@ def has_base(checkpoint: Path) -> bool:
         if read_manifest(checkpoint).info.base is None:
             return True
     except ConfigError:
-        return True  # damaged, which is found and said when it is loaded
+        return True  # damaged, which is found and reported when it is loaded
     try:
         base_of(checkpoint)
     except ConfigError:
@@ -154,46 +149,21 @@ def readable(checkpoint: Path, role: str = "actor", scratch: Path | None = None)
     if not whole.is_dir():
         half = own_directory(transitional_path(scratch, manifest.info.step, "full")) / role
         Disk().remove_tree(half)
-        _restore(checkpoint / role, names, base, half, place=_link)
+        _restore(checkpoint / role, names, base, half)
         half.rename(whole)
         half.parent.rmdir()
     return whole
 
 
-def merge(checkpoint: Path, out: Path) -> None:
-    """Write a full checkpoint with the content of ``checkpoint``, a delta or a full one, to ``out``, which must not be there.
-
-    Raises:
-        ConfigError: ``out`` exists, or the checkpoint or its base is damaged.
-    """
-    if out.exists():
-        raise ConfigError(f"{out} exists already; choose another place")
-    manifest = read_manifest(checkpoint)
-    base = base_of(checkpoint)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    _restore(checkpoint, list(manifest.files), base, partial)
-    info = CheckpointInfo(manifest.info.step, FULL, None, manifest.info.metrics)
-    write_manifest(partial, hash_files(partial, files_below(partial)), info, Disk())
-    partial.rename(out)
-
-
-def _restore(
-    source: Path,
-    names: list[str],
-    base: Path | None,
-    out: Path,
-    place: Callable[[Path, Path], object] = shutil.copyfile,
-) -> None:
-    """Make whole those files that are differences; ``place(file, target)`` the others."""
+def _restore(source: Path, names: list[str], base: Path | None, out: Path) -> None:
+    """Make whole those files that are differences, and link the others."""
+    out.mkdir(parents=True)
     for name in names:
-        target = out / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(INDEX_SUFFIX):
             assert base is not None, f"{source / name} has no base"
-            restore_file(source / name, base, target.with_name(target.name.removesuffix(INDEX_SUFFIX)))
+            restore_file(source / name, base, out / name.removesuffix(INDEX_SUFFIX))
         elif not name.endswith(DATA_SUFFIX):
-            place(source / name, target)
+            _link(source / name, out / name)
 
 
 def _link(file: Path, target: Path) -> None:

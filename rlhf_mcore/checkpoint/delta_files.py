@@ -4,7 +4,7 @@ A difference is the XOR of the bytes of a tensor with those of its namesake in t
 bytes of the same place in their elements lie together (byte planes) before they are compressed.
 
 In place of ``model.safetensors`` there is ``model.safetensors.delta``, the tensors' zstandard frames one after the other, and
-``model.safetensors.delta.json``, which says where they are, what the header was and what the whole file is.
+``model.safetensors.delta.json``, which holds where they are, the header and the digest of the whole file.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _read_header(path: Path) -> tuple[bytes, list[Stored]]:
         header = file.read(size)
     tensors = _parse_header(header, path)
     end = tensors[-1].begin + tensors[-1].size if tensors else 8 + size
-    assert end == path.stat().st_size, f"{path}: the header speaks of {end} bytes, the file has {path.stat().st_size}"
+    assert end == path.stat().st_size, f"{path}: {end} bytes by the header, but the file has {path.stat().st_size}"
     return header, tensors
 
 

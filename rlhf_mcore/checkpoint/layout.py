@@ -1,6 +1,6 @@
 """Names in a run directory, and what is there.
 
-A name tells in what state a thing is: only ``checkpoint-<step>`` with a manifest is a checkpoint, whatever the links say.
+The name of a thing is its state: only ``checkpoint-<step>`` with a manifest is a checkpoint, wherever the links point.
 """
 
 from __future__ import annotations

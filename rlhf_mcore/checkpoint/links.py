@@ -37,7 +37,7 @@ class BestRule:
 
 
 def best_rule(cfg: CheckpointConfig) -> BestRule | None:
-    """Which checkpoint is the best, None if no metric says so."""
+    """Which checkpoint is the best, None without ``metric_for_best_model``."""
     return BestRule(cfg.metric_for_best_model, cfg.greater_is_better) if cfg.metric_for_best_model is not None else None
 
 

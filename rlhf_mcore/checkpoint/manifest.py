@@ -252,9 +252,9 @@ def _parse(content: Fields, digest: str) -> Manifest:
         Base(base.text("name"), base.text("digest"), base.integer("position", 1)) if base is not None else None,
         {name: metrics.number(name) for name in metrics},
     )
-    entries = {name: _entry(files.object(name)) for name in files}
+    entries = {
+        name: FileEntry(entry.integer("size"), entry.text("xxh3_128"))
+        for name in files
+        for entry in [files.object(name)]
+    }
     return Manifest(info, entries, {name: libraries.text(name) for name in libraries}, digest)
-
-
-def _entry(content: Fields) -> FileEntry:
-    return FileEntry(content.integer("size"), content.text("xxh3_128"))

@@ -71,7 +71,7 @@ def encode(states: Mapping[str, Tensor]) -> bytes:
 
 
 def read_states(directory: Path, rank: int, world_size: int) -> dict[str, Tensor] | None:
-    """What a rank had, or None when the file was written by another number of ranks: then there is nothing to go on with.
+    """What a rank had, or None when the file was written by another number of ranks: then there is nothing to continue from.
 
     Raises:
         ConfigError: the file cannot be read, or holds what is no state of a generator.

@@ -53,5 +53,5 @@ def register() -> None:
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     rank = parameters.get_as_int("rank")
-    assert rank is not None and (port > 0 or parameters.max_nodes == 1), "the agent has said both"
+    assert rank is not None and (port > 0 or parameters.max_nodes == 1), "the agent has given both"
     return BoundRendezvous(address, port, rank, parameters.max_nodes, parameters.run_id)

@@ -229,13 +229,10 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
     if dist.get_rank() != 0:
         return None
     task.settings = _settings(task, dtype)
-    output = task.output or _default_output(task.subject, task.settings)
+    name = f"{task.subject.name}-{digest_of_json(task.settings)[:8]}"
+    output = task.output or task.subject.parent / "evaluations" / name
     task.directory = stack.enter_context(closing(EvaluationDirectory(output, task.settings)))
     return str(output), sorted({sample["index"] for sample in task.directory.samples()})
-
-
-def _default_output(subject: Path, settings: dict[str, Any]) -> Path:
-    return subject.parent / "evaluations" / f"{subject.name}-{digest_of_json(settings)[:8]}"
 
 
 def _subject(model: str) -> Path:

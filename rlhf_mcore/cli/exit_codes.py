@@ -34,7 +34,7 @@ exit codes:
 TOOL_EPILOG = """\
 exit codes:
   0          done
-  2          a mistake in the command line or in what it names; the message says which
+  2          a mistake in the command line or in what it names; the message names it
   others     failure (128 + N: ended by signal N)"""
 
 # How the end of another rank shows on this one.

@@ -27,7 +27,7 @@ USER, FAILURE, CONSEQUENCE = (
 _MAX_TEXT = 20_000
 _ALIVE_S = 1.0
 _POLL_S = 0.5
-_SILENT_S = 10.0  # a rank that has not said for so long that it is alive holds Python's lock
+_SILENT_S = 10.0  # a rank without a sign of life for so long holds Python's lock
 _GONE_S = 45.0  # torchrun ends the others within 30 s of a failure; what it has not noticed by now it took for success
 
 
@@ -138,7 +138,7 @@ class RankReports:
         return any(rank.training for rank in self.ranks.values())
 
     def unfinished(self) -> list[int]:
-        """Ranks that have begun and have not said that the run is done."""
+        """Ranks that have begun and have not reported that the run is done."""
         return sorted(number for number, rank in self.ranks.items() if not rank.done)
 
     def follow(self, stalled: Callable[[str, list[int]], None]) -> None:

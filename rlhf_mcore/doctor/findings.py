@@ -49,7 +49,7 @@ def as_text(findings: Sequence[Finding]) -> str:
         if finding.remedy:
             lines.append(f"{indent}do: {finding.remedy}")
     counts = {name: sum(f.severity == name for f in findings) for name in SEVERITIES[::-1]}
-    said = ", ".join(
+    summary = ", ".join(
         f"{count} {name}" + ("s" if count != 1 and name != "ok" else "") for name, count in counts.items() if count
     )
-    return "\n".join([*lines, "", f"{said or 'nothing checked'}"])
+    return "\n".join([*lines, "", f"{summary or 'nothing checked'}"])

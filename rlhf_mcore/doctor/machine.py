@@ -32,7 +32,7 @@ class Gpu:
 
 
 def query_gpus() -> list[Gpu] | str:
-    """The GPUs of this machine, [] for none, or what nvidia-smi said when it failed."""
+    """The GPUs of this machine, [] for none, or nvidia-smi's message when it failed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return [] if not Path("/proc/driver/nvidia/version").exists() else "the driver is loaded, nvidia-smi is missing"
@@ -150,15 +150,15 @@ def open_files(limit: int) -> Finding:
 
 
 def locked_memory(limit: int, has_infiniband: bool) -> Finding:
-    said = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / (1 << 20):.0f} MiB"
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / (1 << 20):.0f} MiB"
     if limit == resource.RLIM_INFINITY or not has_infiniband:
         return Finding(
-            "locked memory", "ok", said if has_infiniband else f"{said}; matters with InfiniBand, there is none"
+            "locked memory", "ok", shown if has_infiniband else f"{shown}; matters with InfiniBand, there is none"
         )
     return Finding(
         "locked memory",
         "error",
-        said,
+        shown,
         "InfiniBand cannot register buffers: NCCL stops or falls back to slow sockets",
         "ulimit -l unlimited; in a container --ulimit memlock=-1; for SLURM PropagateResourceLimitsExcept=MEMLOCK",
     )

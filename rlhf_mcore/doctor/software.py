@@ -194,7 +194,7 @@ def check_imports(modules: Sequence[str]) -> Iterator[Finding]:
     for name in present:
         problem = errors.get(name, "not tried")
         if problem:
-            said = problem.splitlines()[0][:200]
-            yield Finding(f"import {name}", "error", said, "a run stops at this import", REINSTALL)
+            first = problem.splitlines()[0][:200]
+            yield Finding(f"import {name}", "error", first, "a run stops at this import", REINSTALL)
         else:
             yield Finding(f"import {name}", "ok", "works")

@@ -39,7 +39,7 @@ class Console:
 
     ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "off"
     prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``output`` is where it goes,
-    standard output unless a test says otherwise.
+    standard output except in tests.
 
     Raises:
         ConfigError: an unknown mode.

@@ -1,6 +1,6 @@
 """What an evaluation leaves behind, and how it continues after it was killed.
 
-settings.json    what the numbers depend on: another evaluation may not go on here
+settings.json    what the numbers depend on: another evaluation may not continue here
 parts/*.jsonl    while it runs: one line per prompt with all its samples, one file per engine, appended and fsynced
 samples.jsonl    one line per response, sorted by prompt and sample
 results.json     the statistics; written last

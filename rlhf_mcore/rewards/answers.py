@@ -127,9 +127,9 @@ def chosen_letters(text: str) -> str:
         return letters_of(text[box[0] : box[1]])
     if line[1]:
         return letters_of(within(line[1]))
-    said = [match.end() for match in _CHOICE_IS.finditer(text)][-1:]
-    if said:
-        sentence = _SENTENCE_END.split(text[said[0] : said[0] + MAX_LINE_CHARS], maxsplit=1)[0]
+    ends = [match.end() for match in _CHOICE_IS.finditer(text)][-1:]
+    if ends:
+        sentence = _SENTENCE_END.split(text[ends[0] : ends[0] + MAX_LINE_CHARS], maxsplit=1)[0]
         return letters_of(sentence)
     return letters_of(text) if "\n" not in text.strip() else ""
 

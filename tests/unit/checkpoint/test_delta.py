@@ -9,12 +9,12 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint import delta_files
 from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
-from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, merge, readable, verify_chain
+from rlhf_mcore.checkpoint.delta import base_of, choose_base, encode, is_weight_file, readable, verify_chain
 from rlhf_mcore.checkpoint.delta_files import restore_file
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.housekeeping import recover
 from rlhf_mcore.checkpoint.layout import scan_transitional
-from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, files_below, read_manifest, verify
+from rlhf_mcore.checkpoint.manifest import DELTA, FULL, Base, CheckpointInfo, files_below
 from rlhf_mcore.checkpoint.retention import Retention, prune
 from rlhf_mcore.config.errors import ConfigError
 from tests.unit.checkpoint.saving import complete
@@ -165,18 +165,6 @@ def test_every_so_many_saves_is_a_full_one_whatever_retention_removes(tmp_path: 
 def test_training_state_and_other_files_are_not_weights() -> None:
     names = ["actor/model.safetensors", "critic/model-1.safetensors", "actor/training/m.safetensors", "rng.safetensors"]
     assert [is_weight_file(name) for name in names] == [True, True, False, False]
-
-
-def test_merging_gives_the_full_checkpoint(pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path) -> None:
-    _, delta, expected = pair
-    merge(delta, tmp_path / "whole")
-    assert verify(tmp_path / "whole") == []
-    assert saved_bytes(tmp_path / "whole" / "actor") == expected
-    info = read_manifest(tmp_path / "whole").info
-    assert (info.step, info.kind, info.base, info.metrics) == (20, "full", None, {"evaluate/reward": 0.5})
-    assert (tmp_path / "whole" / "trainer_state.json").read_text() == '{"step": 20}'
-    with pytest.raises(ConfigError, match="exists already"):
-        merge(delta, tmp_path / "whole")
 
 
 def test_a_base_that_is_missing_or_changed_is_named(pair: tuple[Path, Path, dict[str, bytes]], tmp_path: Path) -> None:
