@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from rlhf_mcore.config.data_files import example_contents, row_limits
 from rlhf_mcore.config.errors import ConfigError
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 EXAMPLES_PER_TOKENIZER_CALL = 512
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TokenizedExample:
-    """A prompt and the responses to learn from: one, or the chosen and the rejected one."""
+    """A prompt and the responses to learn from: one, or the chosen and the rejected one. Every rank holds all examples."""
 
     place: str
-    prompt_ids: list[int]
-    response_ids: list[list[int]]
+    prompt_ids: NDArray[np.int32]
+    response_ids: list[NDArray[np.int32]]
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +113,7 @@ def example_batch(examples: Sequence[TokenizedExample]) -> TrainBatch:
     owners = owners_of(lengths, dist.get_world_size())
     rows = np.flatnonzero(owners == dist.get_rank())
     owned = [tokens[row] for row in rows]
-    token_ids = [np.array([*prompt, *response], dtype=np.int32) for prompt, response in owned]
+    token_ids = [part for row in owned for part in row]
     masks = [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in owned]
     flat_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *token_ids]))
     return TrainBatch(
@@ -147,13 +148,13 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> I
         flat = [text for item in part for text in (item.prompt, *item.responses)]
         encoded = iter(tokenizer(flat, add_special_tokens=False)["input_ids"])
         for item in part:
-            prompt_ids = list(next(encoded))
-            if not prompt_ids:
+            prompt_ids = np.array(next(encoded), np.int32)
+            if not len(prompt_ids):
                 raise ConfigError(f"{item.place}: the prompt {item.prompt!r:.60} has no tokens; remove the row")
             responses = [_ended(next(encoded), int(tokenizer.eos_token_id)) for _ in item.responses]
             yield TokenizedExample(item.place, prompt_ids, responses)
 
 
-def _ended(response_ids: Sequence[int], eos_token_id: int) -> list[int]:
+def _ended(response_ids: Sequence[int], eos_token_id: int) -> NDArray[np.int32]:
     ended = bool(response_ids) and response_ids[-1] == eos_token_id
-    return [*response_ids] if ended else [*response_ids, eos_token_id]
+    return np.array([*response_ids] if ended else [*response_ids, eos_token_id], np.int32)

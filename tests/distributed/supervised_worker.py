@@ -35,6 +35,7 @@ from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.roles_worker import make_classifier
 from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows, start
+from tests.episodes import tokenized
 
 MODEL = "qwen3_tied"
 LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2", "tp2_pp2")
@@ -46,13 +47,11 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
 
 def examples(kind: str) -> list[TokenizedExample]:
     """Ten examples, so that their number is no multiple of the ranks'."""
-    single = [TokenizedExample("", row.prompt_ids, [row.response_ids]) for row in rows(count=10)]
+    single = [tokenized(row.prompt_ids, row.response_ids) for row in rows(count=10)]
     if kind == "sft":
         return single
     others = [row.response_ids for row in rows(seed=5, count=10)]
-    return [
-        TokenizedExample("", e.prompt_ids, [*e.response_ids, other]) for e, other in zip(single, others, strict=True)
-    ]
+    return [tokenized(e.prompt_ids, *e.response_ids, other) for e, other in zip(single, others, strict=True)]
 
 
 def main(directory: Path) -> None:
@@ -140,8 +139,8 @@ def sft_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
     total, count = torch.zeros(()), 0
     for example in examples("sft"):
         (response,) = example.response_ids
-        logits = hf(torch.tensor([example.prompt_ids + response])).logits[0, len(example.prompt_ids) - 1 : -1]
-        total = total + cross_entropy(logits, torch.tensor(response), reduction="sum")
+        logits = hf(torch.tensor([[*example.prompt_ids, *response]])).logits[0, len(example.prompt_ids) - 1 : -1]
+        total = total + cross_entropy(logits, torch.from_numpy(response).long(), reduction="sum")
         count += len(response)
     return {"loss": total / count, "perplexity": torch.exp(total.detach() / count)}
 
@@ -149,7 +148,7 @@ def sft_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
 def pair_oracle(hf: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """-log sigmoid(d) = softplus(-d)."""
     scores = [
-        [hf(torch.tensor([example.prompt_ids + response])).logits[0, 0] for response in example.response_ids]
+        [hf(torch.tensor([[*example.prompt_ids, *response]])).logits[0, 0] for response in example.response_ids]
         for example in examples("reward_model")
     ]
     chosen, rejected = torch.stack([torch.stack(pair) for pair in scores]).unbind(1)

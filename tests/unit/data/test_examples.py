@@ -3,14 +3,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, example_batch, load_examples
 from rlhf_mcore.data.source import load_prompts
+from tests.episodes import tokenized
 from tests.unit.data.test_source import CHAT, write_jsonl, write_parquet
 
 SFT = {"data.prompt_key": "prompt", "data.response_key": "response"}
@@ -25,8 +28,9 @@ def read(
     return load_examples([file], tokenizer, columns, max_tokens=max_tokens, **{"drop_longer": False, **options})
 
 
-def text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(ids))
+def text(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int32]) -> str:
+    assert ids.dtype == np.int32
+    return "".join(tokenizer.convert_ids_to_tokens(ids.tolist()))
 
 
 @pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])
@@ -36,7 +40,7 @@ def test_a_prompt_of_messages_is_that_of_a_rollout_and_the_response_ends(
     file = write(tmp_path / name, {"prompt": CHAT, "response": "2"})
     (example,) = read(tokenizer, file)
     assert text(tokenizer, example.prompt_ids) == "[u]1+1=\n[a]"
-    assert example.prompt_ids == load_prompts([file], tokenizer, DataConfig())[0].prompt_ids
+    assert example.prompt_ids.tolist() == load_prompts([file], tokenizer, DataConfig())[0].prompt_ids
     assert [text(tokenizer, ids) for ids in example.response_ids] == ["2<eos>"]
 
 
@@ -107,7 +111,7 @@ def test_long_examples_are_counted_or_dropped(tmp_path: Path, tokenizer: PreTrai
 
 @pytest.mark.usefixtures("world")
 def test_rows_of_a_batch_follow_each_other_by_example() -> None:
-    batch = example_batch([TokenizedExample("", [5, 6], [[7], [8, 9]]), TokenizedExample("", [4], [[3, 2], [1]])])
+    batch = example_batch([tokenized([5, 6], [7], [8, 9]), tokenized([4], [3, 2], [1])])
     assert batch.token_ids.tolist() == [5, 6, 7, 5, 6, 8, 9, 4, 3, 2, 4, 1]
     assert batch.loss_mask.int().tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1]
     assert batch.lengths.tolist() == [3, 4, 3, 2] and batch.num_sampled.tolist() == [1, 2, 2, 1]
@@ -120,9 +124,7 @@ def test_a_rank_keeps_the_tokens_of_the_rows_that_it_owns(rank: int, monkeypatch
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     # Lengths 4, 3, 2, 6: dealt 6, 4, 3 to ranks 0, 1, 2, and then 2 to rank 2.
     sizes = [4, 3, 2, 6]
-    batch = example_batch(
-        [TokenizedExample("", [10 * k], [[10 * k + t for t in range(1, n)]]) for k, n in enumerate(sizes)]
-    )
+    batch = example_batch([tokenized([10 * k], [10 * k + t for t in range(1, n)]) for k, n in enumerate(sizes)])
     assert batch.owners.tolist() == [1, 2, 2, 0] and batch.lengths.tolist() == sizes
     rows = {0: [3], 1: [0], 2: [1, 2]}[rank]
     assert batch.rows.tolist() == rows
@@ -135,5 +137,5 @@ def test_batches_follow_the_sampler() -> None:
         def next_batch(self) -> list[int]:
             return [2, 0]
 
-    examples = [TokenizedExample("", [1, k], [[9]]) for k in range(3)]
+    examples = [tokenized([1, k], [9]) for k in range(3)]
     assert ExampleBatches(examples, Backwards()).next_batch(1)[0].token_ids.tolist() == [1, 2, 9, 1, 0, 9]

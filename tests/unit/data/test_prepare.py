@@ -198,4 +198,4 @@ def test_what_is_written_is_what_supervised_training_reads(
     (file,) = write_splits(splits, tmp_path)
     examples = load_examples([str(file)], tokenizer, columns, max_tokens=100, drop_longer=False)
     expected = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in answers.values()]
-    assert [example.response_ids for example in examples] == [expected] * 3
+    assert [[ids.tolist() for ids in example.response_ids] for example in examples] == [expected] * 3

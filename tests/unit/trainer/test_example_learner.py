@@ -24,16 +24,17 @@ from rlhf_mcore.trainer.example_learner import (
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters, DivergedError
 from rlhf_mcore.types import TrainBatch
+from tests.episodes import tokenized
 from tests.rows import padded_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
 EXAMPLES = [
-    TokenizedExample("", [1], [[2, 3]]),
-    TokenizedExample("", [1, 4], [[5]]),
-    TokenizedExample("", [6], [[7, 8, 9]]),
+    tokenized([1], [2, 3]),
+    tokenized([1, 4], [5]),
+    tokenized([6], [7, 8, 9]),
 ]
-PAIRS = [TokenizedExample("", [1], [[score], [other]]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
+PAIRS = [tokenized([1], [score], [other]) for score, other in ((3, 1), (2, 2), (1, 3), (5, 4))]
 
 
 class Everything:
