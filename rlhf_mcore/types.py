@@ -1,4 +1,4 @@
-"""The records that travel through a step: Prompt -> Trajectory -> TrainBatch -> Microbatch.
+"""The records that travel through a step: Prompt -> Request -> Completion -> Trajectory -> TrainBatch -> Microbatch.
 
 Axes: P prompts, G samples per prompt, B = P * G rows of a step, R of them on one rank, N tokens back to back, T padded tokens,
 V vocabulary.
