@@ -15,9 +15,8 @@ from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
+from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
-from rlhf_mcore.cli.rank_reports import Reporter
-from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.trainers import build_trainer
@@ -28,9 +27,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import build_trackers
-from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
-from rlhf_mcore.platform import current_platform
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
@@ -51,30 +48,23 @@ def run(cfg: Config, announced: int = 0) -> bool:
     Raises:
         ConfigError: what only the loaded data and the built models can show; raised on every rank.
     """
-    platform = current_platform()
-    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
-    connect(platform.collective_backend, timedelta(seconds=cfg.trainer.collective_timeout_s))
-    seed_process(cfg.seed, dist.get_rank())
-    try:
-        with ExitStack() as stack:
-            reporter = Reporter()
-            watchdog = Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None)
-            stack.enter_context(watchdog)
-            record = RunRecord(Timers(platform.synchronize), cfg.logging.rollouts_every, watchdog=watchdog)
-            requests = stack.enter_context(SignalRequests(record.acknowledge, reporter.training).listening())
-            start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
-            if start.is_over:
-                assert start.checkpoint is not None
-                record.note(finished_text(cfg, start.checkpoint, start.step))
-                return True
-            trainer = build_trainer(RunContext(cfg, platform, record, start, requests))
-            record.timers.pop()  # of the phases before the first step
-            finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
-            if record.console is not None and finished:
-                _summary(cfg, record)
-            return finished
-    finally:
-        dist.destroy_process_group()
+    timeout = timedelta(seconds=cfg.trainer.collective_timeout_s)
+    with rank.in_world(cfg, timeout) as process, ExitStack() as stack:
+        seed_process(cfg.seed, dist.get_rank())
+        timers = Timers(process.platform.synchronize)
+        record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog)
+        requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
+        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
+        if start.is_over:
+            assert start.checkpoint is not None
+            record.note(finished_text(cfg, start.checkpoint, start.step))
+            return True
+        trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests))
+        timers.pop()  # of the phases before the first step
+        finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
+        if record.console is not None and finished:
+            _summary(cfg, record)
+        return finished
 
 
 def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: int) -> Start:

@@ -18,9 +18,8 @@ from rich.progress import Progress, TextColumn
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
+from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
-from rlhf_mcore.cli.rank_reports import Reporter
-from rlhf_mcore.cli.rendezvous import connect
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
@@ -32,7 +31,7 @@ from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, 
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
-from rlhf_mcore.platform import Platform, current_platform
+from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout import Engine, EngineModel, build_engine
@@ -83,29 +82,20 @@ def run(cfg: Config) -> None:
     """Evaluate, and compare. Every rank of the world calls it, under torchrun.
 
     Raises:
-        ConfigError: what could only be found out with the parts in hand; raised on every rank.
+        ConfigError: what only the loaded data and models can show; raised on every rank.
     """
-    platform = current_platform()
-    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
-    connect(platform.collective_backend, TIMEOUT)
-    dtype = platform.dtype(cfg.model.dtype)
-    try:
-        with ExitStack() as stack:
-            reporter = Reporter()
-            watchdog = Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None)
-            stack.enter_context(watchdog)
-            reward = on_every_rank(lambda: build_reward(cfg.reward))
-            folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
-            tasks = on_every_rank(lambda: _tasks(cfg, folders))
-            engines = stack.enter_context(closing(_Engines(dtype)))
-            samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
-            if cfg.reward.model.path is not None:
-                engines.close()  # it has the memory that the reward model needs
-                samples = _score_by_model(tasks, samples, platform)
-            if dist.get_rank() == 0:
-                _report(cfg, tasks, samples)
-    finally:
-        dist.destroy_process_group()
+    with rank.in_world(cfg, TIMEOUT) as process, ExitStack() as stack:
+        watchdog = process.watchdog
+        reward = on_every_rank(lambda: build_reward(cfg.reward))
+        folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
+        tasks = on_every_rank(lambda: _tasks(cfg, folders))
+        engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
+        samples = [_evaluate(task, engines, reward, stack, watchdog) for task in tasks]
+        if cfg.reward.model.path is not None:
+            engines.close()  # it has the memory that the reward model needs
+            samples = _score_by_model(tasks, samples, process.platform)
+        if dist.get_rank() == 0:
+            _report(cfg, tasks, samples)
 
 
 def _model_folders(cfg: Config) -> dict[str, str]:

@@ -8,13 +8,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.processes import end_with_parent
 from rlhf_mcore.cli.rank_reports import Reporter
-from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.observability.watchdog import Watchdog
+    from rlhf_mcore.platform import Platform
 
 DUMP_STACKS = signal.SIGQUIT
 
@@ -57,6 +65,34 @@ def no_early_exit() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise EarlyExit(f"the run was ended in the middle by sys.exit({error.code!r})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rank that has met the others: its device, whom it reports to, and what ends it when it stands still."""
+
+    platform: Platform
+    reporter: Reporter
+    watchdog: Watchdog
+
+
+@contextmanager
+def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
+    """Claim the device and meet the other ranks, which leave each other at the end of the block. Collective over the world."""
+    import torch.distributed as dist
+
+    from rlhf_mcore.observability.watchdog import Watchdog
+    from rlhf_mcore.platform import current_platform
+
+    platform = current_platform()
+    platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
+    connect(platform.collective_backend, collective_timeout)
+    try:
+        reporter = Reporter()
+        with Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None) as watchdog:
+            yield Process(platform, reporter, watchdog)
+    finally:
+        dist.destroy_process_group()
 
 
 class EarlyExit(RuntimeError):
