@@ -23,6 +23,7 @@ from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.cli.rendezvous import LOOPBACK, free_port, interface_addresses, interface_of, source_address
 from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.own_files import refuse_link
 
 OUTCOME = "outcome"
 
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(address, free_port(address), cfg.trainer.max_restarts, logs_directory(cfg, args.run_id), flush=True)
             return exit_codes.DONE
         return _run(cfg, args)
-    except ConfigError as error:
-        return exit_codes.report(error)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,8 +76,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def logs_directory(cfg: Config, run_id: str) -> Path:
-    """Where the logs of an attempt go: in the run directory."""
-    return Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / "logs" / run_id
+    """Where the logs of an attempt go: in the run directory.
+
+    Raises:
+        ConfigError: a name leads out of it, or its ``logs`` is a link.
+    """
+    root = Path(os.path.realpath(cfg.output_dir))
+    logs = Path(os.path.realpath(root / cfg.project / cfg.experiment)) / "logs"
+    if root not in logs.parent.parents or os.path.basename(run_id) != run_id or run_id in ("", ".", ".."):
+        raise ConfigError(
+            f"project={cfg.project!r}, experiment={cfg.experiment!r} and --run-id={run_id!r} must name directories inside "
+            f"output_dir={cfg.output_dir!r}; use plain names"
+        )
+    refuse_link(logs)
+    return logs / run_id
 
 
 def prune_logs(logs: Path) -> None:

@@ -40,11 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         grace_s=args.grace,
     )
     try:
-        if not all(hosts):
-            raise ConfigError(f"--hosts {args.hosts!r} has an empty name; separate names by single commas")
+        for host in hosts:
+            if not host or host.startswith("-"):  # ssh would take it for an option
+                raise ConfigError(
+                    f"--hosts {args.hosts!r}: {host!r} is no name of a host; separate names by single commas"
+                )
+        if args.ranks_per_node < 1:
+            raise ConfigError(f"--ranks-per-node={args.ranks_per_node}: a host has at least one process")
         return nodes.run(args.interface)
-    except ConfigError as error:
-        return exit_codes.report(error)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,7 +110,7 @@ class Nodes:
             self._command(self.hosts[0], options), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
         words = done.stdout.strip().rpartition("\n")[2].split(maxsplit=3)
-        if done.returncode != exit_codes.DONE or len(words) != 4:
+        if done.returncode != exit_codes.DONE or len(words) != 4 or not (words[1] + words[2]).isdecimal():
             raise ConfigError(
                 f"host {self.hosts[0]!r} gave no address to meet at (exit code {done.returncode}); see the message above"
             )

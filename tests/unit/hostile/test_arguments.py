@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.cli import agent, multinode
 from rlhf_mcore.cli.main import main
 from rlhf_mcore.rewards.pool import default_workers
 
@@ -105,3 +106,38 @@ def test_a_rank_says_what_is_wrong_with_its_number(place: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "RANK='x' is not a whole number" in done.stderr
     assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts=-oProxyCommand=touch pwned,b"], "'-oProxyCommand=touch pwned' is no name of a host"),
+        (["--hosts=a,,b"], "'' is no name of a host"),
+        (["--hosts=a", "--ranks-per-node=0"], "a host has at least one process"),
+        (["--hosts=a", "--ssh=no-such-program"], "no-such-program: No such file or directory"),
+        (["--hosts=a", "--ssh=echo x y z w"], "gave no address to meet at"),
+        (["--hosts=a", "--ssh=false"], "gave no address to meet at (exit code 1)"),
+    ],
+)
+def test_hosts_that_cannot_be(
+    place: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert multinode.main(["run.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (place / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--run-id=../../../x"], ["--run-id=.."], ["--run-id=x", "experiment=../../../x"], ["--run-id=x"]]
+)
+def test_an_agent_writes_into_the_run_directory_only(
+    place: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "outputs" / "sample" / "run").mkdir(parents=True)
+    (place / "outputs" / "sample" / "run" / "logs").symlink_to(place / "kept")
+    before = sorted(place.parent.rglob("*"))
+    assert agent.main(["run.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert ("use plain names" if len(arguments) > 1 or ".." in arguments[0] else "is a link") in error
+    assert sorted(place.parent.rglob("*")) == before
