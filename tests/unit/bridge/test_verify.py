@@ -1,0 +1,81 @@
+"""Hashes that prove a sync: against a slow version, and that they notice what a sum alone would not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
+from rlhf_mcore.protocols import SyncMismatch
+
+SHAPE = (3, 4)
+VALUES = torch.tensor([[1.0, -2.0, 0.0, 3.5], [1e-8, 7.0, -0.0, 2.0], [9.0, -1e6, 0.25, 1.5]])
+ALL = Piece("w", (0, 0), SHAPE, 0, (4, 1))
+# The first two columns, which a local tensor holds transposed behind five other elements; and the others, in order.
+LEFT, RIGHT = Piece("w", (0, 0), (3, 2), 5, (1, 3)), Piece("w", (0, 2), (3, 2), 0, (2, 1))
+
+
+def digest(values: torch.Tensor) -> int:
+    return piece_digest(values.contiguous().view(-1), ALL, SHAPE, values.dtype)
+
+
+def slow_digest(values: torch.Tensor) -> int:
+    """splitmix64 (Steele et al. 2014) of every element's bits and place, with integers of Python, summed modulo 2^64."""
+    total, modulus = 0, 1 << 64
+    bits = values.contiguous().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+    for place, element in enumerate(bits.flatten().tolist()):
+        state = (element * 0x94D049BB133111EB + (place + 1) * 0x9E3779B97F4A7C15) % modulus
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % modulus
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % modulus
+        total += state ^ (state >> 31)
+    return (total + modulus // 2) % modulus - modulus // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_digest_is_that_of_the_slow_version(dtype: torch.dtype) -> None:
+    assert digest(VALUES.to(dtype)) == slow_digest(VALUES.to(dtype))
+
+
+def test_pieces_add_up_to_the_whole_however_they_are_stored() -> None:
+    left = torch.cat([torch.full((5,), torch.nan), VALUES[:, :2].t().reshape(-1)])
+    parts = [piece_digest(left, LEFT, SHAPE, torch.float32)]
+    parts.append(piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32))
+    assert (sum(parts) - digest(VALUES)) % (1 << 64) == 0
+
+
+def test_a_digest_is_of_the_dtype_of_the_engine() -> None:
+    assert piece_digest(VALUES.view(-1), ALL, SHAPE, torch.bfloat16) == digest(VALUES.bfloat16())
+
+
+def test_an_exchange_of_two_elements_and_a_changed_sign_of_zero_are_noticed() -> None:
+    exchanged, signed = VALUES.clone(), VALUES.clone()
+    exchanged[0, 0], exchanged[2, 3] = VALUES[2, 3], VALUES[0, 0]
+    signed[1, 2] = 0.0
+    assert len({digest(values) for values in (VALUES, exchanged, signed)}) == 3
+
+
+def places(*pieces: Piece) -> list[Place]:
+    return [Place(f"buffer {number}", (piece,), (0,)) for number, piece in enumerate(pieces)]
+
+
+@pytest.mark.usefixtures("world")
+def test_digests_of_tensors_are_sums_of_those_of_rectangles_each_counted_once() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    held = places(LEFT, RIGHT, RIGHT)
+    assert tensor_digests([5, -2, -2], held, {"w": SHAPE}, group) == {"w": 3}
+    assert tensor_digests([5, -2, None], held, {"w": SHAPE}, group) == {"w": 3}
+    with pytest.raises(SyncMismatch, match=r"rank 0 holds other values of w at \(0, 2\) than ranks before it"):
+        tensor_digests([5, -2, -3], held, {"w": SHAPE}, group)
+    with pytest.raises(SyncMismatch, match="the pieces of w have 6 elements, the tensor has 12"):
+        tensor_digests([5], places(LEFT), {"w": SHAPE}, group)
+
+
+def test_tensors_that_differ_are_named() -> None:
+    compare({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2})  # an engine holds a part of them
+    with pytest.raises(SyncMismatch, match="1 of 2 tensors differ after the sync, among them b"):
+        compare({"a": 1, "b": 2}, {"a": 1, "b": 3})
+    with pytest.raises(SyncMismatch, match="among them c"):
+        compare({"a": 1}, {"a": 1, "c": 1})
