@@ -167,9 +167,11 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iter
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
-    around = [rule for rule in family.rules if "{i}" not in rule.mcore]
-    first = family.layer_rules(is_moe=geometry.is_moe_layer(0))
-    found = {name: shape for rule in (*around, *first) for name, shape in rule.shapes(geometry).items()}
+    rules = [
+        rule for rule in family.rules if "{i}" not in rule.mcore
+    ]  # without the head, which may be another one here
+    rules += family.layer_rules(is_moe=geometry.is_moe_layer(0))
+    found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
     return found | {f"model.layers.{last}.input_layernorm.weight": (geometry.hidden_size,)}
 
 

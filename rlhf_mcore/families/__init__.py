@@ -46,9 +46,11 @@ def discover() -> None:
 discover()
 
 
-def rules_of(geometry: ModelGeometry) -> tuple[Rule, ...]:
-    """All rules of a model: its family's, then its head's."""
-    return FAMILIES[geometry.family].rules + HEADS[geometry.head].rules
+def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Rule, list[Rule]]:
+    """The rule of what stands before the layers, and those of what follows; of a tied output layer only with ``tied_head``."""
+    head = () if geometry.tied_embeddings and not tied_head else HEADS[geometry.head].rules
+    first, *last = (rule for rule in FAMILIES[geometry.family].rules + head if "{i}" not in rule.mcore)
+    return first, last
 
 
 def architecture_name(architecture: str, head: str) -> str:

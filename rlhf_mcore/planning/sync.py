@@ -18,7 +18,7 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.families import FAMILIES, HEADS
+from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole
 from rlhf_mcore.planning.weights import BYTES
@@ -56,9 +56,8 @@ def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
 
 def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:
     """Every parameter of rank ``rank`` of ``tp``."""
-    family = FAMILIES[geometry.family]
-    around = [rule for rule in family.rules if "{i}" not in rule.mcore]
-    for rule in around if geometry.tied_embeddings else (*around, *HEADS["lm"].rules):
+    family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
+    for rule in (first, *last):
         yield _planned(rule, geometry, tp, rank, 0)
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(is_moe=geometry.is_moe_layer(layer)):

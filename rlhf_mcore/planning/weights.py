@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
-from rlhf_mcore.bridge.map.rules import layer_names, pieces
-from rlhf_mcore.families import FAMILIES, HEADS, rules_of
+from rlhf_mcore.bridge.map.rules import is_padded, layer_names, pieces
+from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.inputs import PlannedRole
@@ -132,7 +132,8 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
     Those of a layer are named after the first layer of its kind.
     """
     grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
-    last = (layout.pp - 1, (layout.vpp or 1) - 1)
+    first, last = outer_rules(geometry, tied_head=layout.pp > 1)  # two stages hold a tied embedding
+    end = (layout.pp - 1, (layout.vpp or 1) - 1)
     chunks = []
     for number in range(layout.vpp or 1):
         layers = layout.layers_of(geometry.num_layers, pp, number)
@@ -140,10 +141,9 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
             tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.is_moe_layer(layer), grid)
         ]
         if (pp, number) == (0, 0):
-            tensors.insert(0, LocalTensor(_EMBEDDING, _vocabulary_numel(geometry, layout.tp)))
-        if (pp, number) == last:
-            tensors.append(LocalTensor("decoder.final_layernorm.weight", geometry.hidden_size))
-            tensors += _output(geometry, layout)
+            tensors.insert(0, LocalTensor(first.mcore, _numel(first.mcore, geometry, grid)))
+        if (pp, number) == end:
+            tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in last]
         chunks.append(tensors)
     return chunks
 
@@ -171,50 +171,37 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _numel(name: str, geometry: ModelGeometry, grid: _Grid) -> int:
+    if is_padded(name, geometry):
+        return geometry.padded_vocab(grid.tp) // grid.tp * geometry.hidden_size
     shard = Shard(0, grid.expert_tp, 0, grid.ep) if is_expert(name) else Shard(0, grid.tp)
     return sum(prod(piece.shape) for piece in pieces(name, geometry, shard))
-
-
-def _vocabulary_numel(geometry: ModelGeometry, tp: int) -> int:
-    return geometry.padded_vocab(tp) // tp * geometry.hidden_size
-
-
-def _output(geometry: ModelGeometry, layout: ParallelLayout) -> list[LocalTensor]:
-    """The last layer: of a tied model a copy of the embedding on the last stage, or nothing without a pipeline."""
-    if geometry.tied_embeddings and layout.pp == 1:
-        return []
-    if geometry.head == "lm":
-        return [LocalTensor(_OUTPUT, _vocabulary_numel(geometry, layout.tp))]
-    grid = _Grid(layout.tp, layout.expert_tp, layout.ep)
-    return [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in HEADS[geometry.head].rules]
 
 
 @lru_cache(maxsize=64)
 def num_parameters(geometry: ModelGeometry) -> int:
     """Elements of the Hugging Face model."""
-    return _count(geometry, geometry.num_experts) - geometry.tied_embeddings * _table(geometry)
+    first, last = outer_rules(geometry)
+    return _count([first, *last], geometry, geometry.num_experts)
 
 
 @lru_cache(maxsize=64)
 def active_parameters(geometry: ModelGeometry) -> int:
     """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
-    return _count(geometry, geometry.experts_per_token) - _table(geometry)
+    _, last = outer_rules(geometry, tied_head=True)
+    return _count(last, geometry, geometry.experts_per_token)
 
 
-def _table(geometry: ModelGeometry) -> int:
-    return geometry.vocab_size * geometry.hidden_size
-
-
-def _count(geometry: ModelGeometry, num_experts: int) -> int:
-    """Elements of all rules, a tied output layer too, with so many experts in every mixture."""
-
-    def numel(rule: Rule) -> int:
-        return (num_experts if "{k}" in rule.mcore else 1) * sum(map(prod, rule.shapes(geometry).values()))
-
-    family, total = FAMILIES[geometry.family], 0
-    for layer in range(geometry.num_layers):
-        total += sum(map(numel, family.layer_rules(is_moe=geometry.is_moe_layer(layer))))
-    return total + sum(numel(rule) for rule in rules_of(geometry) if "{i}" not in rule.mcore)
+def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
+    """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
+    layers = [
+        rule
+        for layer in range(geometry.num_layers)
+        for rule in FAMILIES[geometry.family].layer_rules(is_moe=geometry.is_moe_layer(layer))
+    ]
+    return sum(
+        (num_experts if "{k}" in rule.mcore else 1) * sum(map(prod, rule.shapes(geometry).values()))
+        for rule in (*outer, *layers)
+    )
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import layer_names, pieces
-from rlhf_mcore.families import HEADS
+from rlhf_mcore.families import outer_rules
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 
@@ -109,10 +109,9 @@ def stage_names(geometry: ModelGeometry, layout: ParallelLayout, *, fused: bool 
         ]
         for stage in range(layout.pp)
     ]
-    stages[0].insert(0, "embedding.word_embeddings.weight")
-    stages[-1].append("decoder.final_layernorm.weight")
-    if not geometry.tied_embeddings or layout.pp > 1:
-        stages[-1] += [rule.mcore for rule in HEADS[geometry.head].rules]
+    first, last = outer_rules(geometry, tied_head=layout.pp > 1)
+    stages[0].insert(0, first.mcore)
+    stages[-1] += [rule.mcore for rule in last]
     return stages
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.families import FAMILIES, HEADS, rules_of
+from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
@@ -21,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def hf_shapes(geometry: ModelGeometry) -> Shapes:
     """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
-    first, *last = (rule for rule in rules_of(geometry) if "{i}" not in rule.mcore)
+    first, last = outer_rules(geometry)
     found = first.shapes(geometry)
     for layer in range(geometry.num_layers):
         for rule in FAMILIES[geometry.family].layer_rules(is_moe=geometry.is_moe_layer(layer)):
@@ -29,8 +29,6 @@ def hf_shapes(geometry: ModelGeometry) -> Shapes:
                 found |= rule.shapes(geometry, layer, expert)
     for rule in last:
         found |= rule.shapes(geometry)
-    if geometry.tied_embeddings:
-        del found["lm_head.weight"]
     return found
 
 
@@ -45,13 +43,9 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 
 def parameter_names(geometry: ModelGeometry) -> list[str]:
     """Megatron's parameters of a whole model on one rank, in the order of the network, named as Transformer Engine's layers do."""
-    first, *last = (
-        rule.mcore
-        for rule in (FAMILIES[geometry.family].rules if geometry.tied_embeddings else rules_of(geometry))
-        if "{i}" not in rule.mcore
-    )
+    first, last = outer_rules(geometry)
     layers = (layer_names(geometry, layer, geometry.num_experts, True) for layer in range(geometry.num_layers))
-    return [first, *(name for names in layers for name in names), *last]
+    return [first.mcore, *(name for names in layers for name in names), *(rule.mcore for rule in last)]
 
 
 def in_memory(name: str, geometry: ModelGeometry) -> str | None:
