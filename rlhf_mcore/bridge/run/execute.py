@@ -62,10 +62,9 @@ class Executor:
             if (memory := links.share(self._staging.send_bytes, senders)) is not None:
                 self._staging.pack_into(memory)
                 self._transport = SharedMemory(links, memory, self._staging.views, self._transport)
-        self._outgoing: dict[int, _Outgoing] = {}  # by bucket; of static sources only
-        self._posted: list[list[Exchange]] = [
-            [] for _ in range(depth)
-        ]  # by slot; what is packed there may still be read
+        self._outgoing: dict[int, _Outgoing] = {}  # by bucket, of static sources
+        # By slot: what is packed there may still be read.
+        self._posted: list[list[Exchange]] = [[] for _ in range(depth)]
 
     @property
     def peak_bytes(self) -> int:
