@@ -98,9 +98,8 @@ def whole(shape: Index) -> Rectangle:
 
 def bounding_box(rectangles: Sequence[Rectangle]) -> Rectangle:
     """The smallest rectangle that contains all given ones."""
-    low = tuple(map(min, zip(*(rectangle.start for rectangle in rectangles), strict=True)))
-    high = tuple(map(max, zip(*(rectangle.end for rectangle in rectangles), strict=True)))
-    return Rectangle(low, tuple([b - a for a, b in zip(low, high, strict=True)]))
+    bounds = [(min(starts), max(ends)) for starts, ends in _bounds(rectangles)]
+    return Rectangle(tuple([low for low, _ in bounds]), tuple([high - low for low, high in bounds]))
 
 
 def gaps(shape: Index, filled: Iterable[Rectangle]) -> list[Rectangle]:
@@ -188,35 +187,37 @@ def cut_into_cells(sources: Sequence[Rectangle], destinations: Sequence[Rectangl
 
     Within a cell every source and every destination is whole or absent.
     """
-    breaks = _breaks([*sources, *destinations])
-    positions = [{value: index for index, value in enumerate(axis)} for axis in breaks]
+    every = [*sources, *destinations]
+    # Along each axis the borders of all rectangles, ascending: they make the finest grid that may be needed.
+    borders = [sorted({*lows, *highs}) for lows, highs in _bounds(every)]
+    positions = [{value: index for index, value in enumerate(axis)} for axis in borders]
+
+    def grid(rectangle: Rectangle) -> product[Index]:
+        spans = zip(positions, rectangle.start, rectangle.end, strict=True)
+        return product(*(range(at[begin], at[end]) for at, begin, end in spans))
+
     need: dict[Index, int] = {}
     have: dict[Index, int] = {}
-    for number, rectangle in enumerate(destinations):
-        for index in _covered(rectangle, positions):
-            need[index] = need.get(index, 0) | 1 << number
-    for number, rectangle in enumerate(sources):
-        for index in _covered(rectangle, positions):
-            have[index] = have.get(index, 0) | 1 << number
-    boxes = _merge({index: (have.get(index, 0), wanted) for index, wanted in need.items()}, len(breaks))
-    return [_cell(low, high, label, breaks) for low, high, label in boxes]
+    for masks, rectangles in ((need, destinations), (have, sources)):
+        for number, rectangle in enumerate(rectangles):
+            for index in grid(rectangle):
+                masks[index] = masks.get(index, 0) | 1 << number
+    cells = []
+    for low, high, label in _merge(
+        {index: (have.get(index, 0), wanted) for index, wanted in need.items()}, len(borders)
+    ):
+        start = tuple([axis[i] for axis, i in zip(borders, low, strict=True)])
+        end = tuple([axis[i] for axis, i in zip(borders, high, strict=True)])
+        shape = tuple([b - a for a, b in zip(start, end, strict=True)])
+        holders, needers = (tuple([n for n in range(mask.bit_length()) if mask >> n & 1]) for mask in label)
+        cells.append(Cell(start, shape, holders, needers))
+    return cells
 
 
-def _breaks(rectangles: Sequence[Rectangle]) -> list[list[int]]:
-    """Ascending borders of all rectangles, for each axis."""
-    axes = len(rectangles[0][0])
-    borders: list[set[int]] = [set() for _ in range(axes)]
-    for start, shape in rectangles:
-        for axis in range(axes):
-            borders[axis].update((start[axis], start[axis] + shape[axis]))
-    return [sorted(values) for values in borders]
-
-
-def _covered(rectangle: Rectangle, positions: list[dict[int, int]]) -> product[Index]:
-    start, shape = rectangle
-    return product(
-        *(range(at[begin], at[begin + size]) for at, begin, size in zip(positions, start, shape, strict=True))
-    )
+def _bounds(rectangles: Sequence[Rectangle]) -> list[tuple[Index, Index]]:
+    """For each axis the starts and the ends of all rectangles."""
+    starts, ends = zip(*(r.start for r in rectangles), strict=True), zip(*(r.end for r in rectangles), strict=True)
+    return list(zip(starts, ends, strict=True))
 
 
 def _merge(labels: dict[Index, _Label], axes: int) -> list[tuple[Index, Index, _Label]]:
@@ -230,14 +231,3 @@ def _merge(labels: dict[Index, _Label], axes: int) -> list[tuple[Index, Index, _
             open_boxes[(*sides, high[axis])] = first
         boxes = [(first, (*key[2], key[5], *key[3]), key[4]) for key, first in open_boxes.items()]
     return sorted(boxes)
-
-
-def _cell(low: Index, high: Index, label: _Label, breaks: list[list[int]]) -> Cell:
-    start = tuple(axis[i] for axis, i in zip(breaks, low, strict=True))
-    end = tuple(axis[i] for axis, i in zip(breaks, high, strict=True))
-    shape = tuple(b - a for a, b in zip(start, end, strict=True))
-    return Cell(start, shape, _bits(label[0]), _bits(label[1]))
-
-
-def _bits(mask: int) -> tuple[int, ...]:
-    return tuple(number for number in range(mask.bit_length()) if mask >> number & 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, Message, RankPlan
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, Message, RankPlan
 from rlhf_mcore.bridge.run.shared_memory import MappedMemory
 from rlhf_mcore.bridge.run.transports import Packet
 
@@ -37,11 +37,10 @@ class Staging:
         self._plan, self._dtypes, self._depth, self._device = plan, dtypes, depth, device
         self._alignment = max(dtype.itemsize for dtype in dtypes.values())
         self._memory: MappedMemory | None = None
-        self._send_bytes = self._largest(self._sent_bytes)
-        self._receive_bytes = self._largest(self._received_bytes)
         self._sends: list[Tensor] = []
         self._receives: list[Tensor] = []
         self._staged: dict[int, StagedBucket] = {}
+        self._measure()
 
     @property
     def send_bytes(self) -> int:
@@ -56,7 +55,7 @@ class Staging:
     def pack_into(self, memory: MappedMemory) -> None:
         """Pack what is sent where peers can read it."""
         self._memory = memory
-        self._receive_bytes = self._largest(self._received_bytes)
+        self._measure()
 
     def stage(self, bucket: Bucket) -> StagedBucket:
         """The messages of a bucket. Memory is allocated for the first one."""
@@ -64,21 +63,27 @@ class Staging:
             memory = self._empty(self.send_bytes) if self._memory is None else self._memory.own
             self._sends = list(memory.split(self._send_bytes))
             self._receives = [self._empty(size) for size in self._receive_bytes]
-        if bucket.index not in self._staged:
-            slot = bucket.index % self._depth
-            sends, receives, sent, received = [], [], 0, 0
-            for phase in bucket.phases:
-                offsets, sent = self._send_offsets(phase.sends, sent)
-                sends.append(self._packed(phase.sends, offsets, self._sends[slot]))
-                arriving = []
-                for message in phase.receives:
-                    size = self._arriving_bytes(message)
-                    flat = self._receives[slot][received : received + min(size, message.nbytes)]
-                    arriving.append(Packet(message, flat, self.views(message, flat) if size else []))
-                    received += size
-                receives.append(arriving)
-            self._staged[bucket.index] = StagedBucket(sends, receives)
-        return self._staged[bucket.index]
+        if bucket.index in self._staged:
+            return self._staged[bucket.index]
+        slot = bucket.index % self._depth
+        staged, sent, received = StagedBucket([], []), 0, 0
+        for phase in bucket.phases:
+            offsets, sent = self._send_offsets(phase.sends, sent)
+            packets = []
+            for number, (message, offset) in enumerate(zip(phase.sends, offsets, strict=True)):
+                flat = self._sends[slot][offset : offset + message.nbytes]
+                is_first = offsets.index(offset) == number
+                packets.append(Packet(message, flat, self.views(message, flat) if is_first else []))
+            arriving = []
+            for message in phase.receives:
+                size = self._arriving_bytes(message)
+                flat = self._receives[slot][received : received + min(size, message.nbytes)]
+                arriving.append(Packet(message, flat, self.views(message, flat) if size else []))
+                received += size
+            staged.sends.append(packets)
+            staged.receives.append(arriving)
+        self._staged[bucket.index] = staged
+        return staged
 
     def forget(self) -> None:
         """Leave nothing behind but what peers have mapped: after a failure messages may still be arriving."""
@@ -86,19 +91,22 @@ class Staging:
 
     def views(self, message: Message, flat: Tensor) -> list[Tensor]:
         """The rectangles of a message in its bytes."""
-        return [self._part(copy, flat) for copy in message.copies]
+        ends = [(copy.message_offset, copy.message_offset + copy.nbytes) for copy in message.copies]
+        return [
+            flat[begin:end].view(self._dtypes[copy.hf_name]).view(copy.shape)
+            for copy, (begin, end) in zip(message.copies, ends, strict=True)
+        ]
 
-    def _part(self, copy: Copy, flat: Tensor) -> Tensor:
-        raw = flat[copy.message_offset : copy.message_offset + copy.nbytes]
-        return raw.view(self._dtypes[copy.hf_name]).view(copy.shape)
-
-    def _packed(self, messages: Sequence[Message], offsets: list[int], slot: Tensor) -> list[Packet]:
-        packets = []
-        for number, (message, offset) in enumerate(zip(messages, offsets, strict=True)):
-            flat = slot[offset : offset + message.nbytes]
-            is_first = offsets.index(offset) == number
-            packets.append(Packet(message, flat, self.views(message, flat) if is_first else []))
-        return packets
+    def _measure(self) -> None:
+        """Sizes of the slots: each has room for the largest of its buckets."""
+        self._send_bytes, self._receive_bytes = [0] * self._depth, [0] * self._depth
+        for bucket in self._plan.buckets:
+            slot, sent, received = bucket.index % self._depth, 0, 0
+            for phase in bucket.phases:
+                _, sent = self._send_offsets(phase.sends, sent)
+                received += sum(map(self._arriving_bytes, phase.receives))
+            self._send_bytes[slot] = max(self._send_bytes[slot], sent)
+            self._receive_bytes[slot] = max(self._receive_bytes[slot], received)
 
     def _send_offsets(self, messages: Sequence[Message], end: int) -> tuple[list[int], int]:
         """Where messages start, one behind the other from byte ``end``, and where they end."""
@@ -109,20 +117,6 @@ class Staging:
             if twin is None:
                 end += self._rounded(message.nbytes)
         return offsets, end
-
-    def _largest(self, size_of: Callable[[Bucket], int]) -> list[int]:
-        """Size of each slot."""
-        sizes = [size_of(bucket) for bucket in self._plan.buckets]
-        return [max(sizes[slot :: self._depth], default=0) for slot in range(self._depth)]
-
-    def _sent_bytes(self, bucket: Bucket) -> int:
-        end = 0
-        for phase in bucket.phases:
-            _, end = self._send_offsets(phase.sends, end)
-        return end
-
-    def _received_bytes(self, bucket: Bucket) -> int:
-        return sum(self._arriving_bytes(message) for phase in bucket.phases for message in phase.receives)
 
     def _arriving_bytes(self, message: Message) -> int:
         is_mapped = self._memory is not None and message.peer in self._memory.of

@@ -59,6 +59,7 @@ def test_slabs_are_disjoint_and_nearly_equal(data: st.DataObject, axes: int, cou
 
 def test_a_bounding_box_is_the_smallest() -> None:
     assert bounding_box([Rectangle((3, 1), (1, 1)), Rectangle((0, 2), (2, 5))]) == ((0, 1), (4, 6))
+    assert bounding_box([whole(())]) == ((), ())
 
 
 def test_nothing_outside_and_nothing_of_other_axes_is_contained() -> None:
