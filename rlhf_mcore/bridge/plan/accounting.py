@@ -44,10 +44,12 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
         for group, first, turns in _runs(units):
             received[group.route.receivers] += group.nbytes * turns
             if len(group.route.far):
-                imported = _add_far(sent, group, first, turns)
-                total.imported[group.route.far] += imported
-            if len(group.route.near):
-                _add_near(sent, group, first, turns)
+                total.imported[group.route.far] += _add_far(sent, group, first, turns)
+            if len(group.route.near):  # what holders send to ranks of their own node
+                near = group.route.near_holders
+                each = near.spread(group.route.near_receivers.sizes)
+                counts = _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
+                sent[near.ranks] += group.nbytes * counts
         total.sent += sent
         total.received += received
         np.maximum(total.peak_sent, sent, out=total.peak_sent)
@@ -83,13 +85,6 @@ def _add_far(sent: Bytes, group: CellGroup, first: int, turns: int) -> Bytes:
     imported = group.nbytes * _round_robin(nodes.local_ranks, nodes.local_sizes, first, turns)
     sent[route.far] += imported * (nodes.local_sizes - 1)
     return imported
-
-
-def _add_near(sent: Bytes, group: CellGroup, first: int, turns: int) -> None:
-    """Adds what holders send to ranks of their own node."""
-    near = group.route.near_holders
-    each = near.spread(group.route.near_receivers.sizes)
-    sent[near.ranks] += group.nbytes * _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:

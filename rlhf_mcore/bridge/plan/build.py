@@ -98,22 +98,6 @@ def build_plan(
     """
     needed = {piece.hf_name for place in destinations for piece in place.pieces}
     wanted = needed if only is None else set(only)
-    _check_arguments(needed, wanted, element_sizes, bucket_bytes, order, ranks_per_node)
-    chosen = [name for name in dict.fromkeys(order) if name in wanted]
-    with _collector_paused():
-        tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
-        schedule = Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1)
-    return Plan(schedule, sources, destinations)
-
-
-def _check_arguments(
-    needed: set[str],
-    wanted: set[str],
-    element_sizes: Mapping[str, int],
-    bucket_bytes: int,
-    order: Sequence[str],
-    ranks_per_node: int | None,
-) -> None:
     if missing := needed.difference(order):
         raise ValueError(f"order lacks {len(missing)} tensors that destinations need, among them {min(missing)}")
     if unknown := wanted.difference(needed):
@@ -123,6 +107,11 @@ def _check_arguments(
     for field, value in (("bucket_bytes", bucket_bytes), ("ranks_per_node", ranks_per_node or 1)):
         if value < 1:
             raise ValueError(f"{field} must be positive, got {value}")
+    chosen = [name for name in dict.fromkeys(order) if name in wanted]
+    with _collector_paused():
+        tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
+        schedule = Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1)
+    return Plan(schedule, sources, destinations)
 
 
 @contextmanager

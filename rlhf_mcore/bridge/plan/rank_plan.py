@@ -153,8 +153,9 @@ class _BucketBuilder:
         elif needed:
             source, phase = own.route.sender(turn)
             _append(self._receives[phase], (source,), unit, own, needed[0])
-            for entry in needed[1:]:
-                _again(self._receives[phase][source], unit, own, entry)
+            message = self._receives[phase][source]
+            for entry in needed[1:]:  # other places for the rectangle that was added last
+                message.copies.append(_copy(unit, own, entry, message.nbytes - own.group.nbytes))
             _append(self._sends[1], own.route.forwarded_to(turn), unit, own, needed[0])
 
     def finish(self) -> Bucket:
@@ -233,11 +234,6 @@ def _append(messages: dict[int, Message], peers: Sequence[int], unit: Unit, own:
             message.copies.append(new)
 
 
-def _again(message: Message, unit: Unit, own: _OwnCell, entry: _Local) -> None:
-    """A second place for the rectangle that was added last."""
-    message.copies.append(_copy(unit, own, entry, message.nbytes - own.group.nbytes))
-
-
 def _adjoins(last: Copy, new: Copy) -> bool:
     """Whether rectangles are neighbours along the first axis, in Hugging Face coordinates and in the local tensor."""
     return (
@@ -259,24 +255,10 @@ def _joined(last: Copy, new: Copy) -> Copy:
 def _copy(unit: Unit, own: _OwnCell, entry: _Local, message_offset: int) -> Copy:
     """A cell's view within the piece that contains it."""
     buffer, piece = entry
-    start = own.cell.start
+    start, offset = own.cell.start, piece.offset
     if unit.start is not None:
         start = tuple([a + b for a, b in zip(unit.start, start, strict=True)])
-    return Copy(
-        unit.hf_name,
-        start,
-        own.cell.shape,
-        buffer,
-        _offset(piece, start),
-        piece.strides,
-        own.item_bytes,
-        message_offset,
-    )
-
-
-def _offset(piece: Piece, start: tuple[int, ...]) -> int:
-    if start == piece.start:
-        return piece.offset
-    return piece.offset + sum(
-        [(a - b) * stride for a, b, stride in zip(start, piece.start, piece.strides, strict=True)]
-    )
+    if start != piece.start:
+        offset += sum([(a - b) * stride for a, b, stride in zip(start, piece.start, piece.strides, strict=True)])
+    shape, strides = own.cell.shape, piece.strides
+    return Copy(unit.hf_name, start, shape, buffer, offset, strides, own.item_bytes, message_offset)
