@@ -18,8 +18,7 @@ import rlhf_mcore
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
-from rlhf_mcore.config.checkpoint_rules import NEVER
-from rlhf_mcore.config.differences import compare_configs, refuse
+from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
