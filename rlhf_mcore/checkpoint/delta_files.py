@@ -25,7 +25,7 @@ import zstandard
 
 from rlhf_mcore.checkpoint.manifest import FileEntry, hash_file
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import INDEX, parse_json, read_json
+from rlhf_mcore.foreign import INDEX, parse_json, read_json, shorten
 
 DATA_SUFFIX = ".delta"
 INDEX_SUFFIX = ".delta.json"
@@ -253,5 +253,11 @@ class _BaseFiles:
             path = Path(os.path.realpath(self._base / name))
             if self._base not in path.parents:
                 raise ConfigError(f"{name} leads out of {self._base}; the checkpoint is damaged, choose another")
-            self._mapped[name] = _mapped(path)
+            try:
+                self._mapped[name] = _mapped(path)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._base}: a difference names {shorten(name)}, which cannot be read ({error.strerror}); the checkpoint "
+                    "is damaged, choose another"
+                ) from error
         return self._mapped[name]

@@ -194,14 +194,23 @@ def test_fault_11_damage_of_the_base_is_damage_of_the_delta(pair: tuple[Path, Pa
         readable(delta)
 
 
-def test_an_index_cannot_lead_out_of_the_base(pair: tuple[Path, Path, dict[str, bytes]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("../../secret", "leads out of"),
+        ("actor", "which cannot be read .Is a directory.; the checkpoint is damaged"),
+        ("nowhere", "which cannot be read .No such file or directory.; the checkpoint is damaged"),
+        ("x" * 3000, "xxx..., which cannot be read .File name too long."),
+    ],
+)
+def test_an_index_names_files_of_the_base(pair: tuple[Path, Path, dict[str, bytes]], name: str, message: str) -> None:
     _, delta, _ = pair
     index = delta / "actor" / "model-0.safetensors.delta.json"
     content = json.loads(index.read_text())
     for tensor in content["tensors"]:
-        tensor["base_file"] = "../../secret"
+        tensor["base_file"] = name
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="leads out of"):
+    with pytest.raises(ConfigError, match=message):
         readable(delta)
 
 
