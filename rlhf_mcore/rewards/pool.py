@@ -178,7 +178,7 @@ class WorkerPool:
     """
 
     def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
-        memory_bytes = int(limits.memory_gib * 2**30)
+        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
         self._name, self._limits = name, limits
         self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
         self._workers: list[_Worker] = []

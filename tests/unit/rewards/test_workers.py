@@ -83,6 +83,10 @@ def test_so_many_workers_are_started_as_the_configuration_asks_for(
     assert len({os.getsid(pid) for pid in processes_with(word)}) == expected  # each worker has a session of its own
 
 
+def test_more_memory_than_there_can_be_is_no_limit(reward: Any) -> None:
+    assert reward("return 1", memory_gib=1e300).score([trajectory("x")])[0].value == 1.0
+
+
 # body of the function; what the message says of it. The response is "bad"; "good" ones get 1 (see below).
 BAD = {
     "raises": ("raise ValueError('no such unit')", r"raised ValueError: no such unit \(my_reward\.py, line 4\)"),
