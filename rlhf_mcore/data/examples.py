@@ -22,6 +22,7 @@ from rlhf_mcore.config.schema import DataConfig
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
 from rlhf_mcore.data.source import load_transform, transformed_rows
+from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.parallel.rows import owners_of
 from rlhf_mcore.types import TrainBatch
 
@@ -146,7 +147,7 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerBase) -> I
     for start in range(0, len(texts), EXAMPLES_PER_TOKENIZER_CALL):
         part = texts[start : start + EXAMPLES_PER_TOKENIZER_CALL]
         flat = [text for item in part for text in (item.prompt, *item.responses)]
-        encoded = iter(tokenizer(flat, add_special_tokens=False)["input_ids"])
+        encoded = iter(token_ids(tokenizer, flat))
         for item in part:
             prompt_ids = np.array(next(encoded), np.int32)
             if not len(prompt_ids):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
+from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import read_bytes
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _short_enough(
     for example in examples:
         length = _num_tokens(example.prompt, tokenizer)
         answers = [getattr(example, name) for name in NEEDED[options.task]]
-        longest = max((len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers), default=0)
+        longest = max(map(len, token_ids(tokenizer, answers)), default=0)
         if length <= (options.max_prompt_tokens or length) and longest <= (options.max_response_tokens or longest):
             kept.append(example)
             report.prompt_tokens.append(length)
@@ -201,7 +202,7 @@ def _num_tokens(prompt: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
         text = "\n".join(message["content"] for message in prompt)
     else:
         text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return len(token_ids(tokenizer, [text])[0])
 
 
 def _share(example: PreparedExample) -> float:

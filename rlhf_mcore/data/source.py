@@ -22,6 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
 from rlhf_mcore.data.rendering import Renderer
 from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.types import Prompt
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _tokenize(drafts: Sequence[_Draft], tokenizer: PreTrainedTokenizerBase) -> N
     """Fill ``prompt_ids``. No special tokens are added: the template, or the author of a string, has written them."""
     for start in range(0, len(drafts), PROMPTS_PER_TOKENIZER_CALL):
         part = drafts[start : start + PROMPTS_PER_TOKENIZER_CALL]
-        encoded = tokenizer([draft.prompt.text for draft in part], add_special_tokens=False)["input_ids"]
+        encoded = token_ids(tokenizer, [draft.prompt.text for draft in part])
         for draft, prompt_ids in zip(part, encoded, strict=True):
             if not prompt_ids:
                 raise ConfigError(f"{draft.place}: the prompt {draft.prompt.text!r:.60} has no tokens; remove the row")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.tokenizer_files import growth_problems
@@ -40,6 +41,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each text, without special ones.
+
+    Raises:
+        ConfigError: a pattern of tokenizer.json takes more steps on a text than the library allows.
+    """
+    try:
+        return cast(list[list[int]], tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else [])
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the Rust half, which is no Exception
+            raise
+        raise ConfigError(
+            f"{tokenizer.name_or_path}: tokenizer.json cannot split a text of {max(map(len, texts)):,} characters or fewer "
+            f"({str(error).splitlines()[0][:200]}); correct its pattern, or shorten the text"
+        ) from error
 
 
 def _refuse_foreign_code(path: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.data.tokenizer import load_tokenizer, token_ids
 
 
 def change_settings(directory: Path, **settings: object) -> None:
@@ -45,3 +45,17 @@ def test_names_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_names_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_pattern_without_an_end_is_named(tokenizer_directory: Path) -> None:
+    """The library stops after some millions of steps, by an exception that is none of Python's."""
+    path = tokenizer_directory / "tokenizer.json"
+    pattern = {"type": "Split", "pattern": {"Regex": "(x|x)*$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": pattern}))
+    tokenizer = load_tokenizer(str(tokenizer_directory))
+    assert token_ids(tokenizer, []) == []
+    assert len(token_ids(tokenizer, ["7"])) == 1
+    with pytest.raises(
+        ConfigError, match=r"cannot split a text of 2,001 characters .*retry-limit.*; correct its pattern"
+    ):
+        token_ids(tokenizer, ["7", "x" * 2000 + "z"])
