@@ -7,13 +7,15 @@ started again; others are a failure, and 128 + N means that signal N ended the r
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import rlhf_mcore
-from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR
+from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR, report_of_tool
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
@@ -39,7 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError:
         print("error: the working directory has been removed; change into another one", file=sys.stderr)
         return USER_ERROR
-    return int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
+    try:
+        code = int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # which is written once more when the process ends
+        return 128 + signal.SIGPIPE if error.errno == errno.EPIPE else report_of_tool(error)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -141,3 +141,18 @@ def test_an_agent_writes_into_the_run_directory_only(
     error = capsys.readouterr().err
     assert ("use plain names" if len(arguments) > 1 or ".." in arguments[0] else "is a link") in error
     assert sorted(place.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "run.yaml", "--print-config"], ["verify-checkpoint", "checkpoint-2", "--quick"]]
+)
+def test_an_output_that_nobody_reads_or_that_is_full_is_no_trace(place: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
