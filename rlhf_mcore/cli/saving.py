@@ -31,7 +31,7 @@ from rlhf_mcore.config.checkpoint_rules import time_left
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
-from rlhf_mcore.data.sampler import Sampler
+from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
@@ -111,7 +111,7 @@ def _load_weights(model: RoleModel, directory: str) -> None:
 
 
 def build_checkpointer(
-    run: RunContext, models: Sequence[SavedModel], holders: Mapping[str, Stateful], sampler: Sampler
+    run: RunContext, models: Sequence[SavedModel], holders: Mapping[str, Stateful], sampler: ResumableSampler
 ) -> RunCheckpointer:
     """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
 

@@ -27,7 +27,7 @@ from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
-from rlhf_mcore.data.sampler import PromptSampler, Sampler, WeightedSampler
+from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import PromptBatches, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
@@ -247,7 +247,7 @@ def _load_examples(
     return load(data.train, "data.train"), load(data.eval, "data.eval") if data.eval else []
 
 
-def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> Sampler:
+def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> ResumableSampler:
     size, seed, shuffle = cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle
     if cfg.data.weights is None:
         return PromptSampler(len(prompts), size, seed, shuffle)

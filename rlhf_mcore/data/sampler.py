@@ -11,15 +11,19 @@ from rlhf_mcore.config.errors import ConfigError
 
 
 class Sampler(Protocol):
-    """Batches of positions in a data set, resumable."""
+    """Positions in a data set."""
+
+    def next_batch(self) -> list[int]:
+        """Those of the next step."""
+        ...
+
+
+class ResumableSampler(Sampler, Protocol):
+    """One that a checkpoint keeps."""
 
     @property
     def num_epochs(self) -> float:
         """How often all positions have been drawn, on average."""
-        ...
-
-    def next_batch(self) -> list[int]:
-        """The positions of the next step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

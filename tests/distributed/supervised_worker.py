@@ -51,7 +51,7 @@ def examples(kind: str) -> list[TokenizedExample]:
     if kind == "sft":
         return single
     others = [row.response_ids for row in rows(seed=5, count=10)]
-    return [tokenized(e.prompt_ids, *e.response_ids, other) for e, other in zip(single, others, strict=True)]
+    return [tokenized(r.prompt_ids, r.response_ids, other) for r, other in zip(rows(count=10), others, strict=True)]
 
 
 def main(directory: Path) -> None:

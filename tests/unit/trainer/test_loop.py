@@ -189,7 +189,9 @@ class Run:
     source: SampledBatches
 
 
-def make(due: set[int], *beside_the_actor: str, sampler: Any = None, lose: int = 0, **settings: int) -> Run:
+def make(
+    due: set[int], *beside_the_actor: str, sampler: PromptSampler | None = None, lose: int = 0, **settings: int
+) -> Run:
     """With the roles that are named; ``settings`` are those of ``Roles``. ``lose``: the call whose last completion does not come."""
     log: Log = []
     watch, reward = Watch(log), Reward(log)
