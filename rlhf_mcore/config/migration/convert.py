@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import KEYS
-from rlhf_mcore.config.migration import openrlhf, openrlhf_flags, openrlhf_supervised, verl, verl_source
+from rlhf_mcore.config.migration import openrlhf, sources, verl
 from rlhf_mcore.config.migration.shell import read_script
 from rlhf_mcore.config.migration.table import Migration, Table, apply
 from rlhf_mcore.config.show import redact
@@ -35,7 +35,7 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     """
     text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):
-        migration = apply(verl.TABLE, verl_source.read_tree(_tree(text, path)))
+        migration = apply(verl.TABLE, sources.read_tree(_tree(text, path)))
     else:
         migration = _of_script(text, path, source)
     _note(migration)
@@ -44,10 +44,8 @@ def migrate(path: Path, source: str = "auto") -> Migration:
 
 def _tree(text: str, path: Path) -> dict[str, Any]:
     tree = load_yaml(text, str(path))
-    if not isinstance(tree, dict) or not tree.keys() & set(verl_source.ROOTS) - {"data", "trainer", "algorithm"}:
-        raise ConfigError(
-            f"{path}: not a configuration of verl: it has none of the groups {', '.join(verl_source.ROOTS)}"
-        )
+    if not isinstance(tree, dict) or not tree.keys() & set(sources.ROOTS) - {"data", "trainer", "algorithm"}:
+        raise ConfigError(f"{path}: not a configuration of verl: it has none of the groups {', '.join(sources.ROOTS)}")
     return tree
 
 
@@ -77,13 +75,13 @@ def _of_script(text: str, path: Path, source: str) -> Migration:
 
 def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[str, Any]] | None:
     """How a command of a script is carried over, and what it sets; None where it starts no training."""
-    program = openrlhf_flags.command_of(command)
+    program = sources.command_of(command)
     if program is not None and source in ("auto", "openrlhf"):
-        flags = openrlhf_flags.read_flags(command)
+        flags = sources.read_flags(command)
         if program.startswith("train_ppo"):
             return openrlhf.TABLE, flags
-        if program in openrlhf_supervised.TABLES:
-            return openrlhf_supervised.TABLES[program], openrlhf_supervised.read(flags)
+        if program in openrlhf.SUPERVISED_TABLES:
+            return openrlhf.SUPERVISED_TABLES[program], openrlhf.one_model(flags)
         if program.startswith("train_"):
             raise ConfigError(
                 f"openrlhf.cli.{program} has no counterpart here; train_ppo_ray, train_sft and train_rm have"
@@ -92,7 +90,7 @@ def _table_and_values(command: Sequence[str], source: str) -> tuple[Table, dict[
         return None
     if any("sft_trainer" in word for word in command):
         raise ConfigError("verl's sft_trainer is not carried over: see docs/supervised.md, it is a dozen keys")
-    overrides = verl_source.read_overrides(command)
+    overrides = sources.read_overrides(command)
     return (verl.TABLE, overrides) if any(key.startswith("actor_rollout_ref.") for key in overrides) else None
 
 

@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.migration import openrlhf, openrlhf_flags
+from rlhf_mcore.config.migration import openrlhf, sources
 from rlhf_mcore.config.migration.table import Migration, apply
 
 IS = "--algo.advantage.is_correction"
 
 
 def migrated(flags: str) -> Migration:
-    return apply(openrlhf.TABLE, openrlhf_flags.read_flags(flags.split()))
+    return apply(openrlhf.TABLE, sources.read_flags(flags.split()))
 
 
 def test_flags() -> None:
     text = "python -m x --not mine -m openrlhf.cli.train_ppo_ray --a.b 1 --c --d=2.5 --e 0.1 0.2 --f x/y"
     words = text.split(" ")
-    assert openrlhf_flags.read_flags(words) == {"a.b": 1, "c": True, "d": 2.5, "e": [0.1, 0.2], "f": "x/y"}
+    assert sources.read_flags(words) == {"a.b": 1, "c": True, "d": 2.5, "e": [0.1, 0.2], "f": "x/y"}
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.config.migration import verl, verl_source
+from rlhf_mcore.config.migration import sources, verl
 from rlhf_mcore.config.migration.table import Migration, apply
 
 ACTOR = "actor_rollout_ref.actor."
 
 
 def migrated(*overrides: str) -> Migration:
-    return apply(verl.TABLE, verl_source.read_overrides(overrides))
+    return apply(verl.TABLE, sources.read_overrides(overrides))
 
 
 def settings(*overrides: str) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def test_references_in_a_tree_are_resolved_and_what_is_null_is_not_said() -> Non
         "actor_rollout_ref": {"actor": {"_target_": "x", "optim": {"lr": "3e-6"}, "lost": "${nowhere}"}},
         "hydra": {"run": 1},
     }
-    assert verl_source.read_tree(tree) == {
+    assert sources.read_tree(tree) == {
         "data.max_prompt_length": 100,
         "data.max_response_length": 100,
         "actor_rollout_ref.actor.optim.lr": 3e-6,
