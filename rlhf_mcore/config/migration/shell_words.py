@@ -7,6 +7,7 @@ marked name, empty in tests and in arithmetic an unknown, which ``named_unknowns
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -161,7 +162,7 @@ class Words:
 
     def _parts(self, node: Node, *, quoted: bool) -> list[_Part]:
         """The pieces of a word. In strings the grammar counts space before a $ as part of what follows it."""
-        text = _text(node)
+        text = source_of(node)
         if quoted and text[:1].isspace() and node.type.endswith(("expansion", "substitution")):
             return [_Part((text[: len(text) - len(text.lstrip())],), True), *self._pieces(node, quoted=quoted)]
         return self._pieces(node, quoted=quoted)
@@ -174,30 +175,30 @@ class Words:
             start = node.start_byte + (2 if kind == "translated_string" else 1)
             return self.between(node, start, node.end_byte - 1, quoted=True) or [_Part(("",), True)]
         if kind == "raw_string":
-            return [_Part((_text(node)[1:-1],), True)]
+            return [_Part((source_of(node)[1:-1],), True)]
         if kind == "ansi_c_string":
-            body = re.sub(r"\\(.)", lambda match: _ANSI_C.get(match[1], match[0]), _text(node)[2:-1])
+            body = re.sub(r"\\(.)", lambda match: _ANSI_C.get(match[1], match[0]), source_of(node)[2:-1])
             return [_Part((body,), True)]
         if kind in ("string_content", "heredoc_content"):
-            return [_literal(_text(node), True)]
+            return [_literal(source_of(node), True)]
         if kind == "simple_expansion":
-            return [self._variable(_text(node).lstrip()[1:], quoted=quoted)]
+            return [self._variable(source_of(node).lstrip()[1:], quoted=quoted)]
         if kind == "expansion":
             return [self._expansion(node, quoted=quoted)]
         if kind == "arithmetic_expansion":
             found = self.arithmetic(node)
-            return [_Part((str(found) if found is not None else unknown(_text(node)),), True)]
+            return [_Part((str(found) if found is not None else unknown(source_of(node)),), True)]
         if kind == "command_substitution":
             return [_Part((self._substitution(node),), quoted)]
         if kind == "process_substitution":
-            return [_Part((unknown(_text(node)),), True)]
-        return [_literal(_text(node), quoted)]
+            return [_Part((unknown(source_of(node)),), True)]
+        return [_literal(source_of(node), quoted)]
 
     def _substitution(self, node: Node) -> str:
         found = self.output_of(node)
         if found is None:
-            self.note(node, f"the output of {shortened(_text(node))} is not known: nothing is run")
-            return unknown(_text(node))
+            self.note(node, f"the output of {shortened(source_of(node))} is not known: nothing is run")
+            return unknown(source_of(node))
         return found.rstrip("\n")
 
     def _variable(self, name: str, *, quoted: bool) -> _Part:
@@ -212,7 +213,7 @@ class Words:
         inner = [child for child in node.children if child.type not in ("${", "}")]
         prefix = inner.pop(0).type if inner and inner[0].type in ("!", "#") and len(inner) > 1 else ""
         if not inner:
-            return _Part((unknown(_text(node)),), quoted)
+            return _Part((unknown(source_of(node)),), quoted)
         name, index = _name_and_index(inner[0], self)
         values = self.value(name)
         if prefix == "#":
@@ -223,35 +224,35 @@ class Words:
         if index is not None and index not in ("@", "*"):
             values = _element(values, index)
         if len(inner) > 1:
-            operator, rest = (
+            symbol, rest = (
                 inner[1],
                 self.joined_text(self.between(node, inner[1].end_byte, node.end_byte - 1, quoted=True)),
             )
-            values = self._modified(name, values, operator.type, rest)
+            values = self._modified(name, values, symbol.type, rest)
         if index in ("@", "*") or name in ("@", "*"):
             held = values or []
             whole = (" ".join(held),) if "*" in (index, name) and quoted else tuple(held)
             return _Part(whole, quoted)
         return _Part((values[0] if values else "" if values is not None else unknown(_shown(name)),), quoted)
 
-    def _modified(self, name: str, values: list[str] | None, operator: str, rest: str) -> list[str] | None:
+    def _modified(self, name: str, values: list[str] | None, symbol: str, rest: str) -> list[str] | None:
         is_set = values is not None and (
-            not operator.startswith(":") or any(map(without_unknowns, values)) or any(map(is_unknown, values))
+            not symbol.startswith(":") or any(map(without_unknowns, values)) or any(map(is_unknown, values))
         )
-        match operator.lstrip(":"):
-            case "-" | "=" if operator in ("-", ":-", "=", ":="):
+        match symbol.lstrip(":"):
+            case "-" | "=" if symbol in ("-", ":-", "=", ":="):
                 if is_set:
                     return values
-                if "=" in operator:
+                if "=" in symbol:
                     self.assign(name, [rest])
                 return [rest]
-            case "+" if operator in ("+", ":+"):
+            case "+" if symbol in ("+", ":+"):
                 return [rest] if is_set else [""]
-            case "?" if operator in ("?", ":?"):
+            case "?" if symbol in ("?", ":?"):
                 return values if is_set else None
         if values is None or any(map(is_unknown, values)):
             return values
-        return [_changed(value, operator, rest) for value in values]
+        return [_changed(value, symbol, rest) for value in values]
 
     # -------------------------------------------------------------------------------------------- arithmetic and tests
     def arithmetic(self, node: Node) -> int | None:
@@ -271,12 +272,11 @@ class Words:
             return self._operand(node)
         if kind == "unary_expression" and operands:
             value = self.arithmetic(operands[-1])
-            sign = {"-": lambda v: -v, "+": lambda v: v, "!": lambda v: int(not v), "~": lambda v: ~v}
-            return None if value is None else sign.get(node.children[0].type, lambda v: v)(value)
+            return None if value is None else int(_SIGNS.get(node.children[0].type, operator.pos)(value))
         if kind == "postfix_expression" and operands:
             value = self.arithmetic(operands[0])
             if value is not None and operands[0].type in ("variable_name", "word"):
-                self.assign(_text(operands[0]), [str(value + (1 if "++" in _text(node) else -1))])
+                self.assign(source_of(operands[0]), [str(value + (1 if "++" in source_of(node) else -1))])
             return value
         if kind == "ternary_expression" and len(operands) == 3:
             chosen = self.arithmetic(operands[0])
@@ -285,12 +285,12 @@ class Words:
             return self._binary(node, *operands)
         if kind == "variable_assignment" and operands:
             value = self.arithmetic(operands[-1])
-            self.assign(_text(operands[0]), [str(value or 0)])
+            self.assign(source_of(operands[0]), [str(value or 0)])
             return value
         return self.arithmetic(operands[-1]) if operands else None
 
     def _operand(self, node: Node) -> int | None:
-        text = " ".join(self.value(_text(node)) or ["0"]) if node.type == "variable_name" else self.text(node)
+        text = " ".join(self.value(source_of(node)) or ["0"]) if node.type == "variable_name" else self.text(node)
         try:
             return int(text.strip() or "0", 0) if len(text) < 20 else None
         except ValueError:
@@ -298,17 +298,17 @@ class Words:
             return int(held[0]) if held and re.fullmatch(r"-?\d{1,18}", held[0]) else None
 
     def _binary(self, node: Node, first: Node, second: Node) -> int | None:
-        operator = node.children[1].type
+        symbol = node.children[1].type
         left, right = self.arithmetic(first), self.arithmetic(second)
         if left is None or right is None:
             return None
         found = _calculated(
-            operator.removesuffix("=") if first.type == "variable_name" and operator in _ASSIGNING else operator,
+            symbol.removesuffix("=") if first.type == "variable_name" and symbol in _ASSIGNING else symbol,
             left,
             right,
         )
-        if first.type == "variable_name" and operator in (*_ASSIGNING, "=") and found is not None:
-            self.assign(_text(first), [str(found)])
+        if first.type == "variable_name" and symbol in (*_ASSIGNING, "=") and found is not None:
+            self.assign(source_of(first), [str(found)])
         return found
 
     def test(self, node: Node) -> bool:
@@ -322,71 +322,69 @@ class Words:
         if kind in ("parenthesized_expression",) and operands:
             return self.test(operands[0])
         if kind == "unary_expression":
-            operator = _text(operands[0]) if operands and operands[0].type == "test_operator" else node.children[0].type
-            if operator == "!":
+            symbol = (
+                source_of(operands[0]) if operands and operands[0].type == "test_operator" else node.children[0].type
+            )
+            if symbol == "!":
                 return not self.test(operands[-1])
             operand = without_unknowns(self.text(operands[-1])) if operands else ""
-            return {"-z": not operand, "-n": bool(operand)}.get(operator, False)
+            return {"-z": not operand, "-n": bool(operand)}.get(symbol, False)
         if kind == "binary_expression" and len(node.children) >= 3:
             return self._comparison(node)
         return bool(without_unknowns(self.text(node)))
 
     def _comparison(self, node: Node) -> bool:
-        left, operator, right = node.children[0], _text(node.children[1]), node.children[-1]
-        if operator in ("&&", "-a"):
+        left, symbol, right = node.children[0], source_of(node.children[1]), node.children[-1]
+        if symbol in ("&&", "-a"):
             return self.test(left) and self.test(right)
-        if operator in ("||", "-o"):
+        if symbol in ("||", "-o"):
             return self.test(left) or self.test(right)
         first, second = without_unknowns(self.text(left)), without_unknowns(self.text(right))
-        if operator in ("=", "=="):
+        if symbol in ("=", "=="):
             return matches(first, second)
-        if operator == "!=":
+        if symbol == "!=":
             return not matches(first, second)
-        if operator in _NUMERIC:
+        if symbol in _NUMERIC:
             numbers = [int(text) if re.fullmatch(r"-?\d{1,18}", text) else 0 for text in (first, second)]
-            return _NUMERIC[operator](*numbers)
-        return {"<": first < second, ">": first > second}.get(operator, False)
+            return _NUMERIC[symbol](*numbers)
+        return {"<": first < second, ">": first > second}.get(symbol, False)
 
 
 _NUMERIC: dict[str, Callable[[int, int], bool]] = {
-    "-eq": lambda a, b: a == b,
-    "-ne": lambda a, b: a != b,
-    "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b,
-    "-gt": lambda a, b: a > b,
-    "-ge": lambda a, b: a >= b,
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+_SIGNS: dict[str, Callable[[int], int]] = {"-": operator.neg, "!": operator.not_, "~": operator.invert}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "&": operator.and_,
+    "|": operator.or_,
+    "^": operator.xor,
+    "&&": lambda left, right: bool(left and right),
+    "||": lambda left, right: bool(left or right),
+    "=": lambda left, right: right,
 }
 _ASSIGNING = ("+=", "-=", "*=", "/=", "%=")
 
 
-def _calculated(operator: str, left: int, right: int) -> int | None:
-    simple: dict[str, Callable[[], int]] = {
-        "+": lambda: left + right,
-        "-": lambda: left - right,
-        "*": lambda: left * right,
-        "<": lambda: int(left < right),
-        "<=": lambda: int(left <= right),
-        ">": lambda: int(left > right),
-        ">=": lambda: int(left >= right),
-        "==": lambda: int(left == right),
-        "!=": lambda: int(left != right),
-        "&&": lambda: int(bool(left and right)),
-        "||": lambda: int(bool(left or right)),
-        "&": lambda: left & right,
-        "|": lambda: left | right,
-        "^": lambda: left ^ right,
-        "=": lambda: right,
-    }
-    if operator in ("/", "%"):
+def _calculated(symbol: str, left: int, right: int) -> int | None:
+    if symbol in ("/", "%"):
         if right == 0:
             return None
         quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards zero, as in C
-        return quotient if operator == "/" else left - quotient * right
-    if operator == "**":
+        return quotient if symbol == "/" else left - quotient * right
+    if symbol == "**":
         return left**right if 0 <= right < 64 and abs(left) < 1 << 16 and abs(left**right) < 1 << 63 else None
-    if operator in ("<<", ">>"):
-        return None if not 0 <= right < 63 else (left << right if operator == "<<" else left >> right)
-    found = simple[operator]() if operator in simple else None
+    if symbol in ("<<", ">>"):
+        return None if not 0 <= right < 63 else (left << right if symbol == "<<" else left >> right)
+    found = int(_ARITHMETIC[symbol](left, right)) if symbol in _ARITHMETIC else None
     return found if found is not None and abs(found) < 1 << 63 else None
 
 
@@ -401,17 +399,13 @@ def shortened(text: str) -> str:
     return line if len(line) <= 60 else line[:57] + "..."
 
 
-def source_of(node: Node) -> str:
-    """The text of a node as it stands in the script."""
-    return _text(node)
-
-
 def source_between(parent: Node, first: Node, second: Node) -> str:
     """The text of ``parent`` from the end of one child to the beginning of another, without continued lines."""
     return _source(parent, first.end_byte, second.start_byte).replace("\\\n", "")
 
 
-def _text(node: Node) -> str:
+def source_of(node: Node) -> str:
+    """The text of a node as it stands in the script."""
     return (node.text or b"").decode("utf-8", "replace")
 
 
@@ -431,9 +425,9 @@ def _shown(name: str) -> str:
 
 def _name_and_index(node: Node, words: Words) -> tuple[str, str | None]:
     if node.type != "subscript":
-        return _text(node), None
+        return source_of(node), None
     name, index = node.named_children[0], node.named_children[-1]
-    return _text(name), words.text(index) if len(node.named_children) > 1 else ""
+    return source_of(name), words.text(index) if len(node.named_children) > 1 else ""
 
 
 def _element(values: list[str] | None, index: str) -> list[str] | None:
@@ -444,14 +438,14 @@ def _element(values: list[str] | None, index: str) -> list[str] | None:
     return [held[int(index)]] if -len(held) <= int(index) < len(held) else None
 
 
-def _changed(value: str, operator: str, rest: str) -> str:
-    """Parameter expansion with an operator that cuts or replaces."""
-    if operator in ("#", "##", "%", "%%"):
-        return _trimmed(value, rest, from_end=operator[0] == "%", longest=len(operator) == 2)
-    if operator in ("/", "//", "/#", "/%"):
+def _changed(value: str, symbol: str, rest: str) -> str:
+    """Parameter expansion with an symbol that cuts or replaces."""
+    if symbol in ("#", "##", "%", "%%"):
+        return _trimmed(value, rest, from_end=symbol[0] == "%", longest=len(symbol) == 2)
+    if symbol in ("/", "//", "/#", "/%"):
         pattern, _, new = rest.partition("/")
-        return value.replace(pattern, new, -1 if operator == "//" else 1) if pattern else value
-    if operator == ":":
+        return value.replace(pattern, new, -1 if symbol == "//" else 1) if pattern else value
+    if symbol == ":":
         start, _, length = rest.strip().partition(":")
         if not re.fullmatch(r"-?\d{1,9}", start.strip()) or not re.fullmatch(r"-?\d{0,9}", length.strip()):
             return value
@@ -462,7 +456,7 @@ def _changed(value: str, operator: str, rest: str) -> str:
         ",,": value.lower(),
         "^": value[:1].upper() + value[1:],
         ",": value[:1].lower() + value[1:],
-    }.get(operator, value)
+    }.get(symbol, value)
 
 
 def _trimmed(value: str, pattern: str, *, from_end: bool, longest: bool) -> str:
