@@ -92,7 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--latest", type=float, help="seconds after a start until which it is killed; as long as the calm run took"
     )
     parser.add_argument(
-        "--after-save", action="store_true", help="count these seconds from the first checkpoint that a start saves"
+        "--after-save",
+        nargs="?",
+        const="all",
+        choices=("all", "half"),
+        help="count these seconds from the first checkpoint that a start saves; half: of every second start, so that kills "
+        "come in all phases whatever a start takes on this machine",
     )
     args = parser.parse_intermixed_args(argv)
     calm, chaos = (make_run(args.config, args.overrides, kind) for kind in ("calm", "chaos"))
@@ -101,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     latest = seconds if args.latest is None else args.latest
     instants = random.Random(args.seed)
     seconds_of_kills = [instants.uniform(args.earliest, max(latest, args.earliest)) for _ in range(args.kills)]
-    kills = torment(chaos, seconds_of_kills, args.after_save)
+    after_save = [args.after_save == "all" or (args.after_save == "half" and n % 2 == 1) for n in range(args.kills)]
+    kills = torment(chaos, seconds_of_kills, after_save)
     found = differences(calm.directory, chaos.directory)
     for line in found[:50]:
         print(f"chaos: {line}")
@@ -120,10 +126,13 @@ def make_run(config: str, overrides: Sequence[str], kind: str) -> Run:
     return Run(command, directory)
 
 
-def torment(run: Run, instants: Sequence[float], after_save: bool = False) -> int:
-    """Kill a run once per instant, in seconds after a start (or a save), then let it end. Returns how often it was."""
-    for number, after in enumerate(instants):
-        if not run.is_killed_after(after, after_save):
+def torment(run: Run, instants: Sequence[float], after_save: Sequence[bool]) -> int:
+    """Kill a run once per instant, in seconds after a start, or after its first save where ``after_save`` holds, then let it end.
+
+    Returns how often it was killed.
+    """
+    for number, (after, is_after_save) in enumerate(zip(instants, after_save, strict=True)):
+        if not run.is_killed_after(after, is_after_save):
             return number
         print(f"chaos: kill {number + 1} after {after:.2f} s; newest checkpoint: {run.last_step()}", flush=True)
     run.finish()

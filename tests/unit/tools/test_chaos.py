@@ -68,7 +68,7 @@ def test_a_run_is_killed_at_every_instant_until_it_ends(tmp_path: Path, monkeypa
         return len(waited) < 3
 
     monkeypatch.setattr(Run, "is_killed_after", killed)
-    assert torment(Run([], tmp_path), [5.0, 1.0, 2.0, 3.0]) == 2
+    assert torment(Run([], tmp_path), [5.0, 1.0, 2.0, 3.0], [False] * 4) == 2
     assert waited == [5.0, 1.0, 2.0]
 
 
