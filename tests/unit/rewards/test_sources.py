@@ -7,9 +7,9 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import SOURCES, any_needs_truth, rule_problems, rules_of
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
-from rlhf_mcore.data.episodes import single_turn
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.types import Prompt, Trajectory
+from tests.episodes import single_turn
 
 
 def prompt(source: str, truth: object = "42") -> Prompt:
