@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
+from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish, start
@@ -125,5 +127,8 @@ def main(directory: Path) -> None:
     # Both groups at once: a message, a description or a file of one would show in the other.
     found = [sync(groups[mine], 3.0 + mine), save(groups[mine], 3.0 + mine, directory / f"pair{mine}")]
     findings["pairs"] = all_gather_json(found)
+    with mock.patch.object(GroupLinks, "share", lambda *_: None):  # as if every rank were on a machine of its own
+        found = [sync(groups[mine], 5.0 + mine), save(groups[mine], 5.0 + mine, directory / f"messages{mine}")]
+    findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
     finish(findings, directory)

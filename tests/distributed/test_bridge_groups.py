@@ -11,6 +11,8 @@ from tests.distributed.bridge_groups_worker import PAIRS
 from tests.distributed.world import World
 from tests.unit.bridge.geometry import GEOMETRY, hf_tensors
 
+OVER = ("world", "pairs", "pairs, by messages")
+
 
 @pytest.fixture(scope="module")
 def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -18,15 +20,16 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
     return four_ranks.run("bridge_groups_worker", directory)
 
 
-@pytest.mark.parametrize("over", ["world", "pairs"])
+@pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize(("sync", "what"), enumerate(["all tensors", "norms", "averages"]))
 def test_a_sync_brings_every_tensor_bit_for_bit(findings: Any, over: str, sync: int, what: str) -> None:
     assert [found["wrong"][sync] for found, _ in findings[over]] == [[]] * 4, what
 
 
-def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any) -> None:
+@pytest.mark.parametrize("over", OVER[1:])
+def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any, over: str) -> None:
     """A rank of either holds half of the model and needs all of it."""
-    world, pairs = ([found["bytes"] for found, _ in findings[over]] for over in ("world", "pairs"))
+    world, pairs = ([found["bytes"] for found, _ in findings[which]] for which in ("world", over))
     for pair in PAIRS:
         for place, rank in enumerate(pair):
             received, local = ([sync[k] for sync in pairs[rank]] for k in (0, 1))
@@ -35,7 +38,7 @@ def test_a_group_moves_the_bytes_that_the_world_moves(findings: Any) -> None:
             assert received[0] > received[1] == 0 and local[1] > 0
 
 
-@pytest.mark.parametrize("over", ["world", "pairs"])
+@pytest.mark.parametrize("over", OVER)
 def test_files_of_a_group_hold_its_weights_and_its_state(findings: Any, over: str) -> None:
     assert [differ for _, differ in findings[over]] == [[]] * 4
 
