@@ -56,10 +56,11 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     if torchrun_world_size() is None:
         from rlhf_mcore.cli import preflight
         from rlhf_mcore.cli.launch import launch
-        from rlhf_mcore.rewards.function import check_function
+        from rlhf_mcore.rewards.trial import check_reward
 
         preflight.check_world(default_world_size(cfg))
-        check_function(cfg.reward)
+        if warning := check_reward(cfg, "data.eval"):
+            print(f"warning: {warning}", flush=True)
         logs = preflight.logs_directory(cfg)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
     quiet()

@@ -78,7 +78,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     from rlhf_mcore.config.data_files import check_fills_a_step
     from rlhf_mcore.config.derive import default_world_size
     from rlhf_mcore.config.run_kinds import run_kind
-    from rlhf_mcore.rewards.function import check_function
+    from rlhf_mcore.rewards.trial import check_reward
 
     continues_after = preflight.announce(cfg)
     if continues_after is None:
@@ -87,7 +87,8 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     preflight.check_world(world_size)
     if run_kind(cfg).generates:
         check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-        check_function(cfg.reward)
+        if warning := check_reward(cfg):
+            print(f"warning: {warning}", flush=True)
     logs = preflight.logs_directory(cfg)
     if cfg.logging.console != "off":
         count = "one process" if world_size == 1 else f"{world_size} processes"

@@ -32,7 +32,7 @@ from rlhf_mcore.data.source import PromptBatches, load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
-from rlhf_mcore.protocols import WeightBridge, WeightTarget
+from rlhf_mcore.protocols import RewardFunction, WeightBridge, WeightTarget
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import Actor, SupervisedActor
@@ -77,7 +77,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     """Reinforcement learning from responses that engines draw and graders or a reward model score."""
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
-        reward = on_every_rank(lambda: build_reward(cfg.reward))
+        reward: RewardFunction = on_every_rank(lambda: build_reward(cfg.reward))
     data = _load_data(run, _load_prompts)
     with record.phase("build_model"):
         models = ModelBuilder(cfg, run.platform, run.start.weights)

@@ -143,6 +143,11 @@ def _engine_choice_problems(cfg: Config) -> Iterator[str]:
         yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 
 
+def reward_and_data_problems(cfg: Config) -> Iterator[str]:
+    """What concerns scores and prompts alone: no model is looked at."""
+    yield from (*choice_problems(cfg), *range_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
+
+
 def reward_problems(cfg: Config) -> Iterator[str]:
     """Whether something gives scores."""
     if cfg.reward.function is not None:

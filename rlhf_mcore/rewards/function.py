@@ -17,16 +17,6 @@ KEY = "reward.function"
 _log = logging.getLogger(__name__)
 
 
-def check_function(cfg: RewardConfig) -> None:
-    """Load ``reward.function`` in a process of its own, and look at its parameters. Without a function, nothing.
-
-    Raises:
-        ConfigError: it cannot be had, or does not take the four arguments.
-    """
-    if cfg.function is not None:
-        FunctionReward(cfg).close()
-
-
 class FunctionReward:
     """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
 

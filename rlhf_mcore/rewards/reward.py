@@ -10,13 +10,12 @@ from dataclasses import replace
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_of
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
-from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.function import FunctionReward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
-def build_reward(cfg: RewardConfig) -> RewardFunction:
+def build_reward(cfg: RewardConfig) -> RuleReward | FunctionReward:
     """The rules or the function that ``cfg`` asks for; a function replaces the rules. A reward model is not part of it.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,6 +38,6 @@ class ModelReward:
         batch = exchange_rows(numbers, trajectories, zeros, torch.arange(sum(counts)))
         found = self.model.compute_scores(batch)[numbers].tolist()
         return [
-            Score(other.value + self.weight * value, {**other.parts, PART: value}, other.failure, other.cause)
+            replace(other, value=other.value + self.weight * value, parts={**other.parts, PART: value})
             for other, value in zip(others, found, strict=True)
         ]

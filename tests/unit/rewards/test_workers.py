@@ -19,8 +19,9 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
-from rlhf_mcore.rewards.function import FunctionReward, check_function
+from rlhf_mcore.rewards.function import FunctionReward
 from rlhf_mcore.rewards.pool import default_workers
+from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
 
@@ -310,17 +311,16 @@ def test_a_function_is_checked_in_a_process_of_its_own(tmp_path: Path, source: s
     path = tmp_path / "my_reward.py"
     path.write_text(source)
     with pytest.raises(ConfigError, match=r"reward\.function.*" + complaint):
-        check_function(RewardConfig(function=f"{path}:grade"))
+        build_reward(RewardConfig(function=f"{path}:grade")).close()
 
 
 def test_what_takes_the_four_arguments_passes_the_check(tmp_path: Path) -> None:
     path = tmp_path / "my_reward.py"
     for parameters in ("a, b, c, d", "*rest", "a, b, c, d=1, e=2", "ground_truth, solution_str, **rest", "a, b, *rest"):
         path.write_text(f"def grade({parameters}): return 1")
-        check_function(RewardConfig(function=f"{path}:grade"))
+        build_reward(RewardConfig(function=f"{path}:grade")).close()
     path.write_text("class Grader:\n    def __call__(self, a, b, c, d): return 1\ngrade = Grader()")
-    check_function(RewardConfig(function=f"{path}:grade"))
-    check_function(RewardConfig(function=None))
+    build_reward(RewardConfig(function=f"{path}:grade")).close()
 
 
 def test_a_file_of_the_working_directory_hides_no_module(

@@ -1,0 +1,75 @@
+"""``rlhf-mcore reward-test CONFIG``: whether the reward gives ground truths the full mark, and other answers not. Needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config.errors import ConfigError
+
+EPILOG = """\
+exit codes:
+  0          all ground truths are right, no empty response and no answer of another row is
+  2          there are disagreements, or a mistake in the configuration, the command line or the data"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try and print. Returns the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    if args.limit < 1:
+        _parser().error(f"--limit {args.limit}: at least one row has to be tried")
+    try:
+        return _try(args.config, args.overrides, args.limit)
+    except ConfigError as error:
+        return exit_codes.report(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore reward-test",
+        description=(
+            "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
+            "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
+            "disagreement is printed. No model is loaded."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file: the one of the training run")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")
+    return parser
+
+
+def _try(path: str, overrides: Sequence[str], limit: int) -> int:
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.config.validate import reward_and_data_problems
+    from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward, what_scores
+
+    cfg = load_config(path, overrides)
+    if not run_kind(cfg).generates:
+        raise ConfigError(
+            f"algorithm.kind={cfg.algorithm.kind} has no reward; reward-test is for reinforcement learning"
+        )
+    if problems := list(reward_and_data_problems(cfg)):
+        raise ConfigError.many(problems)
+    reports = []
+    for name in ("data.train", "data.eval"):
+        if getattr(cfg.data, name.partition(".")[2]):
+            rows, sources = read_sample(cfg.data, name, limit)
+            if cfg.reward.function is None:
+                refuse_unknown_sources(cfg.reward, sources, name)
+            reports.append(try_reward(cfg.reward, rows, name, sources.total()))
+    print("\n\n".join(map(as_text, reports)), flush=True)
+    if all(report.is_sound for report in reports):
+        return exit_codes.DONE
+    print(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr, flush=True)
+    return exit_codes.USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Tries a reward on the data before it is trained on: ground truths must be right, empty and other rows' answers must not.
+
+A reward that is wrong about its own ground truths trains nothing, and shows as nothing but a low score.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_mcore.config.data_files import SCANNED_ROWS, file_keys, row_limits, settings_of
+from rlhf_mcore.config.data_rows import ground_truth, mapping
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.reward_rules import needs_truth, rules_of
+from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
+from rlhf_mcore.data.source import load_transform, transformed_rows
+from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.rewards.latex import canonical
+from rlhf_mcore.rewards.reward import build_reward, check_sources
+from rlhf_mcore.types import Prompt, Score, Trajectory
+
+ROWS_AT_START = 8
+SCAN_AT_START_S = 1.0
+CALL_AT_START_S = 10.0  # what a function is waited for at the start of a run, where a warning is all that may follow
+# How a response may give its answer. The best score counts: which notation a reward reads is what is not known here.
+NOTATIONS = (
+    "{}",
+    "#### {}",
+    r"\boxed{{{}}}",
+    "Answer: {}",
+    "<think>So.</think><answer>{}</answer>",
+    "<think>So.</think>\nAnswer: \\boxed{{{}}}",
+)
+ALL_AT_ONCE = "<think>So.</think>\n\\boxed{{{0}}}\n<answer>{0}</answer>\n#### {0}\nAnswer: {0}"
+SOLUTIONS = (
+    "solution",
+    "canonical_solution",
+    "reference_solution",
+)  # in extra_info, of tasks whose ground truth is no answer
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of the data, what its ground truth, an empty response and another row's answer were scored, and with what response."""
+
+    place: str
+    prompt: Prompt
+    truth: Score | None = None  # None: there is no response that is known to be right
+    truth_text: str = ""
+    empty: Score | None = None
+    other: Score | None = None
+    other_text: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a trial has found. ``full`` of a score depends on the reward: see ``Trial``."""
+
+    key: str  # data.train or data.eval
+    seen: int  # rows that were read, of which ``rows`` were tried
+    rows: list[Row]
+    wrong_truths: list[Row] = field(default_factory=list)
+    paid_empty: list[Row] = field(default_factory=list)
+    paid_others: list[Row] = field(default_factory=list)
+
+    @property
+    def tried(self) -> list[Row]:
+        """Rows with a response that should be right."""
+        return [row for row in self.rows if row.truth is not None]
+
+    @property
+    def is_sound(self) -> bool:
+        return not (self.wrong_truths or self.paid_empty or self.paid_others)
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether no ground truth at all is right."""
+        return bool(self.tried) and len(self.wrong_truths) == len(self.tried)
+
+
+def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = None) -> tuple[list[Row], Counter[str]]:
+    """``limit`` rows spread over those of ``name`` (data.train or data.eval) that are read, and how many are of each data source.
+
+    At most ``SCANNED_ROWS`` of a file are read, and for no longer than ``scan_s``.
+
+    Raises:
+        ConfigError: a file or a row that cannot be read.
+    """
+    files: list[str] = getattr(data, name.partition(".")[2])
+    deadline, transform = None if scan_s is None else time.monotonic() + scan_s, load_transform(data.transform)
+    setting = settings_of(data, name)[1]
+    rows: list[Row] = []
+    for file, (_, answer_key) in zip(files, file_keys(data, files, name), strict=True):
+        for place, row in islice(transformed_rows(Path(file), row_limits(data), transform), SCANNED_ROWS):
+            if row is not None:
+                truth = ground_truth(row, answer_key, place, setting)
+                source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)
+                rows.append(Row(place, Prompt(place, len(rows), [], "", source, truth, extra_info=info)))
+            if deadline is not None and time.monotonic() > deadline:
+                break
+    chosen = np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(int).tolist()
+    return [rows[index] for index in chosen], Counter(row.prompt.data_source for row in rows)
+
+
+def try_reward(
+    cfg: RewardConfig,
+    rows: Sequence[Row],
+    name: str,
+    seen: int,
+    *,
+    notations: Sequence[str] = NOTATIONS,
+    others: bool = True,
+) -> Report:
+    """Score the ground truths of ``rows``, empty responses and, with ``others``, other rows' answers.
+
+    Of rules, a response is right if every rule that compares with the ground truth grades it 1. Of a function, if it has the highest
+    score that any ground truth of the data source has, and more than an empty response.
+
+    Raises:
+        ConfigError: the reward cannot be had, or gives no result again and again.
+    """
+    reward = build_reward(replace(cfg, on_error="zero"))
+    try:
+        report = Report(name, seen, list(rows))
+        written = [[(row, text) for text in _right_responses(row.prompt, notations)] for row in rows]
+        best: dict[int, tuple[Score, str]] = {}
+        for (row, text), score in _scored(reward, [pair for pairs in written for pair in pairs]):
+            if _is_testable(cfg, row.prompt) and (
+                id(row) not in best or _mark(cfg, row.prompt, score) > _mark(cfg, row.prompt, best[id(row)][0])
+            ):
+                best[id(row)] = score, text
+        for row in rows:
+            row.truth, row.truth_text = best.get(id(row), (None, ""))
+        for (row, _), score in _scored(reward, [(row, "") for row in rows]):
+            row.empty = score
+        exchanged = [(row, other) for row in rows if others and (other := _other_answer(row, rows)) is not None]
+        for (row, other), score in _scored(reward, exchanged):
+            row.other, row.other_text = score, other
+    finally:
+        reward.close()
+    for row in rows:
+        top = _top(cfg, row, rows)
+        if row.truth is not None and not _is_full(cfg, row, row.truth, top):
+            report.wrong_truths.append(row)
+        if row.empty is not None and row.truth is not None and _is_full(cfg, row, row.empty, top):
+            report.paid_empty.append(row)
+        if row.other is not None and _is_full(cfg, row, row.other, top):
+            report.paid_others.append(row)
+    return report
+
+
+def check_reward(cfg: Config, name: str = "data.train") -> str | None:
+    """What is tried at the start of a run, in seconds and without a model: that the reward can be had, and reads ground truths.
+
+    Returns a warning, or None. Rows are not read where ``data.transform`` would have to be called.
+
+    Raises:
+        ConfigError: the reward cannot be had, a data source has no rules, or no rule reads any of the ground truths.
+    """
+    build_reward(cfg.reward).close()
+    if cfg.data.transform is not None or not (
+        cfg.reward.function or cfg.reward.rules or cfg.reward.sources is not None
+    ):
+        return None
+    rows, sources = read_sample(cfg.data, name, ROWS_AT_START, SCAN_AT_START_S)
+    if cfg.reward.function is None:
+        refuse_unknown_sources(cfg.reward, sources, name)
+        report = try_reward(cfg.reward, rows, name, sources.total(), others=False)
+    else:
+        quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
+        try:
+            report = try_reward(quick, rows, name, sources.total(), notations=(ALL_AT_ONCE,), others=False)
+        except ConfigError as error:
+            return f"reward.function could not be tried on {name}: {error}"
+    if not report.reads_nothing:
+        return None
+    first = report.tried[0]
+    found = (
+        f"{what_scores(cfg.reward)} gives none of {len(report.tried)} ground truths of {name} the full mark; the first is "
+        f"{_short(first.prompt.ground_truth)} ({first.place})"
+    )
+    if cfg.reward.function is not None:
+        return f"{found}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
+    raise ConfigError(
+        f"{found}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
+        "data.answer_key; `rlhf-mcore reward-test` shows what was tried"
+    )
+
+
+def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) -> None:
+    """Raises ConfigError where data sources have no rules. ``sources``: rows of each."""
+    prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
+    check_sources(prompts, cfg.sources, name)
+
+
+def what_scores(cfg: RewardConfig) -> str:
+    """The keys that decide, for messages."""
+    if cfg.function is not None:
+        return f"reward.function={cfg.function}"
+    return (
+        "reward.sources" if cfg.sources is not None else f"reward.rules=[{', '.join(rule.name for rule in cfg.rules)}]"
+    )
+
+
+def as_text(report: Report, shown: int = 10) -> str:
+    """A table of the data sources, and the first disagreements under it."""
+    header = ("data source", "rows", "truth right", "empty right", "other's answer right", "no score")
+    table: list[tuple[str, ...]] = [header]
+    for source in sorted({row.prompt.data_source for row in report.rows}):
+        held, tried, wrong, empty, others = (
+            [row for row in rows if row.prompt.data_source == source]
+            for rows in (report.rows, report.tried, report.wrong_truths, report.paid_empty, report.paid_others)
+        )
+        scores = [score for row in held for score in (row.truth, row.empty, row.other) if score is not None]
+        right = f"{len(tried) - len(wrong)} of {len(tried)}" if tried else "not known"
+        without = sum(score.failure is not None for score in scores)
+        table.append((source, *map(str, (len(held), right, len(empty), len(others), without))))
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", ""]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines += _disagreements("ground truths that are not right", report.wrong_truths, "truth", shown)
+    lines += _disagreements("empty responses that are right", report.paid_empty, "empty", shown)
+    lines += _disagreements("answers of other rows that are right", report.paid_others, "other", shown)
+    return "\n".join(lines)
+
+
+def _disagreements(title: str, rows: Sequence[Row], kind: str, shown: int) -> Iterator[str]:
+    if rows:
+        yield f"\n{title} ({len(rows)}):"
+    for row in rows[:shown]:
+        score = getattr(row, kind)
+        said = "" if kind == "empty" else f", response {_short(getattr(row, f'{kind}_text'))}"
+        parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
+        cause = f" ({score.cause or score.failure})" if score.failure else ""
+        yield f"  {row.place}: ground truth {_short(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
+    if len(rows) > shown:
+        yield f"  and {len(rows) - shown} more"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}...{text[-1]}"
+
+
+def _scored(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterator[tuple[tuple[Row, str], Score]]:
+    none, no_mask, no_logprobs = (
+        np.zeros(0, np.int32),
+        np.zeros(0, np.bool_),
+        np.zeros(0, np.float32),
+    )  # the text is all that is read
+    responses = [
+        Trajectory(row.prompt, 0, none, no_mask, no_logprobs, (), ((0, 0),), text, "stop") for row, text in pairs
+    ]
+    return zip(pairs, reward.score(responses) if responses else [], strict=True)
+
+
+def _right_responses(prompt: Prompt, notations: Sequence[str]) -> list[str]:
+    """Responses that give the ground truth as their answer; or the solutions that the row holds."""
+    solutions = [str(prompt.extra_info[key]) for key in SOLUTIONS if prompt.extra_info.get(key)]
+    if prompt.ground_truth is None or not str(prompt.ground_truth).strip():
+        return solutions
+    truth = prompt.ground_truth if isinstance(prompt.ground_truth, str) else json.dumps(prompt.ground_truth)
+    return [*(notation.format(truth) for notation in notations), *solutions]
+
+
+def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
+    """What a row of the same data source with another ground truth answers, in the notation that is right for that row."""
+    start = next(index for index, each in enumerate(rows) if each is row)
+    for other in [*rows[start + 1 :], *rows[:start]]:
+        same = canonical(str(other.prompt.ground_truth)) == canonical(str(row.prompt.ground_truth))
+        if other.truth is not None and other.prompt.data_source == row.prompt.data_source and not same:
+            return other.truth_text
+    return None
+
+
+def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
+    rules = cfg.rules if cfg.sources is None else rules_of(prompt.data_source, cfg.sources) or ()
+    return [rule for rule in rules if needs_truth(rule)]
+
+
+def _is_testable(cfg: RewardConfig, prompt: Prompt) -> bool:
+    """Whether a right response can be made up: not for an expression, and not where nothing is compared."""
+    compared = _comparing(cfg, prompt)
+    return cfg.function is not None or (bool(compared) and all(rule.name != "regex" for rule in compared))
+
+
+def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float]:
+    """By which the best of several responses is chosen."""
+    if cfg.function is not None:
+        return score.value, 0.0
+    return sum(score.parts[rule.name] for rule in _comparing(cfg, prompt)), score.value
+
+
+def _top(cfg: RewardConfig, row: Row, rows: Sequence[Row]) -> float:
+    of_source = [each for each in rows if each.prompt.data_source == row.prompt.data_source]
+    return max((each.truth.value for each in of_source if each.truth is not None), default=float("inf"))
+
+
+def _is_full(cfg: RewardConfig, row: Row, score: Score, top: float) -> bool:
+    if score.failure is not None:
+        return False
+    if cfg.function is None:
+        compared = _comparing(cfg, row.prompt)
+        return bool(compared) and all(score.parts[rule.name] >= 1 for rule in compared)
+    nothing = row.empty.value if row.empty is not None else 0.0
+    return score.value >= top and (score.value > nothing or score is row.empty)

@@ -1,0 +1,135 @@
+"""Rewards tried on their own ground truths, before a run and by ``rlhf-mcore reward-test``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli.main import main
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
+from rlhf_mcore.rewards.trial import Report, as_text, check_reward, read_sample, try_reward
+
+NUMBERS = ["42", "7", "1,234", "-3", "0.5", "18", "19", "20"]
+LATEX = [
+    r"\frac{1}{2}",
+    r"\left( 3, 4 \right)",
+    r"\text{Monday}",
+    "x^2+1",
+    r"2\sqrt{3}",
+    r"48^\circ",
+    "1, 2",
+    r"[0,\infty)",
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Callable[..., DataConfig]:
+    def write(truths: list[Any], source: str = "sums", **extra: Any) -> DataConfig:
+        file = tmp_path / "rows.jsonl"
+        rows = [{"prompt": "Q", "answer": t, "data_source": source, "extra_info": extra} for t in truths]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DataConfig(train=[str(file)])
+
+    return write
+
+
+def tried(cfg: RewardConfig, data: DataConfig) -> Report:
+    rows, sources = read_sample(data, "data.train", 50)
+    return try_reward(cfg, rows, "data.train", sources.total())
+
+
+def rules(*names: str) -> RewardConfig:
+    return RewardConfig(rules=[RuleConfig(name) for name in names], workers=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "truths"),
+    [
+        (["final_number"], NUMBERS),
+        (["boxed"], LATEX),
+        (["answer_line"], LATEX),
+        (["boxed", "format"], LATEX),
+        (["exact_match"], NUMBERS),
+        (["multiple_choice"], ["A", "B", "(C) Paris"]),
+        (["final_number"], ["Six and one are seven.\n#### 7", "So \\boxed{8}"]),
+    ],
+)
+def test_a_reward_that_fits_the_data_is_sound(names: list[str], truths: list[str], data: Any) -> None:
+    report = tried(rules(*names), data(truths))
+    assert report.is_sound and len(report.tried) == len(truths)
+    assert all(row.truth is not None and row.truth.parts[names[0]] == 1.0 for row in report.rows)
+    assert all(row.empty is not None and row.empty.parts[names[0]] == 0.0 for row in report.rows)
+    assert all(row.other is not None and row.other.parts[names[0]] == 0.0 for row in report.rows)
+
+
+def test_a_rule_that_cannot_read_the_truths_is_named(data: Any) -> None:
+    report = tried(rules("final_number"), data([*NUMBERS, "Monday", "x + 1"]))
+    assert [row.prompt.ground_truth for row in report.wrong_truths] == ["Monday", "x + 1"]
+    assert not report.is_sound and not report.reads_nothing
+    text = as_text(report)
+    assert ["sums", "10", "8", "of", "10", "0", "0", "0"] in [line.split() for line in text.splitlines()]
+    assert "rows.jsonl, line 9: ground truth 'Monday'" in text
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong", "empty", "others"),
+    [
+        ("return float(solution_str.endswith('#### ' + ground_truth))", 0, 0, 0),
+        ("return 1.0", 3, 3, 0),  # no answer is worth more than none
+        ("return float(solution_str != '')", 0, 0, 3),
+        ("return 0.0", 3, 3, 0),
+        ("return float(ground_truth == '1' and ground_truth in solution_str)", 2, 0, 0),
+        ("raise ValueError('no')", 3, 0, 0),
+    ],
+)
+def test_a_function_is_measured_by_its_own_best_score(
+    body: str, wrong: int, empty: int, others: int, data: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "grade.py").write_text(f"def grade(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
+    report = tried(RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1), data(["1", "2", "3"]))
+    assert (len(report.wrong_truths), len(report.paid_empty), len(report.paid_others)) == (wrong, empty, others)
+
+
+def test_rows_are_spread_over_the_data(data: Any) -> None:
+    rows, sources = read_sample(data([str(n) for n in range(101)]), "data.train", 3)
+    assert [row.prompt.ground_truth for row in rows] == ["0", "50", "100"]
+    assert sources == {"sums": 101}
+
+
+def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_path: Path) -> None:
+    cfg = Config(data=data(["Monday", "x + 1", r"2\sqrt{3}", "[0,1)"] * 2), reward=rules("final_number"))
+    with pytest.raises(
+        ConfigError, match=r"reward\.rules=\[final_number\] gives none of 8 ground truths.*math reads most"
+    ):
+        check_reward(cfg)
+    cfg.reward = rules("math")
+    assert check_reward(cfg) is None
+    cfg.reward = RewardConfig(sources={})
+    with pytest.raises(ConfigError, match=r"'sums' \(8 rows\)"):
+        check_reward(cfg)
+    (tmp_path / "grade.py").write_text("def grade(*a):\n    return 0.0\n")
+    cfg.reward = RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1)
+    assert "grade.py:grade gives none of 8 ground truths" in (check_reward(cfg) or "")
+    cfg.reward = rules("format")
+    assert check_reward(cfg) is None  # nothing is compared
+
+
+def test_the_command_prints_a_table_and_its_exit_code_tells(data: Any, tmp_path: Path, capsys: Any) -> None:
+    config = tmp_path / "run.yaml"
+    files = json.dumps(data([*NUMBERS, "Monday"]).train)
+    config.write_text(
+        f"model: {{path: nowhere}}\ndata: {{train: {files}}}\nevaluate: {{every: 0}}\nreward: {{workers: 1}}\n"
+    )
+    assert main(["reward-test", str(config)]) == 2
+    shown = capsys.readouterr()
+    assert "8 of 9" in shown.out and "'Monday'" in shown.out
+    assert "reward.rules=[final_number] does not agree with the data" in shown.err
+    assert main(["reward-test", str(config), "reward.rules=[{name: boxed}]", "--limit", "50"]) == 0
+    assert "data.train: 9 of 9 rows" in capsys.readouterr().out
+    assert main(["reward-test", str(config), "reward.rules=[{name: maths}]"]) == 2
+    assert "did you mean 'math'?" in capsys.readouterr().err
