@@ -18,7 +18,7 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_json, shorten
 from rlhf_mcore.observability.files import (
-    end_of_last_line,
+    cut_unfinished_line,
     full_disk_named,
     json_line,
     pretty_json,
@@ -26,6 +26,7 @@ from rlhf_mcore.observability.files import (
     write_atomically,
 )
 from rlhf_mcore.observability.run_directory import DirectoryLock
+from rlhf_mcore.own_files import open_own, own_directory
 
 FIELD = "evaluate.output_dir"
 MAX_NAMED = 10
@@ -44,13 +45,18 @@ class EvaluationDirectory:
         """
         self.path = path
         try:
-            (path / "parts").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            own_directory(path / "parts")
             self._lock = DirectoryLock(path / "evaluation.lock", f"change {FIELD}")
         except OSError as error:
             raise ConfigError(f"{FIELD}: cannot write to {path} ({error.strerror}); set {FIELD}") from error
         self._check_settings(settings)
         for part in self._parts():
-            os.truncate(part, end_of_last_line(part))
+            file = open_own(part, os.O_RDWR)
+            try:
+                cut_unfinished_line(file, part)
+            finally:
+                os.close(file)
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self.path / "settings.json"
@@ -96,7 +102,7 @@ class PartFile:
     def __init__(self, directory: Path, engine: int, num_engines: int) -> None:
         path = directory / "parts" / f"engine-{engine:05d}-of-{num_engines:05d}.jsonl"
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(self, prompts: Sequence[Sequence[Sample]]) -> None:
         """One line per prompt, with all its samples.

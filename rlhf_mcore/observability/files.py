@@ -20,6 +20,7 @@ from rlhf_mcore.own_files import open_own
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of a disk, of a quota
 MAX_LINE_BYTES = 16 * 2**20  # of a record that is read back
+_BLOCK_BYTES = 1 << 16
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 DIGEST_BYTES = 8
 READ_BYTES = 1 << 20
@@ -95,19 +96,22 @@ def pretty_json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(json.loads(json_line(content)), indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
 
 
-def end_of_last_line(path: Path) -> int:
-    """The size of the file up to and including its last newline."""
-    block = 1 << 16
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(end - block, 0)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
+def cut_unfinished_line(file: int, name: Path) -> None:
+    """Cut an open file of JSON lines after its last newline: what is behind it, a crash has cut short.
+
+    Raises:
+        ConfigError: there are more bytes behind it than a line has.
+    """
+    size = end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - _BLOCK_BYTES, 0)
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        end = start + newline + 1 if newline >= 0 else start
+        if newline >= 0:
+            break
+        if size - end > MAX_LINE_BYTES:
+            raise ConfigError(f"{name}: its last line has more than {MAX_LINE_BYTES:,} bytes; move the file away")
+    os.ftruncate(file, end)
 
 
 def keep_steps(lines: bytes, last_step: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.choices import registering
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import LoggingConfig
-from rlhf_mcore.observability.files import end_of_last_line, full_disk_named, json_line, write_atomically
+from rlhf_mcore.observability.files import cut_unfinished_line, full_disk_named, json_line, write_atomically
 from rlhf_mcore.own_files import open_own
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class JsonlTracker:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-        os.ftruncate(self._file, end_of_last_line(path))
+        cut_unfinished_line(self._file, path)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line.

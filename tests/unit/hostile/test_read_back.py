@@ -20,7 +20,7 @@ from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.user_functions import function_problems
 from rlhf_mcore.data.prepare import read_source
 from rlhf_mcore.data.rendering import _one
-from rlhf_mcore.observability.evaluations import EvaluationDirectory
+from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile
 from rlhf_mcore.observability.run_directory import RunDirectory
 from tests.unit.hostile.refusals import refusal
 from tests.unit.hostile.test_config_json import LLAMA, QWEN_MOE
@@ -238,3 +238,41 @@ def test_more_processes_than_a_machine_can_start() -> None:
 @pytest.mark.parametrize("text", ["a\0", "\ud800"])
 def test_a_template_that_makes_what_is_no_text(text: str) -> None:
     assert "NUL or a lone surrogate" in _one(lambda _: text, [])["error"]
+
+
+# ------------------------------------------------------------------------------------------------ parts of an evaluation
+def test_parts_that_lead_elsewhere_are_refused_and_cut_nothing(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept.jsonl").write_text("no newline at the end")
+    parts = tmp_path / "evaluation" / "parts"
+    parts.mkdir(parents=True)
+    (parts / "a.jsonl").symlink_to(victim / "kept.jsonl")
+    assert "is a link" in refusal(lambda: EvaluationDirectory(tmp_path / "evaluation", {}))
+    (parts / "a.jsonl").unlink()
+    (parts / "engine-00000-of-00001.jsonl").symlink_to(victim / "new.jsonl")
+    assert "is a link" in refusal(lambda: PartFile(tmp_path / "evaluation", 0, 1))
+    (parts / "engine-00000-of-00001.jsonl").unlink()
+    parts.rmdir()
+    parts.symlink_to(victim)
+    assert "is a link" in refusal(lambda: EvaluationDirectory(tmp_path / "evaluation", {}))
+    assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("kept.jsonl", "no newline at the end")]
+
+
+def test_a_part_without_lines_is_refused_before_it_is_read_through(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    (parts / "a.jsonl").touch()
+    os.truncate(parts / "a.jsonl", 2**40)
+    assert "a.jsonl: its last line has more than 16,777,216 bytes" in refusal(lambda: EvaluationDirectory(tmp_path, {}))
+
+
+def test_what_a_crash_cut_short_is_removed(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    whole = b'{"samples": []}\n' * 2
+    for number, rest in enumerate((b"", b'{"samp', b"x" * 200_000)):
+        (parts / f"{number}.jsonl").write_bytes(whole + rest)
+    (parts / "3.jsonl").write_bytes(b"x")
+    EvaluationDirectory(tmp_path, {}).close()
+    assert [path.read_bytes() for path in sorted(parts.iterdir())] == [whole, whole, whole, b""]
