@@ -3,7 +3,7 @@
 
     .venv/bin/python tools/document_config.py
 
-What stands above the first heading of the page is kept as it is. A test compares both files with what is made here.
+The text above the first section of the page is kept as it is. A test compares both files with what is made here.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def meaning(described: Description) -> str:
 
 
 def kept_head(text: str) -> str:
-    """What stands above the generated part of the page."""
+    """The text above the generated part of the page."""
     return text[: text.index("\n## The run\n")]
 
 

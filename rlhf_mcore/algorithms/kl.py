@@ -32,7 +32,7 @@ def kl_penalty(
     - ``k2`` = d^2 / 2: biased, low variance;
     - ``k3`` = exp(d) - 1 - d: unbiased and never negative (GRPO, arXiv 2402.03300, eq. 4).
 
-    Unbiased is said of the value. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
+    The value is what is unbiased. As a loss, differentiated through ``logprobs``, k1 has an expected gradient of zero
     (E[grad logprobs] = 0) and k2 has that of the KL itself.
 
     k3 grows as exp(d): at d = 12 one token outweighs 10^5 ordinary ones. ``clip`` bounds the value of ``k2`` and ``k3``, as

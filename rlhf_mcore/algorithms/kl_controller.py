@@ -72,7 +72,7 @@ class AdaptiveKL:
         self._gain = gain
 
     def update(self, kl: float) -> None:
-        if math.isnan(kl):  # says nothing about the direction
+        if math.isnan(kl):  # no direction can be read from it
             return
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + self._gain * error

@@ -47,7 +47,7 @@ def _find(table: dict[str, F], name: str, key: str) -> F:
 
 
 def _checked(function: AdvantageEstimator, name: str) -> AdvantageEstimator:
-    """A user's estimator that is told at once what is wrong with its result."""
+    """A user's estimator whose result is checked at once."""
 
     def estimate(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         result = function(inputs, cfg)

@@ -50,7 +50,7 @@ def checkpoint_problems(cfg: Config) -> Iterator[str]:
 
 
 def time_left(save_by: str | None, now: float, environment: Mapping[str, str]) -> float | None:
-    """Seconds from ``now`` until the job will be ended; None: nobody knows.
+    """Seconds from ``now`` until the job will be ended; None: not known.
 
     Args:
         save_by: the key's value: minutes from now, a time in ISO 8601 (local unless it names a zone), ``auto`` or None.
@@ -146,7 +146,7 @@ _BEFORE_THE_KEY = {
     "algorithm.bootstrap_truncated": True,
     "algorithm.kl.clip": None,
 }
-# How a run is saved, shown and resumed is nobody's business but the new run's.
+# How a run is saved, shown and resumed may change at any time.
 _FREE = ("output_dir", "project", "experiment", "checkpoint.", "logging.")
 
 

@@ -1,6 +1,6 @@
 """Rows out of parquet and jsonl files, with bounds before memory is taken and errors that name the file and the line.
 
-What can be said about a row without a tokenizer is said here too, so that it is said before any process has started.
+What is wrong with a row and needs no tokenizer to be seen is checked here too, so that it is reported before any process has started.
 """
 
 from __future__ import annotations

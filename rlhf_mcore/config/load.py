@@ -1,7 +1,7 @@
 """YAML files and ``a.b=c`` overrides -> a typed ``Config``.
 
 Later wins: the files named by ``base:``, the file itself, the overrides. A preset (``algorithm: grpo`` is short for
-``algorithm: {preset: grpo}``) fills only those keys that nobody set. Values may refer to other keys (``${seed}``) and
+``algorithm: {preset: grpo}``) fills only keys that are not set. Values may refer to other keys (``${seed}``) and
 to the environment (``${oc.env:NAME,default}``); no other resolver is allowed. The value of a text field is the text as it was
 written: YAML would turn ``off`` into False, ``1.10`` into 1.1 and ``1e3`` into 1000.0.
 """

@@ -1,4 +1,4 @@
-"""What the kinds of run differ in: ``algorithm.kind`` is looked up here, once, and its description is asked from then on."""
+"""What the kinds of run differ in: ``algorithm.kind`` is looked up here, once; everything else reads the description."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _note_rule(migration: Migration) -> None:
 
 
 def to_text(migration: Migration) -> str:
-    """The configuration as YAML; what is lost and what is left to do stands above it as comments."""
+    """The configuration as YAML; what is lost and what is left to do is in comments above it."""
     lines = [f"# Carried over from {migration.source} by rlhf-mcore migrate: {len(migration.carried)} keys."]
     if migration.decisions:
         lines += [

@@ -1,7 +1,7 @@
 """Words of a shell script: variables, parameter expansion, quoting, arithmetic and tests, on tree-sitter's syntax tree.
 
-Nothing is run and no file is looked at. What only a run would know (the environment, the output of a command) stands in a value as a
-marked name, empty in tests and in arithmetic an unknown, which ``named_unknowns`` turns into text for our configuration.
+Nothing is run and no file is looked at. What only a run would know (the environment, the output of a command) is a marked name in a
+value, empty in tests and in arithmetic an unknown, which ``named_unknowns`` turns into text for our configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 
 MAX_VALUE = 1 << 16  # characters: A=$A$A in a loop doubles them every time
 MAX_PATTERN = 256
-ALWAYS_SET = ("HOME", "USER", "PWD", "LOGNAME", "HOSTNAME")  # in every login: nobody needs to be told to set them
+ALWAYS_SET = ("HOME", "USER", "PWD", "LOGNAME", "HOSTNAME")  # in every login: no user has to set them
 _OPEN, _CLOSE = "\ue000", "\ue001"  # around the name of something unknown; private characters, in no script
 _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _FIXED = {"#": "0", "?": "0", "$": "1", "!": "", "-": "", "_": "", "RANDOM": "0", "SECONDS": "0"}
@@ -27,7 +27,7 @@ _ANSI_C = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def unknown(name: str) -> str:
-    """A text that stands for the value of the variable ``name``, or for what other words describe. It is one word."""
+    """A placeholder for the value of the variable ``name``, or for what other words describe. It is one word."""
     return f"{_OPEN}{re.sub(r'[^A-Za-z0-9]+', '_', name).strip('_') + '?' if not name.isidentifier() else name}{_CLOSE}"
 
 
@@ -405,7 +405,7 @@ def source_between(parent: Node, first: Node, second: Node) -> str:
 
 
 def source_of(node: Node) -> str:
-    """The text of a node as it stands in the script."""
+    """The source text of a node."""
     return (node.text or b"").decode("utf-8", "replace")
 
 

@@ -37,9 +37,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Several keys of theirs together say several of ours.
+    """Several keys of theirs together decide several of ours.
 
-    It is asked where the first of them is said or has a default; others that are neither are not in the mapping.
+    It applies where the first of them is given or has a default; others that are neither are not in the mapping.
     """
 
     theirs: tuple[str, ...]
@@ -50,7 +50,7 @@ class Joint:
 class Table:
     """Everything known about another trainer's configuration.
 
-    ``defaults``: what they take for keys that are not said and whose default is not ours. ``reasons``: beginnings of keys that have
+    ``defaults``: what they take for keys that are not given and whose default is not ours. ``reasons``: beginnings of keys that have
     no counterpart, and why.
     """
 
@@ -74,17 +74,17 @@ class Migration:
     stand_ins: dict[str, str] = field(default_factory=dict)  # keys of ours that come close to what is lost -> why it is
 
 
-def apply(table: Table, said: Values) -> Migration:
-    """Carry over what the table knows. Every key of ``said`` ends in ``carried`` or in ``lost``."""
+def apply(table: Table, given: Values) -> Migration:
+    """Carry over what the table knows. Every key of ``given`` ends in ``carried`` or in ``lost``."""
     migration = Migration(table.name)
-    everything = {**table.defaults, **said}
+    everything = {**table.defaults, **given}
     for row in table.rows:
         if row.theirs in everything:
-            _carry(migration, Joint((row.theirs,), partial(_of_row, row)), everything, said)
+            _carry(migration, Joint((row.theirs,), partial(_of_row, row)), everything, given)
     for joint in table.joints:
         if joint.theirs[0] in everything:
-            _carry(migration, joint, everything, said)
-    for key, value in said.items():
+            _carry(migration, joint, everything, given)
+    for key, value in given.items():
         if key not in migration.carried and key not in migration.lost:
             migration.lost[key] = (value, _reason(table, key))
     return migration
@@ -94,18 +94,18 @@ def _of_row(row: Row, values: Values) -> dict[str, Any]:
     return {row.ours: row.convert(values[row.theirs])}
 
 
-def _carry(migration: Migration, joint: Joint, everything: Values, said: Values) -> None:
-    here = [key for key in joint.theirs if key in said]
+def _carry(migration: Migration, joint: Joint, everything: Values, given: Values) -> None:
+    here = [key for key in joint.theirs if key in given]
     lost = [key for key in here if key not in migration.carried]  # by this, if by nothing else
     try:
         found = joint.convert({key: everything[key] for key in joint.theirs if key in everything})
     except Lost as reason:
-        migration.lost.update({key: (said[key], str(reason)) for key in lost})
+        migration.lost.update({key: (given[key], str(reason)) for key in lost})
         migration.settings.update(reason.settings)
         migration.stand_ins.update(dict.fromkeys(reason.settings, str(reason)))
         return
     except (TypeError, ValueError, ArithmeticError, KeyError):
-        migration.lost.update({key: (said[key], _unfit(said[key])) for key in lost})
+        migration.lost.update({key: (given[key], _unfit(given[key])) for key in lost})
         return
     unknown = sorted(key for key in found if key not in KEYS)
     assert not unknown, unknown
