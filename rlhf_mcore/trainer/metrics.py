@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from rlhf_mcore.algorithms.correction import rollout_ratio_statistics
 from rlhf_mcore.algorithms.rows import OwnedRows
@@ -29,6 +31,26 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
         "rollout/truncated_fraction": float(batch.truncated.double().mean()),
         "rollout/num_tokens": float(lengths.sum()),
     }
+
+
+def source_metrics(batch: TrainBatch, sources: Sequence[str]) -> dict[str, float]:
+    """Where scores teach nothing: the share of responses that score 0, and of prompts whose responses all score the same.
+
+    ``sources``: the data source of each prompt of the step. Where there are several, each has its own mean and shares.
+    """
+    scores = batch.scores.reshape(len(sources), -1)  # [P, G]
+    same = (scores == scores[:, :1]).all(dim=1)
+    found = {
+        "reward/share_zero": float((scores == 0).double().mean()),
+        "reward/share_same": float(same.double().mean()),
+    }
+    if len(names := sorted(set(sources))) > 1:
+        for name in names:
+            held = torch.tensor([source == name for source in sources])
+            found[f"reward/mean/{name}"] = float(scores[held].mean())
+            found[f"reward/share_zero/{name}"] = float((scores[held] == 0).double().mean())
+            found[f"reward/share_same/{name}"] = float(same[held].double().mean())
+    return found
 
 
 def agreement_metrics(batch: TrainBatch) -> dict[str, float]:

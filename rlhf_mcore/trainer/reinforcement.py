@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import union
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
-from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics
+from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, source_metrics
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
@@ -47,7 +47,8 @@ class SampledBatches:
         self.recorder.rollouts(step, rollouts.trajectories, scores)
         with self.recorder.phase("exchange"):
             exchanged = self.exchange(collected.prompts, rollouts.positions, rollouts.trajectories, scores)
-        return exchanged.batch, collected.metrics() | rollout_metrics(exchanged)
+        by_source = source_metrics(exchanged.batch, [prompt.data_source for prompt in collected.prompts])
+        return exchanged.batch, collected.metrics() | rollout_metrics(exchanged) | by_source
 
 
 @dataclass(frozen=True, slots=True)

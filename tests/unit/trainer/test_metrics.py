@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf_mcore.trainer.exchange import Exchanged
-from rlhf_mcore.trainer.metrics import Counters, agreement_metrics, rollout_metrics
+from rlhf_mcore.trainer.metrics import Counters, agreement_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat
 
@@ -34,6 +34,27 @@ def test_rewards_and_lengths_by_hand() -> None:
         "rollout/truncated_fraction": 0.25,
         "rollout/num_tokens": 20.0,
     }
+
+
+def test_what_teaches_nothing_is_counted_per_source_by_hand() -> None:
+    scores = [1.0, 0.0, 0.0, 0.0, 2.0, 2.0]  # three prompts of two responses
+    made = batch_of([Row([1], [2], [0.0], score) for score in scores], [0, 0, 1, 1, 2, 2])
+    assert source_metrics(made, ["a", "a", "a"]) == pytest.approx(
+        {"reward/share_zero": 0.5, "reward/share_same": 2 / 3}
+    )
+    found = source_metrics(made, ["a", "b", "a"])
+    assert found == pytest.approx(
+        {
+            "reward/share_zero": 0.5,
+            "reward/share_same": 2 / 3,
+            "reward/mean/a": 1.25,
+            "reward/share_zero/a": 0.25,
+            "reward/share_same/a": 0.5,
+            "reward/mean/b": 0.0,
+            "reward/share_zero/b": 1.0,
+            "reward/share_same/b": 1.0,
+        }
+    )
 
 
 def test_agreement_of_engine_and_trainer_by_hand() -> None:
