@@ -113,15 +113,16 @@ def test_fault_29_no_link_names_differences_whose_full_checkpoint_is_gone(tmp_pa
     assert (linked_step(tmp_path, "latest"), linked_step(tmp_path, "best")) == (10, None)
 
 
-def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved() -> None:
-    """Full and delta saves, retention and recovery, killed forty times and never cleaned up in between."""
-    found = in_a_process_that_kills("soak", 1, 40)
-    assert sum(item["killed"] for item in found) >= 20
+@pytest.mark.parametrize("kills", [16, pytest.param(200, marks=pytest.mark.matrix)])
+def test_fault_27_a_directory_of_runs_killed_at_random_loses_nothing_that_was_reported_as_saved(kills: int) -> None:
+    """Full and delta saves, retention and recovery, killed many times and never cleaned up in between."""
+    found = in_a_process_that_kills("soak", 1, kills)
+    assert sum(item["killed"] for item in found) >= kills // 2
     for item in found:
         assert item["newest"] >= item["said"] and item["linked"] == (item["newest"] or None), item
         assert item["same"] and (item["problems"], item["left"]) == ([], []), item
         assert item["count"] <= 5, item  # two newest, their base, and what a killed run had not removed yet
-    assert found[-1]["newest"] > 100
+    assert found[-1]["newest"] > 2.5 * kills
 
 
 def test_everything_is_durable_before_it_gets_its_name(tmp_path: Path) -> None:

@@ -256,7 +256,6 @@ def test_a_transform_changes_rows_and_leaves_some_out(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ 10 ** (10 ** 8) }}", "processor time|ValueError"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0 s of processor time"),
         ("{{ 'x' * 10 ** 11 }}", "GiB of memory|OverflowError"),
         ("{{ 'x' * 20_000_000 }}", "the text has 20000000 characters"),
@@ -284,7 +283,9 @@ def test_the_prompt_at_which_a_template_hangs_is_named(
     hangs = "{{ 10 ** (10 ** (messages[0].content | int)) }}"
     monkeypatch.setattr(tokenizer, "chat_template", hangs)
     file = write_jsonl(tmp_path / "a.jsonl", *({"prompt": letter} for letter in "1281"))
-    with pytest.raises(ConfigError, match="line 3, column 'prompt': the chat template refuses"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)line 3, column 'prompt': the chat template refuses.*(processor time|ValueError)"
+    ):
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
 
 
