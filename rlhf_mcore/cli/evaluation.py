@@ -61,7 +61,14 @@ from rlhf_mcore.types import Prompt
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
-_HOW_TO_GRADE = ("workers", "timeout_s", "memory_gib", "env", "on_error")  # not what: no reason to begin anew
+_HOW_TO_GRADE = (
+    "workers",
+    "timeout_s",
+    "memory_gib",
+    "env",
+    "on_error",
+    "max_error_share",
+)  # not what: no reason to begin anew
 
 
 @dataclass(slots=True)

@@ -127,7 +127,7 @@ def try_reward(
     Raises:
         ConfigError: the reward cannot be had, or gives no result again and again.
     """
-    reward = build_reward(replace(cfg, on_error="zero"))
+    reward = build_reward(replace(cfg, on_error="zero", max_error_share=1.0))
     try:
         report = Report(name, seen, list(rows))
         written = [[(row, text) for text in _right_responses(row.prompt, notations)] for row in rows]

@@ -159,4 +159,9 @@ class RewardConfig:
     on_error: str = key(
         "fail", "a response without a score", one_of(fail="ends the run", zero="is scored 0, and counted")
     )
+    max_error_share: float = key(
+        1.0,
+        "`on_error: zero`: the run ends where more of the responses that a rank scores in a step have no score; 1: off",
+        SHARE,
+    )
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")
