@@ -188,3 +188,28 @@ def test_an_index_that_was_added_is_neither_resumed_from_nor_evaluated(
     seal_again(run / "checkpoint-2")  # now it is named, so it counts
     assert main(arguments) == 2
     assert "a path outside the directory" in capsys.readouterr().err
+
+
+def test_master_weights_are_what_the_weights_were_rounded_from(run: Path) -> None:
+    """The sample as a run with 16-bit parameters would have saved it."""
+    checkpoint = run / "checkpoint-2"
+    weights = load_file(checkpoint / "actor" / "model.safetensors")
+    save_file(
+        {name: values.astype(np.float16) for name, values in weights.items()}, checkpoint / "actor/model.safetensors"
+    )
+    index = json.loads((checkpoint / INDEX).read_text())
+    state = {name: np.array(values) for name, values in load_file(checkpoint / STATE).items()}
+    for key in [key for key in state if key.startswith("exp_avg/")]:
+        name, spans = key.removeprefix("exp_avg/").removesuffix("]").split("[")
+        index["tensors"][name]["kinds"] = ["master", "exp_avg", "exp_avg_sq"]
+        place = tuple(slice(*map(int, span.split(":"))) for span in spans.split(","))
+        state[key.replace("exp_avg", "master", 1)] = np.ascontiguousarray(weights[name][place])
+    (checkpoint / INDEX).write_text(json.dumps(index))
+    save_file(state, checkpoint / STATE)
+    seal_again(checkpoint)
+    assert start(run).step == 2
+    change_tensor(STATE, f"master/{NORM}", lambda values: values * 1.5)(checkpoint)
+    seal_again(checkpoint)
+    found = start(run)
+    assert found.step == 1
+    assert f"master of tensor {NORM} is not what the weights were rounded from" in " ".join(found.notes)
