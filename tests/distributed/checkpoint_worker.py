@@ -55,10 +55,18 @@ class Ranks:
         """Only the file of rank 1 does not fit."""
         writer = CheckpointWriter(self.small)
         writer.save(CheckpointInfo(10), self.write)
+
+        def write(partial: Path) -> list[Path]:
+            """The first rank before the other one has filled the disk."""
+            if self.rank == 0:
+                paths = self.write(partial, 1)
+                dist.barrier()
+                return paths
+            dist.barrier()
+            return self.write(partial, 4 * 2**20)
+
         with _file_size_limited(self.rank == 1 and not os.path.ismount(self.small)):
-            seen = message(
-                lambda: writer.save(CheckpointInfo(20), lambda p: self.write(p, 1 if self.rank == 0 else 4 * 2**20))
-            )
+            seen = message(lambda: writer.save(CheckpointInfo(20), write))
         return [seen, state(self.small)]
 
     def full_disk_at_the_manifest(self) -> Any:
