@@ -16,6 +16,7 @@ from rlhf_mcore.config.data_rows import (
     checked_prompt,
     checked_response,
     ground_truth,
+    has_column,
     mapping,
     read_rows,
     require_column,
@@ -92,9 +93,9 @@ class _Wanted:
     def missing(self, columns: Sequence[str], place: str) -> Iterator[str]:
         """What is wrong with the columns of a file."""
         there = f"its columns are: {', '.join(columns) or 'none'}"
-        if self.prompt_key not in columns:
+        if not has_column(columns, self.prompt_key):
             yield f"{place} has no prompt column {self.prompt_key!r}; {there}. Set {self.prompt_setting} to one"
-        if self.answer_key is not None and self.answer_key not in columns:
+        if self.answer_key is not None and not has_column(columns, self.answer_key):
             yield f"{place} has no answer column {self.answer_key!r}; {there}. Set {self.answer_setting} to one"
         elif self.answer_key is None and self.needs_answer and not any(name in columns for name in ANSWER_COLUMNS):
             wanted = " or ".join(map(repr, ANSWER_COLUMNS))

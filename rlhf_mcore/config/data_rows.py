@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,25 @@ def read_rows(path: Path, limits: RowLimits | None = None) -> Iterator[tuple[str
 
 
 def require_column(row: dict[str, Any], key: str, place: str, *, setting: str) -> Any:
-    """The value of a column; ``setting`` is the config key that names it.
+    """The value of a column, or of a field of one that holds objects (``reward_model.ground_truth``).
+
+    ``setting`` is the config key that names it.
 
     Raises:
         ConfigError: the column is absent. The message lists those that are there.
     """
-    if key not in row:
-        columns = ", ".join(sorted(map(str, row))) or "none"
-        raise ConfigError(f"{place}: no column {key!r}; there are: {columns}. Set {setting} to one of them")
-    return row[key]
+    if key in row:
+        return row[key]
+    parent, _, name = key.partition(".")
+    if name and isinstance(row.get(parent), dict):
+        return require_column(row[parent], name, f"{place}, column {parent!r}", setting=setting)
+    columns = ", ".join(sorted(map(str, row))) or "none"
+    raise ConfigError(f"{place}: no column {key!r}; there are: {columns}. Set {setting} to one of them")
+
+
+def has_column(columns: Collection[str], key: str) -> bool:
+    """Whether a file with these columns may have what ``key`` names: a column, or a field of one."""
+    return key in columns or key.partition(".")[0] in columns
 
 
 def checked_prompt(content: Any, place: str) -> str | list[dict[str, Any]]:

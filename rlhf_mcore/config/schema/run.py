@@ -25,6 +25,7 @@ class DataConfig:
         None,
         "column of the answer, or a list with one for each file of `data.train`",
         null="`reward_model.ground_truth`, else `answer`",
+        more="`column.field` names a field of a column that holds objects.",
     )
     eval_prompt_key: Any = key(
         None, "column of the prompt in the files of `data.eval`, or a list with one for each", null="`data.prompt_key`"

@@ -430,6 +430,11 @@ def test_columns_differ_from_file_to_file(workspace: Any) -> None:
     evaluated = ["data.eval=[q.jsonl]", "data.train=[train.jsonl]"]
     assert "data.eval: q.jsonl has no prompt column 'prompt'" in check(*evaluated)[0]
     assert check(*evaluated, "data.eval_prompt_key=question", "data.eval_answer_key=gold") == []
+    workspace.write("n.jsonl", '{"prompt": "1+1=", "meta": {"gold": "2"}}\n')
+    assert check("data.train=[n.jsonl]", "data.answer_key=meta.gold") == []
+    assert "column 'meta': no column 'silver'; there are: gold" in only(
+        check("data.train=[n.jsonl]", "data.answer_key=meta.silver")
+    )
     lists = [both, "data.prompt_key=[prompt, question]", "data.answer_key=[null, gold]", "data.eval=[q.jsonl]"]
     found = check(*lists)
     assert found[0] == (

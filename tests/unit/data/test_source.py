@@ -68,6 +68,9 @@ def test_parquet_messages_lose_the_null_fields_that_the_file_format_added(
         ({"reward_model": {"ground_truth": "a"}, "answer": "b", "gold": "c"}, None, "a"),
         ({"reward_model": {"style": "rule"}, "answer": "b", "gold": "c"}, None, "b"),
         ({"reward_model": {"ground_truth": "a"}, "answer": "b", "gold": "c"}, "gold", "c"),
+        ({"reward_model": {"ground_truth": "a"}, "answer": "b"}, "reward_model.ground_truth", "a"),
+        ({"meta": {"gold": {"short": "a"}}}, "meta.gold.short", "a"),
+        ({"meta": {"gold": "a"}, "meta.gold": "b"}, "meta.gold", "b"),
         ({"answer": ["x", "y"]}, None, ["x", "y"]),
     ],
 )
