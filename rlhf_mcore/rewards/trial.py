@@ -40,6 +40,7 @@ NOTATIONS = (
     "<think>So.</think>\nAnswer: \\boxed{{{}}}",
 )
 ALL_AT_ONCE = "<think>So.</think>\n\\boxed{{{0}}}\n<answer>{0}</answer>\n#### {0}\nAnswer: {0}"
+AT_START = ("{}", ALL_AT_ONCE)  # for a function, whose calls may be slow or have a price
 SOLUTIONS = (
     "solution",
     "canonical_solution",
@@ -177,7 +178,7 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     else:
         quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
         try:
-            report = try_reward(quick, rows, name, sources.total(), notations=(ALL_AT_ONCE,), others=False)
+            report = try_reward(quick, rows, name, sources.total(), notations=AT_START, others=False)
         except ConfigError as error:
             return f"reward.function could not be tried on {name}: {error}"
     if not report.reads_nothing:

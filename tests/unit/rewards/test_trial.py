@@ -115,6 +115,9 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     (tmp_path / "grade.py").write_text("def grade(*a):\n    return 0.0\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1)
     assert "grade.py:grade gives none of 8 ground truths" in (check_reward(cfg) or "")
+    (tmp_path / "strict.py").write_text("def grade(source, text, truth, info):\n    return float(text == truth)\n")
+    cfg.reward = RewardConfig(function=f"{tmp_path}/strict.py:grade", workers=1)
+    assert check_reward(cfg) is None  # a bare answer is all that it takes
     cfg.reward = rules("format")
     assert check_reward(cfg) is None  # nothing is compared
 
