@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -14,7 +13,6 @@ from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
-_log = logging.getLogger(__name__)
 
 
 class FunctionReward:
@@ -67,10 +65,6 @@ class FunctionReward:
             )
         if problems and fail:
             raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
-        if problems:
-            _log.warning(
-                "%d of %d responses got no score and count as 0; the first: %s", len(problems), len(scores), problems[0]
-            )
         return scores
 
     def close(self) -> None:

@@ -184,6 +184,13 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     if not report.reads_nothing:
         return None
     first = report.tried[0]
+    if cfg.reward.on_error == "fail" and all(
+        row.truth is not None and row.truth.failure == "error" for row in report.tried
+    ):
+        assert first.truth is not None
+        raise ConfigError(
+            f"{first.truth.cause}. So it is with all {len(report.tried)} rows that were tried; correct it"
+        )
     found = (
         f"{what_scores(cfg.reward)} gives none of {len(report.tried)} ground truths of {name} the full mark; the first is "
         f"{_short(first.prompt.ground_truth)} ({first.place})"

@@ -118,6 +118,12 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
     (tmp_path / "strict.py").write_text("def grade(source, text, truth, info):\n    return float(text == truth)\n")
     cfg.reward = RewardConfig(function=f"{tmp_path}/strict.py:grade", workers=1)
     assert check_reward(cfg) is None  # a bare answer is all that it takes
+    (tmp_path / "broken.py").write_text("def grade(*a):\n    return missing\n")
+    cfg.reward = RewardConfig(function=f"{tmp_path}/broken.py:grade", workers=1)
+    with pytest.raises(ConfigError, match=r"raised NameError: name 'missing' is not defined.*all 8 rows"):
+        check_reward(cfg)
+    cfg.reward.on_error = "zero"
+    assert "gives none of 8 ground truths" in (check_reward(cfg) or "")
     cfg.reward = rules("format")
     assert check_reward(cfg) is None  # nothing is compared
 

@@ -246,11 +246,10 @@ def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: 
         reward("os._exit(3)", on_error="zero").score(rows)
 
 
-def test_failures_are_told_but_not_one_by_one(reward: Callable[..., FunctionReward], caplog: Any) -> None:
-    reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
-    (record,) = caplog.records
-    assert "50 of 50 responses got no score" in record.getMessage()
-    assert "on prompt 'train-0', sample 3, raised ValueError: 0" in record.getMessage()
+def test_every_failure_has_its_cause(reward: Callable[..., FunctionReward]) -> None:
+    scores = reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
+    assert [score.failure for score in scores] == ["error"] * 50
+    assert "on prompt 'train-0', sample 3, raised ValueError: 0" in scores[0].cause
 
 
 def test_fault_24_children_end_with_their_worker(reward: Callable[..., FunctionReward]) -> None:
