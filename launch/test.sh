@@ -44,7 +44,7 @@ export PATH="$venv/bin:$PATH"
 if (($#)); then exec python -m pytest "$@"; fi
 
 # Each worker of the unit tier imports torch, transformers, Megatron and vLLM: seconds, and 2 GB.
-workers="$(nproc)"
+workers="$(env -u OMP_NUM_THREADS nproc)" # with it nproc counts threads
 if ((workers > 8)); then workers=8; fi
 # Hundreds of processes are started. Each would compile what it imports of this repository.
 unset PYTHONDONTWRITEBYTECODE
