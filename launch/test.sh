@@ -52,6 +52,7 @@ unset PYTHONDONTWRITEBYTECODE
 failed=() failed_lints=0
 reports="$(mktemp -d)"
 trap 'rm -rf "$reports"' EXIT
+trap 'exit 130' INT # else Ctrl-C ends one tier and the next one begins
 
 # section NAME COMMAND...: runs the command under a heading and remembers a failure, so that one run shows all of them.
 section() {
