@@ -26,11 +26,12 @@ REWARD = """
 import os, signal
 
 def grade(data_source, solution_str, ground_truth, extra_info):
-    with open("calls.log", "a") as log:
-        log.write(f"{extra_info['index']}\\n")
-    if os.path.exists("kill") and extra_info["index"] == int(open("kill").read()):
-        os.kill(os.getppid(), signal.SIGKILL)
-        signal.pause()
+    if b"LOCAL_RANK=" in open(f"/proc/{os.getppid()}/environ", "rb").read():  # before the ranks the command tries the reward
+        with open("calls.log", "a") as log:
+            log.write(f"{extra_info['index']}\\n")
+        if os.path.exists("kill") and extra_info["index"] == int(open("kill").read()):
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
     return sum((place + 1) * ord(letter) for place, letter in enumerate(solution_str)) / 1e4
 """
 
