@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +60,22 @@ class Generator(Protocol):
 
         Where several ranks are one engine all of them pass the same requests, and all but the lead get nothing.
         """
+        ...
+
+
+class StreamingGenerator(Generator, Protocol):
+    """Draws responses while the caller does something else."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to draw. Request ids are unique among those that are neither collected nor cancelled."""
+        ...
+
+    def collect(self, timeout_s: float) -> Sequence[Completion]:
+        """Those that have finished since the last call, in any order. Waits for at least one; after ``timeout_s`` returns none."""
+        ...
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Stop to draw these; they are not returned any more. Ids that have finished, or are unknown, are ignored."""
         ...
 
 

@@ -28,7 +28,7 @@ def engine_problems(cfg: Config, world_size: int | None, shape: ModelGeometry | 
             f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest, or set actor.ranks=null"
         )
     tp = cfg.rollout.layout.tp
-    if world % tp:
+    if world % tp and cfg.rollout.placement == "colocated":
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
     if shape is None:
         return

@@ -28,6 +28,7 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.reward_rules import rule_problems
+from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Range
@@ -64,7 +65,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += cut_problems("actor", cfg.actor.layout, shape, "model.path")
         problems += balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
     if kind.generates:
-        problems += [*algorithm_problems(cfg), *_engine_choice_problems(cfg), *reward_problems(cfg)]
+        problems += [*algorithm_problems(cfg), *rollout_problems(cfg), *reward_problems(cfg)]
         problems += [*prompt_problems(cfg), *role_problems(cfg, shape if in_range else None)]
         if in_range:
             problems += [
@@ -90,8 +91,6 @@ def choice_problems(cfg: Config) -> Iterator[str]:
             continue
         if allowed.or_function and is_file_spec(value):
             yield from function_problems(value, key)
-        elif value in allowed.not_yet:
-            yield f"{key}={value!r} is not supported yet; set it to {allowed}"
         else:
             yield f"{key}={value!r} is not a choice; choose one of: {allowed}"
 
@@ -130,17 +129,6 @@ def _path_problems(cfg: Config) -> Iterator[str]:
         yield f"output_dir={cfg.output_dir}: {existing} is a file, not a directory; choose another output_dir"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"output_dir={cfg.output_dir}: {existing} is not writable; choose another output_dir"
-
-
-def _engine_choice_problems(cfg: Config) -> Iterator[str]:
-    if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
-        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
-    if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":
-        yield f"model.attention={cfg.model.attention} is of rollout.engine=hf, found {cfg.rollout.engine!r}; set it to auto"
-    if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
-        yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
-    if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
-        yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
 
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:

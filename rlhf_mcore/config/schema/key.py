@@ -42,7 +42,6 @@ class Choices:
 
     meanings: Mapping[str, str]
     or_function: bool = False  # or path/to/file.py:name
-    not_yet: tuple[str, ...] = ()  # refused as what will be supported
 
     def __str__(self) -> str:
         return ", ".join(self.meanings) + (", or path/to/file.py:name" if self.or_function else "")

@@ -42,13 +42,28 @@ class SamplingConfig:
 
 
 @dataclass
+class RayConfig:
+    """Where engines on devices of their own run."""
+
+    address: Optional[str] = key(
+        None,
+        "`disaggregated`: of a running Ray cluster, as `10.0.0.1:6379`; `auto` is the one that Ray itself finds",
+        null="one is started on this machine, and ends with the run",
+    )
+    cpus_per_rank: int = key(1, "`disaggregated`: cores of each process of an engine", AT_LEAST_1)
+
+
+@dataclass
 class RolloutConfig:
     """The engines that generate responses."""
 
     engine: str = key("vllm", "", one_of("vllm", hf="Hugging Face generate: slow, for comparison"))
     placement: str = key(
-        "colocated", "", Choices({"colocated": "in the trainer's processes"}, not_yet=("disaggregated",))
+        "colocated",
+        "",
+        one_of(colocated="in the trainer's processes", disaggregated="on devices of their own, under Ray"),
     )
+    num_engines: int = key(1, "`disaggregated`: engines, each of `rollout.layout.tp` devices", Range(1, 4096))
     layout: RolloutLayoutConfig = group(RolloutLayoutConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     max_model_len: Optional[int] = key(
@@ -72,6 +87,36 @@ class RolloutConfig:
     )
     enforce_eager: bool = key(False, "CUDA: no graph capture", more="On a CPU the engine always runs eagerly.")
     sleep: bool = key(True, "CUDA: give the memory of the engine's weights and cache back while training")
+    at_publish: Optional[str] = key(
+        None,
+        "`trainer.max_staleness`: responses that are not finished when new weights come",
+        Choices(
+            {
+                "continue": "go on with them, and with the keys and values of the old ones",
+                "resubmit": "go on with them; keys and values are computed again",
+                "drain": "are finished first",
+            }
+        ),
+        null="`continue`, or `drain` with `rollout.deterministic_order`",
+    )
+    oversample: float = key(
+        1.0,
+        "`trainer.max_staleness`: prompts that are started for each that a step trains on; the last to finish are cancelled",
+        Range(1, 8),
+        more="A cancelled prompt is drawn again in a later step.",
+    )
+    deterministic_order: bool = key(
+        False,
+        "`trainer.max_staleness`: a step trains on prompts in their order, not in that in which they finish",
+        more="A run that was killed and resumed then equals the uninterrupted one bit for bit.",
+    )
+    engine_timeout_s: float = key(
+        60.0, "`disaggregated`: an engine that answers nothing for so long is replaced", ABOVE_0
+    )
+    engine_restarts: int = key(
+        3, "`disaggregated`: how often in a row an engine that fails is started again before the run ends", AT_LEAST_0
+    )
+    ray: RayConfig = group(RayConfig)
 
 
 @dataclass

@@ -105,6 +105,13 @@ class TrainerConfig:
         more="More than the machine's free memory has room for, at 200 MiB each, are refused.",
     )
     threads_per_rank: int = key(1, "CPU: compute threads of a process", AT_LEAST_1)
+    max_staleness: int = key(
+        0,
+        "`rollout.placement: disaggregated`: versions that the policy may be ahead of the one that sampled a token it learns from",
+        Range(0, 64),
+        more="0: a step waits for its responses and engines wait for the step. 1: responses of the next step are sampled meanwhile. "
+        "See [asynchronous training](async.md).",
+    )
     max_bad_updates: int = key(
         5,
         "updates in a row, skipped because loss or gradient is not finite, after which the run ends",

@@ -1,0 +1,67 @@
+"""Rules between the keys of engines, of the bridge and of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+
+
+def rollout_problems(cfg: Config) -> Iterator[str]:
+    """What keys of engines and schedule ask of each other."""
+    if cfg.bridge.method == "gather" and cfg.bridge.verify != "off":
+        yield f"bridge.verify={cfg.bridge.verify!r} is of bridge.method=planned, found 'gather'; set bridge.verify=off"
+    if cfg.model.attention in ("eager", "sdpa", "flash_attention_2") and cfg.rollout.engine != "hf":
+        yield f"model.attention={cfg.model.attention} is of rollout.engine=hf, found {cfg.rollout.engine!r}; set it to auto"
+    if cfg.model.attention == "flash_attention_2" and cfg.model.dtype == "fp32":
+        yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
+    if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
+        yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+    yield from _apart_problems(cfg) if cfg.rollout.placement == "disaggregated" else _colocated_problems(cfg)
+    if cfg.rollout.deterministic_order and cfg.rollout.at_publish not in (None, "drain"):
+        yield (
+            f"rollout.at_publish={cfg.rollout.at_publish}: what a response gets of new weights depends on the time, which "
+            "rollout.deterministic_order excludes; set it to drain, or set rollout.deterministic_order=false"
+        )
+    if cfg.rollout.deterministic_order and cfg.rollout.oversample != 1:
+        yield (
+            f"rollout.oversample={cfg.rollout.oversample:g}: which prompts finish first depends on the time, which "
+            "rollout.deterministic_order excludes; set it to 1, or set rollout.deterministic_order=false"
+        )
+
+
+def _apart_problems(cfg: Config) -> Iterator[str]:
+    yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
+    if cfg.bridge.method != "planned" or cfg.bridge.verify == "full":
+        yield (
+            f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
+            f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest"
+        )
+    if cfg.trainer.max_staleness and cfg.algorithm.dynamic_sampling.enabled:
+        yield (
+            f"trainer.max_staleness={cfg.trainer.max_staleness} with algorithm.dynamic_sampling.enabled=true is not supported yet; "
+            "set one of them to 0 or false"
+        )
+    if cfg.rollout.oversample > 1 and not cfg.trainer.max_staleness:
+        yield (
+            f"rollout.oversample={cfg.rollout.oversample:g} starts prompts of later steps, which needs trainer.max_staleness of "
+            "1 or more; raise that, or set rollout.oversample=1"
+        )
+
+
+def _colocated_problems(cfg: Config) -> Iterator[str]:
+    """Engines that share devices with the trainer wait while it learns: nothing is sampled ahead."""
+    if cfg.trainer.max_staleness:
+        yield (
+            f"trainer.max_staleness={cfg.trainer.max_staleness}: colocated engines sleep while the trainer learns; set it to 0, or "
+            "set rollout.placement=disaggregated"
+        )
+    if cfg.rollout.oversample != 1:
+        yield f"rollout.oversample={cfg.rollout.oversample:g} is of rollout.placement=disaggregated; set it to 1"
+    if cfg.rollout.num_engines != 1:
+        yield (
+            f"rollout.num_engines={cfg.rollout.num_engines} is of rollout.placement=disaggregated; colocated engines are as many as "
+            "trainer.world_size / rollout.layout.tp. Remove it"
+        )
