@@ -13,8 +13,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.run.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.cli.models import ModelBuilder

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 _SHOWN = 40  # problems in one message; a file of another kind has thousands
 
 
+def shortened(items: Sequence[object], most: int = 5, separator: str = "; ") -> str:
+    """The first ``most`` of them, and how many more there are."""
+    more = f"{separator}and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
+
+
 class ConfigError(ValueError):
     """A user's mistake. Each problem names the field, its value and the remedy.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 
-from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, rope_type, rotary, size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
@@ -160,8 +160,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iter
         elif tuple(found := entry.integers("shape")) != shape:
             different.append(f"{name} is {found[:8]}, config.json asks for {list(shape)}")
     if different:
-        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
-        yield f"{prefix}: the weights are not those that config.json describes: {'; '.join(different[:_SHOWN])}{more}; {_REMEDY}"
+        yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
 
 
 def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:

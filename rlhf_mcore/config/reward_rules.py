@@ -34,6 +34,13 @@ def rules_of(source: str, sources: Mapping[str, Sequence[RuleConfig]] | None) ->
     return table[max(beginnings, key=len)] if beginnings else None
 
 
+def rules_for(
+    source: str, rules: Sequence[RuleConfig], sources: Mapping[str, Sequence[RuleConfig]] | None
+) -> Sequence[RuleConfig]:
+    """The rules that score a prompt of a data source: with a table those of the source, maybe none, else ``rules``."""
+    return rules if sources is None else rules_of(source, sources) or ()
+
+
 def rule_tables(cfg: RewardConfig) -> dict[str, Sequence[RuleConfig]]:
     """Every list of rules that a user wrote, by its key."""
     if cfg.sources is None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_of
+from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_for, rules_of
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.rewards.function import FunctionReward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
@@ -61,11 +61,15 @@ class RuleReward:
             ConfigError: a prompt of a data source without rules, or without a ground truth where a rule compares with it.
         """
         check_sources([trajectory.prompt for trajectory in trajectories], self._sources, "the step")
-        rules = [self._rules_of(trajectory.prompt) for trajectory in trajectories]
+        rules = [rules_for(trajectory.prompt.data_source, self._rules, self._sources) for trajectory in trajectories]
         rows_of: defaultdict[Grader, list[tuple[int, str]]] = defaultdict(list)
         for row, (trajectory, its_rules) in enumerate(zip(trajectories, rules, strict=True)):
             for rule in its_rules:
-                _check_truth(trajectory.prompt, rule)
+                if trajectory.prompt.ground_truth is None and needs_truth(rule):
+                    raise ConfigError(
+                        f"prompt {trajectory.prompt.prompt_id!r} has no ground truth, which reward rule {rule.name!r} "
+                        "compares with: name its column in data.answer_key, or use reward.function"
+                    )
                 rows_of[self._grader(rule)].append((row, rule.name))
         scores = [Score(0.0) for _ in trajectories]
         for grader, rows in rows_of.items():
@@ -79,7 +83,10 @@ class RuleReward:
                 scores[row].failure = scores[row].failure or failure
                 scores[row].answered &= grade > 0 or finds_answer(name, response)
         for score, its_rules in zip(scores, rules, strict=True):
-            score.value = math.fsum(_points(rule, score.parts[rule.name]) for rule in its_rules)
+            score.value = math.fsum(
+                rule.weight * (rule.incorrect + score.parts[rule.name] * (rule.correct - rule.incorrect))
+                for rule in its_rules
+            )
         return scores
 
     def close(self) -> None:
@@ -87,9 +94,6 @@ class RuleReward:
         for grader in self._graders.values():
             if isinstance(grader, BatchGrader):
                 grader.close()
-
-    def _rules_of(self, prompt: Prompt) -> Sequence[RuleConfig]:
-        return self._rules if self._sources is None else rules_of(prompt.data_source, self._sources) or ()
 
     def _grader(self, rule: RuleConfig) -> Grader:
         key = repr(replace(rule, weight=1.0, correct=1.0, incorrect=0.0))
@@ -115,15 +119,3 @@ def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[Rule
             f"{where} has prompts of data sources that reward.sources has no rules for: {shown}. Add them to the table, "
             f"as in reward.sources: {{{first!r}: [{{name: math}}]}}; the entry '*' is for every other source"
         )
-
-
-def _check_truth(prompt: Prompt, rule: RuleConfig) -> None:
-    if prompt.ground_truth is None and needs_truth(rule):
-        raise ConfigError(
-            f"prompt {prompt.prompt_id!r} has no ground truth, which reward rule {rule.name!r} "
-            "compares with: name its column in data.answer_key, or use reward.function"
-        )
-
-
-def _points(rule: RuleConfig, grade: float) -> float:
-    return rule.weight * (rule.incorrect + grade * (rule.correct - rule.incorrect))

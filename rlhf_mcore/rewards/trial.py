@@ -6,6 +6,7 @@ A reward that is wrong about its own ground truths trains nothing, and shows as 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from rlhf_mcore.config.data_files import SCANNED_ROWS, file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import ground_truth, mapping
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import needs_truth, rules_of
+from rlhf_mcore.config.reward_rules import needs_truth, rules_for
 from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
@@ -147,8 +148,12 @@ def try_reward(
             row.other, row.other_text = score, other
     finally:
         reward.close()
+    tops: dict[str, float] = {}  # by data source the highest score of a ground truth
+    for row in report.tried:
+        assert row.truth is not None
+        tops[row.prompt.data_source] = max(row.truth.value, tops.get(row.prompt.data_source, row.truth.value))
     for row in rows:
-        top = _top(cfg, row, rows)
+        top = tops.get(row.prompt.data_source, math.inf)
         if row.truth is not None and not _is_full(cfg, row, row.truth, top):
             report.wrong_truths.append(row)
         if row.empty is not None and row.truth is not None and _is_full(cfg, row, row.empty, top):
@@ -290,8 +295,7 @@ def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
 
 
 def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
-    rules = cfg.rules if cfg.sources is None else rules_of(prompt.data_source, cfg.sources) or ()
-    return [rule for rule in rules if needs_truth(rule)]
+    return [rule for rule in rules_for(prompt.data_source, cfg.rules, cfg.sources) if needs_truth(rule)]
 
 
 def _is_testable(cfg: RewardConfig, prompt: Prompt) -> bool:
@@ -305,11 +309,6 @@ def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float
     if cfg.function is not None:
         return score.value, 0.0
     return sum(score.parts[rule.name] for rule in _comparing(cfg, prompt)), score.value
-
-
-def _top(cfg: RewardConfig, row: Row, rows: Sequence[Row]) -> float:
-    of_source = [each for each in rows if each.prompt.data_source == row.prompt.data_source]
-    return max((each.truth.value for each in of_source if each.truth is not None), default=float("inf"))
 
 
 def _is_full(cfg: RewardConfig, row: Row, score: Score, top: float) -> bool:

@@ -15,9 +15,8 @@ from torch import Tensor
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import Engine, EngineModel
+from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import preserved_rng
-from rlhf_mcore.rollout.weights import ExpectedTensors
 from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
-from rlhf_mcore.rollout.engine import Engine, EngineModel
+from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory
-from rlhf_mcore.rollout.weights import ExpectedTensors
 from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:

@@ -85,7 +85,9 @@ class RunCheckpointer:
         decision = decide_together(self.triggers, self.requests, step, evaluation)
         if self._flush is not None and _all_ranks(self._flush.is_done):
             self.drain()
-        if decision.save and not self._is_being_served(decision):
+        # What is asked for until it is there (by the clock, or by a file) is being written.
+        is_served = self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
+        if decision.save and not is_served:
             self.save(step, evaluation, decision)
         if decision.stop:
             self.drain()
@@ -157,10 +159,6 @@ class RunCheckpointer:
         mine = [part.name for part in self.parts if not part.is_finite()]
         everyones = [name for names in all_gather_json(mine) for name in names]
         refuse_not_finite(everyones, f"checkpoint-{step} is not written")
-
-    def _is_being_served(self, decision: Decision) -> bool:
-        """What is asked for until it is there: by the clock, or by a file."""
-        return self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
 
     def _start(self, info: CheckpointInfo, decision: Decision) -> None:
         small_files = self.small_files(info.step)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import flat_fields, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
-from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, shortened
+from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
 from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
 
 # As ``move_rows``: fields, lengths, holders, wanted rows of every rank -> fields of this rank's rows.

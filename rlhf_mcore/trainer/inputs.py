@@ -58,8 +58,10 @@ def fingerprints(cfg: Config) -> Inputs:
         if (directory := values[key]) is not None:
             found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
     tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
-    found["tokenizer"] = _entry(tokenizer, _digest([_tokenizer_file(tokenizer / name) for name in _TOKENIZER]))
-    found["chat template"] = _entry(tokenizer, _digest(_chat_templates(tokenizer)))
+    found["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))
+    templates = [_without_idle(tokenizer / "tokenizer_config.json").get("chat_template")]
+    templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
+    found["chat template"] = _entry(tokenizer, _digest(templates))
     return found
 
 
@@ -132,17 +134,11 @@ def _weights_digest(file: Path) -> list[str]:
     return [header, sketch_of_file(file)]
 
 
-def _tokenizer_file(file: Path) -> Any:
-    """The content of a file; of tokenizer_config.json all but the chat template."""
+def _companion(file: Path) -> Any:
+    """The content of a file beside a tokenizer, None where it is not there; of tokenizer_config.json all but the chat template."""
     if file.name == "tokenizer_config.json":
         return {key: value for key, value in _without_idle(file).items() if key != "chat_template"}
     return _file_digest(file) if file.is_file() else None
-
-
-def _chat_templates(directory: Path) -> list[Any]:
-    in_config = _without_idle(directory / "tokenizer_config.json").get("chat_template")
-    files = [directory / name for name in CHAT_TEMPLATE_FILES]
-    return [in_config, *(_file_digest(file) if file.is_file() else None for file in files)]
 
 
 def _code_digest(spec: str) -> str:

@@ -15,7 +15,7 @@ from rlhf_mcore.checkpoint.layout import CONFIG, MANIFEST, linked_checkpoints, s
 from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import Problem, library_versions, read_manifest
 from rlhf_mcore.config.checkpoint_rules import AUTO, NEVER, compare_configs, refuse
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import CheckpointConfig
 from rlhf_mcore.foreign import SMALL, read_text
 from rlhf_mcore.trainer.inputs import Inputs, changed_inputs, keys_of
@@ -100,7 +100,7 @@ def find_start(
             raise ConfigError.many([none, *damaged])
         notes += damaged
     if extra:
-        notes.append(f"not loaded from {chosen.name}: {_list(extra)}")
+        notes.append(f"not loaded from {chosen.name}: {shortened(extra, MAX_NOTED)}")
     notes += [*_compare(chosen, cfg, config_yaml, inputs), *_other_libraries(chosen)]
     step, inside = read_step(chosen), chosen.parent == run.resolve() or chosen.parent == run
     if inside:
@@ -119,7 +119,7 @@ def _check(
     problems = verify_chain(checkpoint, hashes=cfg.verify)
     damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
-        raise ConfigError(f"{checkpoint} is damaged: {_list(damaged)}.")
+        raise ConfigError(f"{checkpoint} is damaged: {shortened(damaged, MAX_NOTED)}.")
     check_counts(checkpoint)
     weights = {model: readable(checkpoint, model, run) for model in model_names(read_manifest(checkpoint).files)}
     try:
@@ -128,11 +128,6 @@ def _check(
     except ConfigError as error:
         raise ConfigError(f"{checkpoint} is damaged: {error}") from error
     return weights, problems
-
-
-def _list(problems: list[Problem]) -> str:
-    shown = "; ".join(map(str, problems[:MAX_NOTED]))
-    return f"{shown}; and {len(problems) - MAX_NOTED} more" if len(problems) > MAX_NOTED else shown
 
 
 def _other_libraries(checkpoint: Path) -> list[str]:

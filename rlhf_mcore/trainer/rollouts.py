@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, Generator
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
-_SHOWN = 5  # problems named in a message
 REMEDY = "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
 
 
@@ -136,12 +136,6 @@ def check_completion(request: Request, completion: Completion) -> None:
         raise RuntimeError(f"the engine returned logprob {logprobs[wrong[0]]} at token {wrong[0]} of {where}")
     if completion.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine gave up with finish_reason={completion.finish_reason!r} for {where}")
-
-
-def shortened(problems: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "; ".join(problems[:_SHOWN]) + more
 
 
 def number_occurrences(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.map.layouts import stage_names
-from rlhf_mcore.bridge.run.shared_memory import share_memory
+from rlhf_mcore.bridge.run.transports import share_memory
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import (

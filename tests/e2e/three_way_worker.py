@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.destinations import EngineDestinations
-from rlhf_mcore.bridge.run.reload import keep_loading_layout
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.bridge.run.transports import SharedMemory
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig

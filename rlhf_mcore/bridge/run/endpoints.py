@@ -1,17 +1,23 @@
-"""Both ends of a transfer: where an executor reads, and where it writes."""
+"""Both ends of a transfer: where an executor reads, and where it writes, such as the live tensors of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.reload import reloading
+from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
+from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform
+
+Written = Callable[[EngineParameter, Tensor], None]
 
 
 class Sources(Protocol):
@@ -70,3 +76,129 @@ class Destinations(Protocol):
     def close(self, bucket: Bucket) -> None:
         """The bucket is written: what it completes can be used."""
         ...
+
+
+@dataclass(slots=True)
+class _Group:
+    """The repacked parameters of one layer, between their first and their last bucket.
+
+    ``is_transient``: one bucket brings them whole, and forwards nothing.
+    """
+
+    parameters: Sequence[EngineParameter]
+    first: int
+    last: int
+    is_transient: bool
+    stack: ExitStack = field(default_factory=ExitStack)
+    flats: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class EngineDestinations(Destinations):
+    """The destinations of one engine rank during one sync.
+
+    Parameters that the kernels read directly are written in place. A layer that the engine repacks is opened with the first bucket
+    that brings a part of it, and closed, so that the engine processes it, after the last; layers that one bucket brings whole are
+    opened one after the other. Padding is zeroed.
+
+    Args:
+        model: the engine's live model.
+        engine: its map.
+        plan: the plan of this rank, whose buckets are written in order.
+        poison: fill what will be written with NaN first, so that an element that is never written shows.
+        written: called with every parameter and its flat tensor when it is complete.
+        names: the tensors that the plan brings, under Hugging Face names; None: all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: EngineMap,
+        plan: RankPlan,
+        *,
+        poison: bool = False,
+        written: Written | None = None,
+        names: Collection[str] | None = None,
+    ):
+        self._model, self._engine, self._poison, self._written = model, engine, poison, written
+        self._names = names
+        self._flats = engine.views(model)
+        for parameter in engine.direct:
+            self._prepare(parameter, self._flats[parameter.name])
+        self._groups = _groups(engine, plan)
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        """Flat tensors that the bucket writes."""
+        for group in self._groups:
+            if group.first == bucket.index and not group.is_transient:
+                group.flats = group.stack.enter_context(self._reloaded(group))
+                self._flats.update(group.flats)
+        return self._flats
+
+    def transient(self, bucket: Bucket) -> Sequence[TransientBuffers]:
+        """Layers that the bucket brings whole."""
+        return [
+            TransientBuffers(
+                frozenset(parameter.name for parameter in group.parameters), partial(self._reloaded, group)
+            )
+            for group in self._groups
+            if group.is_transient and group.first == bucket.index
+        ]
+
+    def close(self, bucket: Bucket) -> None:
+        """Let the engine process the layers that the bucket has completed."""
+        for group in self._groups:
+            if group.last == bucket.index and not group.is_transient:
+                group.stack.close()
+                for name in group.flats:
+                    del self._flats[name]
+
+    @contextmanager
+    def _reloaded(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
+        with reloading(self._model, group.parameters) as flats:
+            for parameter in group.parameters:
+                self._prepare(parameter, flats[parameter.name])
+            yield flats
+            self._finish(group.parameters, flats)
+
+    def finish(self) -> None:
+        """Everything is written."""
+        self._finish(self._engine.direct, self._flats)
+
+    def abandon(self) -> None:
+        """The sync has failed: give open layers back to the engine. Its weights are unusable."""
+        for group in self._groups:
+            group.stack.close()
+
+    def _prepare(self, parameter: EngineParameter, flat: Tensor) -> None:
+        if self._poison and flat.is_floating_point():
+            for part in self._brought(parameter, flat):
+                part.fill_(float("nan"))
+        for begin, end in parameter.padding:
+            flat[begin:end].zero_()
+
+    def _brought(self, parameter: EngineParameter, flat: Tensor) -> list[Tensor]:
+        if self._names is None:
+            return [flat]
+        return [view(flat, piece) for piece in parameter.pieces if piece.hf_name in self._names]
+
+    def _finish(self, parameters: Sequence[EngineParameter], flats: Mapping[str, Tensor]) -> None:
+        if self._written is not None:
+            for parameter in parameters:
+                self._written(parameter, flats[parameter.name])
+
+
+def _groups(engine: EngineMap, plan: RankPlan) -> list[_Group]:
+    if not engine.repacked:
+        return []
+    touched: dict[str, list[int]] = {}
+    forwarding = {bucket.index for bucket in plan.buckets if bucket.phases[1].sends or bucket.phases[1].receives}
+    for bucket in plan.buckets:
+        for name in bucket.destination_buffers:
+            touched.setdefault(name, []).append(bucket.index)
+    groups = []
+    for parameters in engine.repacked:
+        buckets = [bucket for parameter in parameters for bucket in touched.get(parameter.name, [])]
+        if buckets:
+            first, last = min(buckets), max(buckets)
+            groups.append(_Group(parameters, first, last, first == last and first not in forwarding))
+    return groups

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Message, RankPlan
-from rlhf_mcore.bridge.run.shared_memory import MappedMemory
-from rlhf_mcore.bridge.run.transports import Packet
+from rlhf_mcore.bridge.run.transports import MappedMemory, Packet
 
 
 @dataclass(slots=True)

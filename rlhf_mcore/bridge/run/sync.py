@@ -18,14 +18,13 @@ from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sourc
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.reload import watching
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
-from rlhf_mcore.bridge.run.destinations import EngineDestinations
-from rlhf_mcore.bridge.run.endpoints import LiveSources, Sources
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
-from rlhf_mcore.bridge.run.reload import watching
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json

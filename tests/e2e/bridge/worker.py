@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.pieces import view
+from rlhf_mcore.bridge.map.reload import keep_loading_layout, reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
-from rlhf_mcore.bridge.run.reload import keep_loading_layout, reloading
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rlhf_mcore.rollout.weights import VersionedWeights
+from rlhf_mcore.rollout.engine import VersionedWeights
 
 
 class Engine(VersionedWeights):

@@ -24,9 +24,8 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
 from rlhf_mcore.bridge.run.execute import Executor
-from rlhf_mcore.bridge.run.shared_memory import MappedMemory
 from rlhf_mcore.bridge.run.staging import Staging
-from rlhf_mcore.bridge.run.transports import Links, Parcel, Work
+from rlhf_mcore.bridge.run.transports import Links, MappedMemory, Parcel, Work
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 from tests.unit.bridge.sources import Averages

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
-from rlhf_mcore.bridge.run.destinations import EngineDestinations
+from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch

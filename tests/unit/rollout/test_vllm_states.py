@@ -12,9 +12,8 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.protocols import EngineRank
-from rlhf_mcore.rollout.engine import EngineModel
+from rlhf_mcore.rollout.engine import EngineModel, ExpectedTensors, VersionedWeights
 from rlhf_mcore.rollout.vllm_engine import VLLMEngine
-from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
 from rlhf_mcore.types import Request, Sampling
 
 REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)

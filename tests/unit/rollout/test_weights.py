@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_mcore.rollout.weights import ExpectedTensors, VersionedWeights
+from rlhf_mcore.rollout.engine import ExpectedTensors, VersionedWeights
 
 
 class Tied(nn.Module):

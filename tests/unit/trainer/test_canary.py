@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhf_mcore.protocols import SyncMismatch
-from rlhf_mcore.rollout.weights import VersionedWeights
+from rlhf_mcore.rollout.engine import VersionedWeights
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.types import Completion, Request, Sampling, TrainBatch
 from tests.unit.trainer.records import worker

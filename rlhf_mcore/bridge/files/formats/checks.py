@@ -12,11 +12,10 @@ import torch
 from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.types import ModelGeometry
 
 BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints hold them all the same
-_SHOWN = 5
 _COMPARED_ELEMENTS = 2**22
 
 
@@ -31,24 +30,21 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
     if geometry.tied_embeddings and "lm_head.weight" in types:
         _check_tied(source)
         del types["lm_head.weight"]
-    problems = [
-        *_named("missing tensors", [name for name in expected if name not in types]),
-        *_named("tensors that config.json does not ask for", [name for name in types if name not in expected]),
-        *_named(
-            "tensors of another shape than config.json asks for",
-            [
-                f"{name} {shape} instead of {expected[name]}"
-                for name, (_, shape) in types.items()
-                if name in expected and tuple(shape) != expected[name]
-            ],
-        ),
-        *_named(
-            "tensors of a dtype that weights do not have here",
-            [f"{name} ({dtype})" for name, (dtype, _) in types.items() if dtype not in CODES],
-        ),
-    ]
-    if problems:
-        raise ConfigError.many([f"{where}: {problem}" for problem in problems])
+    found = {
+        "missing tensors": [name for name in expected if name not in types],
+        "tensors that config.json does not ask for": [name for name in types if name not in expected],
+        "tensors of another shape than config.json asks for": [
+            f"{name} {shape} instead of {expected[name]}"
+            for name, (_, shape) in types.items()
+            if name in expected and tuple(shape) != expected[name]
+        ],
+        "tensors of a dtype that weights do not have here": [
+            f"{name} ({dtype})" for name, (dtype, _) in types.items() if dtype not in CODES
+        ],
+    }
+    if any(found.values()):
+        problems = {what: shortened(which, separator=", ") for what, which in found.items() if which}
+        raise ConfigError.many([f"{where}: {what}: {which}" for what, which in problems.items()])
     return {name: types[name] for name in expected}
 
 
@@ -70,13 +66,6 @@ def _check_tied(source: ModelSource) -> None:
 def num_parameters(types: TensorTypes) -> int:
     """Number of elements of all tensors."""
     return sum(prod(shape) for _, shape in types.values())
-
-
-def _named(what: str, which: list[str]) -> list[str]:
-    if not which:
-        return []
-    more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
-    return [f"{what}: {', '.join(which[:_SHOWN])}{more}"]
 
 
 def inside(directory: Path, name: str, minimum: int = 0) -> Path:

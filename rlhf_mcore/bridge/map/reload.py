@@ -30,14 +30,16 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         group: one of ``EngineMap.repacked``.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta
+    from vllm.platforms import current_platform
 
-    module = model.get_submodule(group[0].module)
+    module: Any = model.get_submodule(group[0].module)
     layerwise.initialize_layerwise_reload(module)
     info = layerwise.get_layerwise_info(module)
     try:
         meta.materialize_layer(module, info)
         yield {p.name: getattr(module, p.name.rpartition(".")[2]).data.view(-1) for p in group}
-        _forget_packed_experts(module)
+        if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
         layerwise._layerwise_process(module, info)
     finally:
         if info.can_load():  # it was not processed: put back what was there
@@ -47,14 +49,6 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         sharer: Any = model.get_submodule(alias.rpartition(".")[0])
         if sharer is not module:
             sharer.quant_method.process_weights_after_loading(sharer)
-
-
-def _forget_packed_experts(module: Any) -> None:
-    """On the CPU, vLLM packs experts only while it builds their kernel: without this a reload leaves them unpacked (0.32)."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
-        module.quant_method.moe_kernel = None
 
 
 @contextmanager
