@@ -244,6 +244,9 @@ class TrainBatch:
     turn_rewards: Tensor | None = (
         None  # [N] float32: rewards of turns at their last tokens; None where no turn of the step has one
     )
+    # [N] int32: version of the policy that sampled a token, zero outside loss_mask; None in a synchronous run, whose is policy_version
+    versions: Tensor | None = None
+    policy_version: int = 0  # of the weights at the start of the step's updates
     ref_logprobs: Tensor | None = None  # [N] float32, as all that follow zero outside loss_mask
     old_logprobs: Tensor | None = None  # [N] float32
     old_values: Tensor | None = None  # [N] float32: value of the state before each token

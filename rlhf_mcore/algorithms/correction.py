@@ -32,9 +32,25 @@ def rollout_ratio_statistics(
     }
 
 
+def mode_of(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> str:
+    """The mode that is configured, or that of such a run."""
+    return cfg.mode or ("token" if is_asynchronous else "off")
+
+
+def takes_part(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> bool:
+    """Whether any factor may be other than 1."""
+    limits = (cfg.max_token_staleness, cfg.max_response_staleness)
+    return mode_of(cfg, is_asynchronous) != "off" or (is_asynchronous and limits != (None, None))
+
+
 @torch.no_grad()
 def rollout_correction(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    rows: OwnedRows,
+    cfg: RolloutCorrectionConfig,
+    staleness: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Factors of the policy loss's token weights that make up for the engine sampling from another distribution than the trainer's.
 
@@ -43,37 +59,70 @@ def rollout_correction(
     - ``token``: min(rho_t, cap): truncated importance sampling (Espeholt et al. 2018, IMPALA, arXiv 1802.01561, section 4.1;
       Ionides 2008);
     - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
-    - ``off``: 1.
+    - ``off``: 1;
+    - None: ``token`` with ``staleness``, else ``off``.
 
-    Where the ratio, before the cap, is outside of [mask_low, mask_high] the factor is 0. The counts by which a loss is divided stay.
-    As in verl, NeMo-RL and TRL the factors are of the policy term alone: KL and entropy hold the policy back on every token.
-    Log ratios are clamped to +-``MAX_LOG_RATIO``.
+    Where the engine's policy is an older one, behaviour, this makes the decoupled objective of a clipped loss (Hilton et al. 2022,
+    arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5): ``old_logprobs``, of the trainer's weights before the step's updates,
+    are those of the proximal policy, around which the loss clips, and rho is proximal over behaviour.
+
+    Where the ratio, before the cap, is outside of [mask_low, mask_high] the factor is 0. So it is, with every mode, at tokens more
+    than ``max_token_staleness`` versions old, and in responses with a token more than ``max_response_staleness`` old. The counts by
+    which a loss is divided stay. As in verl, NeMo-RL and TRL the factors are of the policy term alone: KL and entropy hold the policy
+    back on every token. Log ratios are clamped to +-``MAX_LOG_RATIO``.
 
     Args:
         old_logprobs, rollout_logprobs: [N], of the rows that this rank owns.
         loss_mask: [N] bool; outside of it the inputs may be anything and the factor is 0.
         rows: which these are.
+        staleness: [N] int: versions from the policy that sampled a token to that of ``old_logprobs``; None in a synchronous run.
 
     Returns:
         [N] float32 factors, and statistics of the ratios of all rows, of tokens (``off``, ``token``) or responses (``sequence``):
-        ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` and
-        ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 where all are equal. Empty masks give ones, and
-        fractions of 0.
+        ``ratio_mean``, ``ratio_max``, ``ratio_min``, ``clipped_fraction`` (above the cap, and not masked), ``masked_fraction`` (not
+        in the band) and ``effective_sample_size`` = (sum w)^2 / (n sum w^2) of the factors w, 1 where all are equal. Empty masks
+        give ones, and fractions of 0. With ``staleness``, of tokens: ``staleness_mean``, ``staleness_max``, and
+        ``stale_fraction``, the share that is left out for it.
     """
+    mode = mode_of(cfg, staleness is not None)
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
-    if cfg.mode == "sequence":  # the same number at every token of a row, and one of them is counted
+    if mode == "sequence":  # the same number at every token of a row, and one of them is counted
         log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
         counted = rows.last(loss_mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.ones_like(ratio, dtype=torch.bool)
     factor = torch.ones_like(ratio)
-    if cfg.mode != "off":
+    if mode != "off":
         kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
         kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
         factor = torch.where(kept, ratio.clamp(max=cfg.cap), 0)
-    is_capped = (ratio > cfg.cap) & kept if cfg.mode != "off" else torch.zeros_like(kept)
-    return torch.where(loss_mask, factor, 0), _statistics(ratio, factor, kept, is_capped, counted, rows)
+    is_capped = (ratio > cfg.cap) & kept if mode != "off" else torch.zeros_like(kept)
+    ages: dict[str, float] = {}
+    if staleness is not None:
+        is_stale, ages = _stale(staleness, loss_mask, rows, cfg)
+        factor = torch.where(is_stale, 0, factor)
+    factor = torch.where(loss_mask, factor, 0)
+    return factor, _statistics(ratio, factor, kept, is_capped, counted, rows) | ages
+
+
+def _stale(
+    staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """[N] bool: tokens that are left out as too old. And statistics over all rows."""
+    newest, oldest = rows.extremes(staleness, loss_mask)  # [B]
+    assert not (newest < 0).any(), "tokens of a policy that the trainer does not have yet"
+    is_stale = torch.zeros_like(loss_mask)
+    if cfg.max_token_staleness is not None:
+        is_stale |= staleness > cfg.max_token_staleness
+    if cfg.max_response_staleness is not None:
+        is_stale |= rows.to_tokens(oldest) > cfg.max_response_staleness
+    count = rows.sums(torch.ones_like(staleness), loss_mask).sum().clamp(min=1)
+    return is_stale, {
+        "staleness_mean": float(rows.sums(staleness, loss_mask).sum() / count),
+        "staleness_max": float(oldest.max()) if rows.num_rows else 0.0,
+        "stale_fraction": float(rows.sums(is_stale, loss_mask).sum() / count),
+    }
 
 
 def _statistics(

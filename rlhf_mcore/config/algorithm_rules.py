@@ -73,9 +73,10 @@ def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.rollout_correction
     low, high = correction.mask_low, correction.mask_high
     prefix = "algorithm.rollout_correction."
-    if correction.mode == "off" and (low is not None or high is not None):
+    if correction.mode in (None, "off") and (low is not None or high is not None):
         key, value = ("mask_low", low) if low is not None else ("mask_high", high)
-        yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token or sequence"
+        mode = correction.mode or "null"
+        yield f"{prefix}{key}={value:g} needs a ratio, {prefix}mode={mode} names none; choose token or sequence"
     if low is not None and high is not None and low >= high:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"
 

@@ -68,6 +68,18 @@ def flat_fields(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(values) for name, values in tensors.items()}
 
 
+def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
+    """Version of the policy that sampled each token, and zero at other tokens, of trajectories back to back: [N] int32."""
+    flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.int32), 0
+    for trajectory in trajectories:
+        stop = start + len(trajectory.token_ids)
+        for first, version in trajectory.versions:  # each holds until the next one begins
+            flat[start + first : stop] = version
+        flat[start:stop][~trajectory.loss_mask] = 0
+        start = stop
+    return torch.from_numpy(flat)
+
+
 def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:
     """Rewards of turns at the last token of each, and zeros, of trajectories back to back: [N] float32."""
     flat, start = np.zeros(sum(len(t.token_ids) for t in trajectories), np.float32), 0

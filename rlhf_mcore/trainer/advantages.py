@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rlhf_mcore.algorithms.correction import rollout_correction
+from rlhf_mcore.algorithms.correction import rollout_correction, takes_part
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
@@ -69,9 +69,13 @@ class AdvantageComputer:
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""
         assert batch.old_logprobs is not None
-        cfg = self.cfg.rollout_correction
-        factors, found = rollout_correction(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows, cfg)
-        batch.correction = factors if cfg.mode != "off" else None
+        cfg, staleness = self.cfg.rollout_correction, None
+        if batch.versions is not None:
+            staleness = batch.policy_version - batch.versions
+        factors, found = rollout_correction(
+            batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask, rows, cfg, staleness
+        )
+        batch.correction = factors if takes_part(cfg, batch.versions is not None) else None
         return {f"rollout/{name}": value for name, value in found.items()}
 
     def _advantages(self, batch: TrainBatch, rewards: Tensor, rows: OwnedRows) -> dict[str, float]:

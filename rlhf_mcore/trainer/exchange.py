@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 from rlhf_mcore.config.errors import shortened
-from rlhf_mcore.data.episodes import flat_fields, turn_rewards
+from rlhf_mcore.data.episodes import flat_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
@@ -34,10 +34,14 @@ class Exchanged:
 
 @dataclass(frozen=True, slots=True)
 class RowExchange:
-    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``."""
+    """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``.
+
+    ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
+    """
 
     samples_per_prompt: int
     move: Move = move_rows
+    asynchronous: bool = False
 
     def __call__(
         self,
@@ -68,7 +72,7 @@ class RowExchange:
             place, sample = divmod(row, num_samples)
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
-        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move)
+        batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move, self.asynchronous)
         return Exchanged(batch, *_score_statistics(scores))
 
 
@@ -79,6 +83,7 @@ def exchange_rows(
     group_ids: Tensor,
     name: Callable[[int], str] = "row {}".format,
     move: Move = move_rows,
+    asynchronous: bool = False,
 ) -> TrainBatch:
     """Rows ``numbers`` (ascending), which this rank has drawn, and those of all other ranks as a batch. Collective over the world.
 
@@ -86,12 +91,15 @@ def exchange_rows(
         scores: of the trajectories.
         group_ids: [B] which prompt of the step each row belongs to.
         name: of a row, for messages.
+        asynchronous: the batch has ``versions``.
 
     Raises:
         LostTrajectory: the ranks together do not have each of the B rows once, or a row is not what it was when it has arrived.
         RuntimeError: a row has no finite score.
     """
     num_rows, sent = len(group_ids), flat_fields(trajectories)
+    if asynchronous:
+        sent["versions"] = token_versions(trajectories)
     facts = [
         (len(t.token_ids), t.num_sampled, t.is_truncated, dist.get_rank(), any(turn.reward for turn in t.turns))
         for t in trajectories
@@ -133,6 +141,7 @@ def exchange_rows(
         loss_mask=moved["loss_mask"],
         rollout_logprobs=moved["rollout_logprobs"],
         turn_rewards=moved.get("turn_rewards"),
+        versions=moved.get("versions"),
     )
 
 

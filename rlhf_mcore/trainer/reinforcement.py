@@ -61,6 +61,7 @@ class PolicyLearner:
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
         """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective."""
+        batch.policy_version = step - 1  # which the last step has published
         self._compute(step, batch)
         metrics = agreement_metrics(batch) | self.compute_advantages(batch)
         with self.recorder.phase("update"):

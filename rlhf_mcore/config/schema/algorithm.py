@@ -63,16 +63,29 @@ class RolloutCorrectionConfig:
     Weights and masks apply to the policy term of the loss only.
     """
 
-    mode: str = key(
-        "off",
+    mode: Optional[str] = key(
+        None,
         "weigh the policy term of the loss by the ratio of the trainer's to the engine's probability",
         one_of("off", token="of each token", sequence="of each response"),
+        null="`token` in an asynchronous run, else `off`",
+        more="See [asynchronous runs](algorithms.md#asynchronous-runs).",
     )
     cap: float = key(2.0, "largest weight", ABOVE_0)
     mask_low: Optional[float] = key(
         None, "the policy term leaves out tokens (or responses) of a smaller ratio", AT_LEAST_0, null="none"
     )
     mask_high: Optional[float] = key(None, "and those of a larger ratio", ABOVE_0, null="none")
+    max_token_staleness: Optional[int] = key(
+        None,
+        "the policy term leaves out tokens that an older policy sampled",
+        AT_LEAST_0,
+        null="none",
+        unit="versions before the weights that learn from them",
+        more="With every `mode`. In a synchronous run no token is older.",
+    )
+    max_response_staleness: Optional[int] = key(
+        None, "and responses with an older token", AT_LEAST_0, null="none", unit="versions"
+    )
 
 
 @dataclass

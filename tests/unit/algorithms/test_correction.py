@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_mcore.algorithms.correction import rollout_correction, rollout_ratio_statistics
+from rlhf_mcore.algorithms.correction import rollout_correction, rollout_ratio_statistics, takes_part
+from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.config.schema import RolloutCorrectionConfig
 from tests.rows import everything
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 
 NAN = float("nan")
 
@@ -22,10 +26,11 @@ def distances(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
 
 
 def correction(
-    old: Tensor, rollout: Tensor, mask: Tensor, cfg: RolloutCorrectionConfig
+    old: Tensor, rollout: Tensor, mask: Tensor, cfg: RolloutCorrectionConfig, staleness: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
     """Of tensors [B, T]."""
-    found, statistics = rollout_correction(old.flatten(), rollout.flatten(), mask.flatten(), everything(old), cfg)
+    ages = None if staleness is None else staleness.flatten()
+    found, statistics = rollout_correction(old.flatten(), rollout.flatten(), mask.flatten(), everything(old), cfg, ages)
     return found.view_as(mask), statistics
 
 
@@ -57,10 +62,11 @@ MASK = torch.tensor([[False, True, True], [True, True, False], [False, False, Fa
 RATIOS = torch.tensor([[NAN, 2.0, 8.0], [0.25, 2.0, NAN], [NAN, NAN, NAN]])
 
 
-def corrected(**settings: object) -> tuple[list[list[float]], dict[str, float]]:
+def corrected(staleness: Tensor | None = None, **settings: object) -> tuple[list[list[float]], dict[str, float]]:
     """Factors on the trainable tokens of each row, and statistics."""
     rollout = torch.full((3, 3), -3.0)
-    factors, statistics = correction(rollout + RATIOS.log(), rollout, MASK, RolloutCorrectionConfig(**settings))
+    cfg = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
+    factors, statistics = correction(rollout + RATIOS.log(), rollout, MASK, cfg, staleness)
     assert factors[~MASK].eq(0).all() and factors.dtype == torch.float32
     return [row[mask].tolist() for row, mask in zip(factors, MASK, strict=True)], statistics
 
@@ -111,6 +117,89 @@ def test_a_band_masks_what_lies_outside_of_it():
     assert factors == close([[0.0, 0.0], [0.5, 0.5], []]) and statistics["masked_fraction"] == 0.5
     _, statistics = corrected(mode="token", mask_low=100.0)
     assert statistics["effective_sample_size"] == 0.0
+
+
+# The first row began two versions ago, and its last token one; outside of the mask there may be anything.
+AGES = torch.tensor([[99, 2, 1], [0, 0, 99], [99, 99, 99]])
+
+
+def test_tokens_and_responses_of_older_policies_are_left_out() -> None:
+    factors, statistics = corrected(AGES, mode="off", max_token_staleness=1)
+    assert factors == [[0.0, 1.0], [1.0, 1.0], []]
+    ages = {"staleness_mean": 0.75, "staleness_max": 2.0, "stale_fraction": 0.25}
+    assert ages.items() <= statistics.items()
+    assert statistics["effective_sample_size"] == pytest.approx(0.75) and statistics["masked_fraction"] == 0.0
+    factors, statistics = corrected(AGES, mode="token", cap=4.0, max_response_staleness=1)
+    assert factors == close([[0.0, 0.0], [0.25, 2.0], []])
+    assert statistics["stale_fraction"] == 0.5 and statistics["clipped_fraction"] == 0.25
+    # (1/4 + 2)^2 / (4 (1/16 + 4)): the same size as without the first row, out of four tokens
+    assert statistics["effective_sample_size"] == pytest.approx(2.25**2 / (4 * 4.0625), rel=1e-5)
+    factors, statistics = corrected(AGES, mode="sequence", cap=4.0, max_token_staleness=1)
+    assert factors == close([[0.0, 4.0], [0.5, 0.5], []]), "the ratio is that of the whole response"
+    assert corrected(AGES, mode="token", max_token_staleness=2)[0] == corrected(mode="token")[0]
+
+
+def test_an_asynchronous_run_is_corrected_by_token_unless_it_is_told_otherwise() -> None:
+    assert corrected(AGES)[0] == corrected(mode="token")[0] != corrected()[0] == corrected(mode="off")[0]
+    assert corrected(AGES, mode="off")[0] == corrected()[0]
+    nothing = RolloutCorrectionConfig()
+    assert takes_part(nothing, True) and not takes_part(nothing, False)
+    limited = RolloutCorrectionConfig(mode="off", max_token_staleness=1)
+    assert takes_part(limited, True) and not takes_part(limited, False)
+
+
+def test_a_token_of_a_policy_to_come_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="does not have yet"):
+        corrected(AGES - 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    noise=st.lists(st.lists(st.floats(-0.01, 0.01), min_size=1, max_size=4), min_size=1, max_size=5),
+    mode=st.sampled_from([None, "token", "sequence"]),
+    is_exact=st.booleans(),
+)
+def test_without_staleness_weights_are_1_but_for_the_noise_of_the_engine(
+    noise: list[list[float]], mode: str | None, is_exact: bool
+) -> None:
+    mask = torch.tensor([[t < len(row) for t in range(4)] for row in noise])
+    rollout = torch.linspace(-3, -0.1, mask.numel()).view_as(mask)
+    off = torch.tensor([[0.0 if is_exact else x for x in row] + [NAN] * (4 - len(row)) for row in noise])
+    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=0, max_response_staleness=0)
+    factors, statistics = correction(rollout + off, rollout, mask, cfg, torch.zeros(mask.shape, dtype=torch.int32))
+    assert statistics["stale_fraction"] == statistics["staleness_max"] == 0.0
+    if is_exact:
+        assert factors[mask].eq(1).all() and statistics["effective_sample_size"] == 1.0
+    assert factors[mask].log().abs().max() <= 0.01 * (4 if mode == "sequence" else 1) + 1e-6
+    assert 1 - statistics["effective_sample_size"] <= math.expm1(0.08)
+
+
+@pytest.mark.parametrize("mode", [None, "sequence"])
+def test_who_owns_a_row_changes_no_bit(mode: str | None) -> None:
+    """Factors, and statistics over all rows, the effective sample size among them."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3, 1, 4, 1, 5, 2])
+    old, rollout = (torch.randn(16, generator=generator) for _ in range(2))
+    ages = torch.randint(0, 4, (16,), generator=generator, dtype=torch.int32)
+    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=2, mask_high=3.0 if mode else None)
+
+    mask = torch.arange(16) % 5 > 0
+    alone = OwnedRows(torch.arange(6), lengths)
+    factors, statistics = rollout_correction(old, rollout, mask, alone, cfg, ages)
+    assert statistics["stale_fraction"] > 0 and 0 < statistics["effective_sample_size"] < 1
+
+    def body(group: ThreadGroup, owners: Tensor) -> bool:
+        def merge(values: Tensor) -> Tensor:
+            group.reduce(values, dist.ReduceOp.SUM)
+            return values
+
+        rows = OwnedRows((owners == group.rank()).nonzero().flatten(), lengths, merge)
+        mine = (owners == group.rank()).repeat_interleave(lengths)
+        other, found = rollout_correction(old[mine], rollout[mine], mask[mine], rows, cfg, ages[mine])
+        return torch.equal(other, factors[mine]) and found == statistics
+
+    for owners in (torch.tensor([0, 1, 2, 0, 1, 2]), torch.tensor([2, 2, 0, 0, 2, 2])):
+        assert run_ranks(3, partial(body, owners=owners)) == [True] * 3
 
 
 @pytest.mark.parametrize("mode", ["off", "token", "sequence"])

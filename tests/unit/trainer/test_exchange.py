@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.trainer.exchange import Exchanged, RowExchange
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
+from tests.rows import padded
 from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, rows_of, score, trajectory
 
@@ -118,6 +120,37 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
         assert found == rows and means == {"all": 1.0, "first": 2.0}
         for name in ("lengths", "num_sampled", "scores", "truncated", "group_ids"):
             assert torch.equal(getattr(batch, name), getattr(alone, name))
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_versions_of_tokens_do_not_depend_on_who_owns_them(world_size: int) -> None:
+    """Every third response was begun with the policy before, and a turn of the environment is of no policy."""
+    positions, trajectories = made(3)
+    expected = []
+    for k, one in enumerate(trajectories):
+        prompt_length, length = len(one.prompt.prompt_ids), len(one.token_ids)
+        later = min(prompt_length + 2, length)
+        if k % 3 == 0:
+            one.versions = ((prompt_length, 4), (later, 5))
+        one.loss_mask[-1] = k % 2 == 0
+        versions = [0] * prompt_length + [4 if k % 3 == 0 and t < later else 5 for t in range(prompt_length, length)]
+        if k % 3:
+            one.versions = ((prompt_length, 5),)
+        expected.append([*versions[:-1], versions[-1] * (k % 2 == 0)])
+
+    def body(group: ThreadGroup) -> tuple[list[list[int]], Tensor | None]:
+        mine = [k for k, place in enumerate(positions) if place % world_size == group.rank()]
+        drawn, scores = [trajectories[k] for k in mine], [score(trajectories[k]) for k in mine]
+        places = [positions[k] for k in mine]
+        batch = RowExchange(SAMPLES, asynchronous=True)(PROMPTS, places, drawn, scores).batch
+        assert batch.versions is not None and batch.versions.dtype == torch.int32
+        whole = padded(batch, batch.versions)
+        rows = [whole[row, :length].tolist() for row, length in enumerate(batch.lengths.tolist())]
+        return rows, RowExchange(SAMPLES)(PROMPTS, places, drawn, scores).batch.versions
+
+    for found, without in run_ranks(world_size, body):
+        assert found == expected and without is None
 
 
 @pytest.mark.parametrize("fault", ["missing", "doubled", "replaced", "foreign"])
