@@ -32,15 +32,13 @@ def rollout_ratio_statistics(
     }
 
 
-def mode_of(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> str:
-    """The mode that is configured, or that of such a run."""
-    return cfg.mode or ("token" if is_asynchronous else "off")
+RATIO_MODES = ("token", "sequence")
 
 
 def takes_part(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> bool:
     """Whether any factor may be other than 1."""
     limits = (cfg.max_token_staleness, cfg.max_response_staleness)
-    return mode_of(cfg, is_asynchronous) != "off" or (is_asynchronous and limits != (None, None))
+    return cfg.mode in RATIO_MODES or (is_asynchronous and limits != (None, None))
 
 
 @torch.no_grad()
@@ -59,8 +57,7 @@ def rollout_correction(
     - ``token``: min(rho_t, cap): truncated importance sampling (Espeholt et al. 2018, IMPALA, arXiv 1802.01561, section 4.1;
       Ionides 2008);
     - ``sequence``: min(prod_t rho_t, cap) for all tokens of a response, the unbiased ratio but for the cap;
-    - ``off``: 1;
-    - None: ``token`` with ``staleness``, else ``off``.
+    - ``off``: 1.
 
     Where the engine's policy is an older one, behaviour, this makes the decoupled objective of a clipped loss (Hilton et al. 2022,
     arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5): ``old_logprobs``, of the trainer's weights before the step's updates,
@@ -84,20 +81,19 @@ def rollout_correction(
         give ones, and fractions of 0. With ``staleness``, of tokens: ``staleness_mean``, ``staleness_max``, and
         ``stale_fraction``, the share that is left out for it.
     """
-    mode = mode_of(cfg, staleness is not None)
     difference = at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs)
     log_ratio, counted = torch.where(loss_mask, difference, 0), loss_mask
-    if mode == "sequence":  # the same number at every token of a row, and one of them is counted
+    if cfg.mode == "sequence":  # the same number at every token of a row, and one of them is counted
         log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
         counted = rows.last(loss_mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     kept = torch.ones_like(ratio, dtype=torch.bool)
     factor = torch.ones_like(ratio)
-    if mode != "off":
+    if cfg.mode in RATIO_MODES:
         kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
         kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
         factor = torch.where(kept, ratio.clamp(max=cfg.cap), 0)
-    is_capped = (ratio > cfg.cap) & kept if mode != "off" else torch.zeros_like(kept)
+    is_capped = (ratio > cfg.cap) & kept if cfg.mode in RATIO_MODES else torch.zeros_like(kept)
     ages: dict[str, float] = {}
     if staleness is not None:
         is_stale, ages = _stale(staleness, loss_mask, rows, cfg)

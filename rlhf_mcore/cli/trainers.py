@@ -117,7 +117,7 @@ def rl_trainer(run: RunContext) -> Trainer:
             sampling,
             reward,
             DynamicSampling(dynamic.max_batches) if dynamic.enabled else PlainSampling(),
-            RowExchange(sampling.n),
+            RowExchange(sampling.n, asynchronous=cfg.trainer.max_staleness > 0),
             record,
         ),
         learner=PolicyLearner(roles, estimation, record),

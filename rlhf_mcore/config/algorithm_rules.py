@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES
-from rlhf_mcore.config.derive import needs_critic
+from rlhf_mcore.config.derive import correction_mode, needs_critic
 from rlhf_mcore.config.schema import AlgorithmConfig, Config
 
 
@@ -45,7 +45,7 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"{algorithm.policy_loss}; set it to null"
         )
     yield from _kl_problems(algorithm)
-    yield from _correction_problems(algorithm)
+    yield from _correction_problems(cfg)
     yield from _overlong_problems(cfg)
 
 
@@ -69,16 +69,18 @@ def _kl_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.kl.controller.{needed}=null: the {controller.name} controller needs one; give it a number"
 
 
-def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    correction = algorithm.rollout_correction
+def _correction_problems(cfg: Config) -> Iterator[str]:
+    correction, bound = cfg.algorithm.rollout_correction, cfg.trainer.max_staleness
     low, high = correction.mask_low, correction.mask_high
     prefix = "algorithm.rollout_correction."
-    if correction.mode in (None, "off") and (low is not None or high is not None):
+    if correction_mode(cfg) == "off" and (low is not None or high is not None):
         key, value = ("mask_low", low) if low is not None else ("mask_high", high)
-        mode = correction.mode or "null"
-        yield f"{prefix}{key}={value:g} needs a ratio, {prefix}mode={mode} names none; choose token or sequence"
+        yield f"{prefix}{key}={value:g} has no effect with {prefix}mode=off; choose token or sequence"
     if low is not None and high is not None and low >= high:
         yield f"{prefix}mask_low={low:g} is not below {prefix}mask_high={high:g}; lower it"
+    for key in ("max_token_staleness", "max_response_staleness"):
+        if (limit := getattr(correction, key)) is not None and limit >= bound:
+            yield f"{prefix}{key}={limit} has no effect: no token is older than trainer.max_staleness={bound}; set it to null"
 
 
 def _overlong_problems(cfg: Config) -> Iterator[str]:

@@ -110,6 +110,7 @@ def resolve(cfg: Config) -> Config:
 
 def _resolve_algorithm(cfg: Config) -> None:
     algorithm, longest = cfg.algorithm, cfg.rollout.sampling.max_new_tokens
+    algorithm.rollout_correction.mode = correction_mode(cfg)
     if algorithm.constant_length is None:
         algorithm.constant_length = longest
     if algorithm.overlong.max_tokens is None:
@@ -118,6 +119,11 @@ def _resolve_algorithm(cfg: Config) -> None:
         algorithm.overlong.cache_tokens = max(algorithm.overlong.max_tokens // 5, 1)
     if algorithm.kl.controller.steps is None:
         algorithm.kl.controller.steps = cfg.trainer.num_steps
+
+
+def correction_mode(cfg: Config) -> str:
+    """How the policy term is weighed: where tokens may be of older policies, by the ratio of each."""
+    return cfg.algorithm.rollout_correction.mode or ("token" if cfg.trainer.max_staleness else "off")
 
 
 def needs_critic(cfg: Config) -> bool:

@@ -67,7 +67,7 @@ class RolloutCorrectionConfig:
         None,
         "weigh the policy term of the loss by the ratio of the trainer's to the engine's probability",
         one_of("off", token="of each token", sequence="of each response"),
-        null="`token` in an asynchronous run, else `off`",
+        null="`token` with `trainer.max_staleness`, else `off`",
         more="See [asynchronous runs](algorithms.md#asynchronous-runs).",
     )
     cap: float = key(2.0, "largest weight", ABOVE_0)
@@ -81,7 +81,7 @@ class RolloutCorrectionConfig:
         AT_LEAST_0,
         null="none",
         unit="versions before the weights that learn from them",
-        more="With every `mode`. In a synchronous run no token is older.",
+        more="With every `mode`. Tokens older than `trainer.max_staleness` are not there.",
     )
     max_response_staleness: Optional[int] = key(
         None, "and responses with an older token", AT_LEAST_0, null="none", unit="versions"

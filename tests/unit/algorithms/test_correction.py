@@ -139,11 +139,9 @@ def test_tokens_and_responses_of_older_policies_are_left_out() -> None:
     assert corrected(AGES, mode="token", max_token_staleness=2)[0] == corrected(mode="token")[0]
 
 
-def test_an_asynchronous_run_is_corrected_by_token_unless_it_is_told_otherwise() -> None:
-    assert corrected(AGES)[0] == corrected(mode="token")[0] != corrected()[0] == corrected(mode="off")[0]
-    assert corrected(AGES, mode="off")[0] == corrected()[0]
-    nothing = RolloutCorrectionConfig()
-    assert takes_part(nothing, True) and not takes_part(nothing, False)
+def test_limits_of_staleness_are_for_asynchronous_runs() -> None:
+    nothing = RolloutCorrectionConfig(mode="off")
+    assert not takes_part(nothing, True) and takes_part(RolloutCorrectionConfig(mode="token"), False)
     limited = RolloutCorrectionConfig(mode="off", max_token_staleness=1)
     assert takes_part(limited, True) and not takes_part(limited, False)
 
@@ -156,11 +154,11 @@ def test_a_token_of_a_policy_to_come_is_an_error() -> None:
 @settings(max_examples=50, deadline=None)
 @given(
     noise=st.lists(st.lists(st.floats(-0.01, 0.01), min_size=1, max_size=4), min_size=1, max_size=5),
-    mode=st.sampled_from([None, "token", "sequence"]),
+    mode=st.sampled_from(["off", "token", "sequence"]),
     is_exact=st.booleans(),
 )
 def test_without_staleness_weights_are_1_but_for_the_noise_of_the_engine(
-    noise: list[list[float]], mode: str | None, is_exact: bool
+    noise: list[list[float]], mode: str, is_exact: bool
 ) -> None:
     mask = torch.tensor([[t < len(row) for t in range(4)] for row in noise])
     rollout = torch.linspace(-3, -0.1, mask.numel()).view_as(mask)
@@ -174,14 +172,14 @@ def test_without_staleness_weights_are_1_but_for_the_noise_of_the_engine(
     assert 1 - statistics["effective_sample_size"] <= math.expm1(0.08)
 
 
-@pytest.mark.parametrize("mode", [None, "sequence"])
-def test_who_owns_a_row_changes_no_bit(mode: str | None) -> None:
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_who_owns_a_row_changes_no_bit(mode: str) -> None:
     """Factors, and statistics over all rows, the effective sample size among them."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([3, 1, 4, 1, 5, 2])
     old, rollout = (torch.randn(16, generator=generator) for _ in range(2))
     ages = torch.randint(0, 4, (16,), generator=generator, dtype=torch.int32)
-    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=2, mask_high=3.0 if mode else None)
+    cfg = RolloutCorrectionConfig(mode=mode, max_token_staleness=2, mask_high=3.0)
 
     mask = torch.arange(16) % 5 > 0
     alone = OwnedRows(torch.arange(6), lengths)

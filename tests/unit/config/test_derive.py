@@ -26,6 +26,21 @@ def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ([], "off"),
+        (["trainer.max_staleness=1"], "token"),
+        (["trainer.max_staleness=1", "algorithm.rollout_correction.mode=off"], "off"),
+        (["algorithm.rollout_correction.mode=sequence"], "sequence"),
+    ],
+)
+def test_an_asynchronous_run_weighs_tokens_unless_it_is_told_otherwise(
+    workspace: Any, overrides: list[str], mode: str
+) -> None:
+    assert resolve(load_config("run.yaml", overrides)).algorithm.rollout_correction.mode == mode
+
+
+@pytest.mark.parametrize(
     ("overrides", "needed"),
     [
         ([], False),

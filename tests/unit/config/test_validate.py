@@ -127,13 +127,17 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             None,
             ["algorithm.kl.controller.final=null", "linear", "number"],
         ),
-        (["algorithm.rollout_correction.mask_low=0.5"], None, ["mask_low=0.5", "mode=null", "token or sequence"]),
+        (["algorithm.rollout_correction.mask_low=0.5"], None, ["mask_low=0.5", "mode=off", "token or sequence"]),
         (
             ["algorithm.rollout_correction={mode: off, mask_high: 2}"],
             None,
             ["mask_high=2", "mode=off", "token or sequence"],
         ),
-        (["algorithm.rollout_correction.max_token_staleness=-1"], None, ["max_token_staleness=-1", "at least 0"]),
+        (
+            ["algorithm.rollout_correction.max_token_staleness=0"],
+            None,
+            ["max_token_staleness=0", "trainer.max_staleness=0", "set it to null"],
+        ),
         (
             ["algorithm.rollout_correction={mode: token, mask_low: 2, mask_high: 2}"],
             None,
