@@ -108,6 +108,96 @@ class WeightTarget(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How a process joins a process group whose members have no world in common.
+
+    ``name`` is used once in a run. The store listens on ``address`` and ``port``, in the process with ``rank`` 0. ``timeout_s`` limits
+    how long joining may take, and how long an operation may wait for other ranks.
+    """
+
+    name: str
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
+class PeersLost(RuntimeError):
+    """Other ranks of a group are gone or do not answer. Nothing is wrong with the rank that raises it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """One rank of a rollout engine in a process of its own.
+
+    ``engine`` is the engine's name. ``process`` is unique in a run: a rank that was started again has another one.
+    """
+
+    engine: str
+    process: str
+
+
+class RemoteEngines(Protocol):
+    """The engines of other processes, as the trainer's first rank controls them while weights are transferred.
+
+    The order is: ``pause``; ``join``, where the processes or their group have changed, and ``finish``; ``begin_sync`` and ``finish``;
+    ``resume``. After a failure it begins again with ``pause``.
+    """
+
+    def pause(self) -> list[EngineProcess]:
+        """Stop all engines between two of their steps. Those that are well, in the order of their ranks in a group.
+
+        The ranks of an engine follow each other. Engines that have been started, or started again, and are ready, are among them.
+        """
+        ...
+
+    def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
+        """Let the k-th process that ``pause`` has returned call :meth:`WeightReceiver.join` with ``specs[k]``. Returns at once."""
+        ...
+
+    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+        """Let every process that has joined call :meth:`WeightReceiver.sync`. Returns at once."""
+        ...
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Wait for what was begun last. What went wrong, with the name of the engine; [] where all is well.
+
+        An engine has failed if one of its processes is gone, does not answer in time, or has raised anything but :class:`PeersLost`.
+        ``pause`` leaves it out until it has been started again. Processes that have raised PeersLost stay.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Let engines generate again. Their weights are whole."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """A process of a remote engine, as the other end of the transfer. One thread calls it, between two steps of the engine."""
+
+    def join(self, spec: GroupSpec, bridge: str) -> None:
+        """Leave the group, if there is one, join another and plan the transfers in it. ``bridge`` is what the trainer has sent.
+
+        Raises:
+            PeersLost: the others have not come, or are lost.
+        """
+        ...
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+        """Receive weights. After an error the engine has none that may be used, and the group is left.
+
+        Raises:
+            PeersLost: others of the group are lost.
+        """
+        ...
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. The weights stay as they are."""
+        ...
+
+
 class Sleeper(Protocol):
     """What gives its device memory to others for a while."""
 
