@@ -189,6 +189,68 @@ def test_rollout_correction(mode: str, masked: bool, spread: float) -> None:
     assert_same(factors.view_as(batch.mask), expected, batch.mask)
 
 
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("mode", ["token", "sequence"])
+def test_effective_sample_size(mode: str, spread: float) -> None:
+    """verl's counts tokens with their response's weight, ours responses: the same for responses of one length."""
+    batch = Ragged(10, spread=spread)
+    if mode == "sequence":
+        batch.mask[:, :] = True
+    cfg = RolloutCorrectionConfig(mode=mode, cap=1.5)
+    rows = everything(batch.mask)
+    _, found = rollout_correction(batch.old.flatten(), batch.rollout.flatten(), batch.mask.flatten(), rows, cfg)
+    _, expected = verl.rollout_corr_helper.compute_rollout_correction_weights(
+        batch.old - batch.rollout, batch.floats, rollout_is=mode, rollout_is_threshold=1.5
+    )
+    assert found["effective_sample_size"] == pytest.approx(expected["rollout_is_eff_sample_size"], rel=1e-6)
+    assert found["effective_sample_size"] < 0.97
+
+
+@pytest.mark.parametrize("aggregation", ["token", "constant"])
+@pytest.mark.parametrize(("ours", "theirs"), [("ppo_clip", "vanilla"), ("gspo", "gspo"), ("cispo", "cispo")])
+@pytest.mark.parametrize(("mode", "rejection"), [("token", "token_k1"), ("sequence", "seq_sum_k1")])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("seed", [11, 13])
+def test_the_decoupled_objective(
+    seed: int, masked: bool, mode: str, rejection: str, ours: str, theirs: str, aggregation: str
+) -> None:
+    """Three policies: the sampling is weighed by proximal over behaviour, the clipping is around the proximal one.
+
+    verl takes what it rejects out of the counts of ``sequence`` too, ours stay; gspo's ratio is over the tokens left, or all.
+    """
+    batch = Ragged(seed, spread=0.4)
+    low, high = (0.6, 1 / 0.6) if masked else (None, None)
+    correction = RolloutCorrectionConfig(mode=mode, cap=1.2, mask_low=low, mask_high=high)
+    cfg = AlgorithmConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    factors, found = rollout_correction(
+        batch.old.flatten(), batch.rollout.flatten(), batch.mask.flatten(), everything(batch.mask), correction
+    )
+    helper, log_ratio = verl.rollout_corr_helper, batch.old - batch.rollout
+    weights, _ = helper.compute_rollout_correction_weights(
+        log_ratio, batch.floats, rollout_is=mode, rollout_is_threshold=1.2
+    )
+    kept = batch.floats
+    if masked:
+        assert found["masked_fraction"] > 0
+        kept, _ = helper.compute_rollout_rejection_mask(log_ratio, kept, rejection, f"{low}_{high}")
+    if ours == "gspo" and mode == "token":
+        weights, kept = weights * kept, batch.floats
+    loss = verl.core_algos.get_policy_loss_fn(theirs)
+    assert_same_with_gradient(
+        lambda new: find_policy_loss(ours)(batch.loss_inputs(new, aggregation, factors.view_as(batch.mask)), cfg)[0],
+        lambda new: loss(
+            batch.old,
+            new,
+            batch.advantages,
+            kept,
+            loss_agg_mode=AGGREGATIONS[aggregation],
+            config=actor_config(cfg),
+            rollout_is_weights=weights,
+        )[0],
+        batch.new,
+    )
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("scale", [1.0, 50.0])
 def test_logprobs_and_entropy(temperature: float, scale: float) -> None:

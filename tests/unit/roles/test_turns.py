@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.config.schema import AlgorithmConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from rlhf_mcore.config.schema import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    RolloutCorrectionConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
@@ -84,15 +90,16 @@ def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
     return Actor(trained, 1.0, algorithm)
 
 
-def expected_gradient() -> Tensor:
+def expected_gradient(learned_turns: tuple[bool, bool] = (True, True)) -> Tensor:
     """Policy gradient of GRPO at ratio 1, written down token by token: the context of a token is the one before it."""
     table = Lookup().table.detach().double().requires_grad_()
     log_p = table.log_softmax(-1)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for (first, answer, second), advantage in zip(WRITTEN, (0.5**0.5, -(0.5**0.5)), strict=True):
-        learned = [*zip([2, *first[:-1]], first, strict=True), *zip([answer[-1], *second[:-1]], second, strict=True)]
-        total = total - sum(advantage * log_p[before, now] for before, now in learned)
-        count += len(learned)
+        turns = zip([2, *first[:-1]], first, strict=True), zip([answer[-1], *second[:-1]], second, strict=True)
+        for turn, learned in zip(turns, learned_turns, strict=True):
+            total = total - sum(advantage * log_p[before, now] for before, now in turn if learned)
+        count += len(first) + len(second)
     (total / count).backward()
     assert table.grad is not None
     return table.grad
@@ -127,3 +134,31 @@ def test_both_turns_of_the_policy_learn_and_what_the_environment_wrote_does_not(
     for _, advantages, outside in ranks:
         assert advantages == [pytest.approx([0.5**0.5] * 5, abs=3e-6), pytest.approx([-(0.5**0.5)] * 3, abs=3e-6)]
         assert outside.abs().sum() == 0
+
+
+@pytest.mark.usefixtures("world", "rank_threads")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_turn_that_an_older_policy_wrote_may_be_left_out(world_size: int) -> None:
+    """The first turns are of version 3, the second ones of version 4; version 5 learns. The counts stay."""
+    correction = RolloutCorrectionConfig(mode="off", max_token_staleness=1)
+    algorithm = AlgorithmConfig(advantage="grpo", loss_aggregation="token", rollout_correction=correction)
+
+    def body(group: ThreadGroup) -> tuple[Tensor, dict[str, float]]:
+        mine = [sample for sample in range(2) if sample % world_size == group.rank()]
+        drawn, scores = [sampled(sample) for sample in mine], [Score(SCORES[sample]) for sample in mine]
+        batch = RowExchange(2, asynchronous=True)([PROMPT], [0] * len(mine), drawn, scores).batch
+        batch.policy_version = 5
+        model = Lookup(layout=ParallelLayout(world_size))
+        which = actor(model, algorithm, packing=True)
+        batch.old_logprobs = which.compute_logprobs(batch)
+        metrics = AdvantageComputer(algorithm)(batch)
+        which.deliver_update(batch)()
+        assert model.table.grad is not None
+        return model.table.grad, metrics
+
+    ranks = run_ranks(world_size, body)
+    gradient = torch.stack([grad for grad, _ in ranks]).sum(0).double()
+    torch.testing.assert_close(gradient, expected_gradient((False, True)), rtol=1e-4, atol=1e-6)
+    for _, metrics in ranks:  # 3 of 8 tokens are two versions old, the others one
+        assert metrics["rollout/staleness_mean"] == 11 / 8 and metrics["rollout/staleness_max"] == 2
+        assert metrics["rollout/stale_fraction"] == 3 / 8 and metrics["rollout/effective_sample_size"] == 5 / 8

@@ -1,0 +1,79 @@
+"""Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) token by token, against the correction and the clipped loss together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.algorithms.correction import rollout_correction
+from rlhf_mcore.algorithms.policy_loss import ppo_clip
+from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
+from tests.rows import everything
+from tests.unit.algorithms.tokens import loss_inputs
+
+LOW, HIGH, CAP = 0.2, 0.3, 2.0
+MAX_TOKEN_STALENESS = 2
+
+
+@dataclass
+class Token:
+    """Logprobs under three policies, the advantage, and how many versions behaviour is behind proximal."""
+
+    behaviour: float
+    proximal: float
+    current: float
+    advantage: float
+    staleness: int
+
+
+def term(token: Token) -> tuple[float, float]:
+    """Loss of a token, and its derivative by the current logprob."""
+    weight = min(math.exp(token.proximal - token.behaviour), CAP)
+    if token.staleness > MAX_TOKEN_STALENESS:
+        weight = 0.0
+    ratio = math.exp(token.current - token.proximal)
+    clipped = max(1 - LOW, min(1 + HIGH, ratio))
+    taken = min(ratio * token.advantage, clipped * token.advantage)
+    has_gradient = ratio == clipped or ratio * token.advantage < clipped * token.advantage
+    return -weight * taken, -weight * token.advantage * ratio * has_gradient
+
+
+logprobs = st.floats(-3, -0.1)
+tokens = st.builds(Token, logprobs, logprobs, logprobs, st.floats(-2, 2), st.integers(0, 4))
+responses = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=responses)
+def test_against_the_equation(rows: list[list[Token]]) -> None:
+    every = [token for row in rows for token in row]
+    ratios = [math.exp(token.current - token.proximal) for token in every]
+    assume(all(abs(ratio - edge) > 1e-3 for ratio in ratios for edge in (1 - LOW, 1 + HIGH)))
+    mask = torch.tensor([[t < len(row) for t in range(4)] for row in rows])
+
+    def padded(name: str) -> torch.Tensor:
+        return torch.tensor([[getattr(token, name) for token in row] + [7] * (4 - len(row)) for row in rows])
+
+    current = padded("current").double().requires_grad_()
+    proximal, ages = padded("proximal").double(), padded("staleness").flatten()
+    cfg = RolloutCorrectionConfig(mode="token", cap=CAP, max_token_staleness=MAX_TOKEN_STALENESS)
+    behaviour = padded("behaviour").double().flatten()
+    factors, found = rollout_correction(proximal.flatten(), behaviour, mask.flatten(), everything(mask), cfg, ages)
+    made = loss_inputs(current, proximal, padded("advantage").double(), mask / len(every))
+    made.weights = made.weights * factors.view_as(mask)
+    loss, _ = ppo_clip(made, AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
+    loss.backward()
+    expected = [term(token) for token in every]
+    assert current.grad is not None
+    assert loss.item() == pytest.approx(sum(value for value, _ in expected) / len(every), abs=1e-6)
+    gradient = [slope / len(every) for _, slope in expected]
+    assert current.grad[mask].tolist() == pytest.approx(gradient, abs=1e-6) and current.grad[~mask].eq(0).all()
+    assert found["staleness_mean"] == pytest.approx(sum(token.staleness for token in every) / len(every))
+    assert found["staleness_max"] == max(token.staleness for token in every)
+    left_out = sum(token.staleness > MAX_TOKEN_STALENESS for token in every)
+    assert found["stale_fraction"] == pytest.approx(left_out / len(every))
