@@ -21,6 +21,7 @@ TRAINER_STATE = "trainer_state.json"
 DATALOADER = "dataloader.json"
 CONFIG = "config.yaml"
 RNG_FILE = "rng.safetensors"
+ROLLOUTS = "rollouts.safetensors"  # where sampling runs ahead: responses that wait to be learned from
 DOCUMENTS = (TRAINER_STATE, DATALOADER, CONFIG, RNG_FILE)
 TRAINING = "training"  # in the directory of a model: what its optimizer needs
 

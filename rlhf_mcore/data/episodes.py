@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -78,6 +81,58 @@ def token_versions(trajectories: Sequence[Trajectory]) -> Tensor:
         flat[start:stop][~trajectory.loss_mask] = 0
         start = stop
     return torch.from_numpy(flat)
+
+
+def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> bytes:
+    """Trajectories under the numbers of their groups as a safetensors file: tokens back to back, all else as JSON in its header."""
+    rows = [(number, trajectory) for number, group in trajectories.items() for trajectory in group]
+    records = [
+        {
+            "group": number,
+            "sample": t.sample,
+            "length": len(t.token_ids),
+            "turns": [(turn.writer, turn.start, turn.stop, turn.reward) for turn in t.turns],
+            "versions": t.versions,
+            "text": t.response_text,
+            "finish_reason": t.finish_reason,
+        }
+        for number, t in rows
+    ]
+    flat = {name: field.numpy() for name, field in flat_fields([t for _, t in rows]).items()}
+    return safetensors.numpy.save(flat, metadata={"records": json.dumps(records)})
+
+
+def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[int, list[Trajectory]]:
+    """What ``encode_trajectories`` has written. ``prompts``: of the groups.
+
+    Raises:
+        ValueError: there is something else in ``content``, or a group has no prompt.
+    """
+    try:
+        flat = safetensors.numpy.load(content)
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        records = json.loads(header["__metadata__"]["records"])
+        found: dict[int, list[Trajectory]] = {}
+        start = 0
+        for record in records:
+            own = slice(start, start := start + record["length"])
+            trajectory = Trajectory(
+                prompts[record["group"]],
+                record["sample"],
+                token_ids=flat["token_ids"][own],
+                loss_mask=flat["loss_mask"][own],
+                logprobs=flat["rollout_logprobs"][own],
+                turns=tuple(Turn(*turn) for turn in record["turns"]),
+                versions=tuple((first, version) for first, version in record["versions"]),
+                response_text=record["text"],
+                finish_reason=record["finish_reason"],
+            )
+            found.setdefault(record["group"], []).append(trajectory)
+    except (safetensors.SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"it holds no trajectories ({type(error).__name__}: {error})") from error
+    if any(start != len(field) for field in flat.values()):
+        raise ValueError(f"it names {start} tokens and holds another number of them")
+    return found
 
 
 def turn_rewards(trajectories: Sequence[Trajectory]) -> Tensor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
-    from rlhf_mcore.trainer.dynamic_sampling import Collector
+    from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
@@ -42,13 +42,19 @@ class SampledBatches:
             with self.recorder.phase("score"):
                 return rollouts, self.reward.score(rollouts.trajectories)
 
-        collected = self.collector.collect(self.prompt_source, attempt)
-        rollouts, scores = collected.rollouts, collected.scores
-        self.recorder.rollouts(step, rollouts.trajectories, scores)
-        with self.recorder.phase("exchange"):
-            exchanged = self.exchange(collected.prompts, rollouts.positions, rollouts.trajectories, scores)
-        by_source = source_metrics(exchanged.batch, [prompt.data_source for prompt in collected.prompts])
-        return exchanged.batch, collected.metrics() | rollout_metrics(exchanged) | by_source
+        return scored_batch(step, self.collector.collect(self.prompt_source, attempt), self.exchange, self.recorder)
+
+
+def scored_batch(
+    step: int, collected: Collected, exchange: RowExchange, recorder: Recorder
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
+    rollouts, scores = collected.rollouts, collected.scores
+    recorder.rollouts(step, rollouts.trajectories, scores)
+    with recorder.phase("exchange"):
+        exchanged = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, scores)
+    by_source = source_metrics(exchanged.batch, [prompt.data_source for prompt in collected.prompts])
+    return exchanged.batch, collected.metrics() | rollout_metrics(exchanged) | by_source
 
 
 @dataclass(frozen=True, slots=True)

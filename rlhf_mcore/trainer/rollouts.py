@@ -59,15 +59,7 @@ class RolloutWorker:
         """
         samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
         requests = [
-            Request(
-                number,
-                f"prompt {prompt.prompt_id!r}, sample {sample}",
-                prompt.prompt_ids,
-                sampling,
-                # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
-                request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample),
-            )
-            for number, (prompt, sample) in enumerate(samples)
+            request_of(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)
         ]
         expected = requests if self.engine.is_lead else []
         completions = matched(expected, self.generator.generate(requests))
@@ -76,6 +68,13 @@ class RolloutWorker:
             episode(prompt, sample, [completion], text)
             for (prompt, sample), completion, text in zip(samples, completions, texts, strict=False)
         ]
+
+
+def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:
+    """Request ``number``: for response ``sample`` to a prompt of ``step``."""
+    # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
+    seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
+    return Request(number, f"prompt {prompt.prompt_id!r}, sample {sample}", prompt.prompt_ids, sampling, seed)
 
 
 def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:

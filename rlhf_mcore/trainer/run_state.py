@@ -13,11 +13,13 @@ from torch import Tensor
 
 from rlhf_mcore.checkpoint import rng
 from rlhf_mcore.checkpoint.formats import VERSION, migrate
-from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, TRAINER_STATE, step_of
+from rlhf_mcore.checkpoint.layout import CONFIG, DATALOADER, RNG_FILE, ROLLOUTS, TRAINER_STATE, step_of
 from rlhf_mcore.checkpoint.manifest import read_manifest
 from rlhf_mcore.checkpoint.registry import Registry
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.foreign import Fields, read_json
+from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.inputs import Inputs
 
 _REMEDY = "choose another checkpoint"
@@ -30,7 +32,7 @@ class RunState:
     """Everything of a run beside its models that continues where it was.
 
     ``registry`` and ``data`` hold the objects with a state, equal on all ranks; ``generators`` and ``set_generators`` are further
-    random generators of this rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
+    random generators of this rank. ``ahead``: responses that wait to be learned from, on the first rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
     is resumed has it from its metrics. ``inputs``: what the run was made from, see ``inputs.fingerprints``; the first rank's.
     """
 
@@ -41,6 +43,7 @@ class RunState:
     generators: Callable[[], dict[str, Tensor]] = dict
     set_generators: Callable[[Mapping[str, Tensor]], None] = lambda states: None
     inputs: Inputs = field(default_factory=dict)
+    ahead: SamplingAhead | None = None
 
     def small_files(self, step: int) -> dict[str, bytes]:
         """The files of a checkpoint, on the first rank; {} on the others. Collective over the world."""
@@ -49,7 +52,9 @@ class RunState:
             return {}
         head = {"format": VERSION, "step": step, "world_size": dist.get_world_size()}
         more = {"recent": list(self.recent()), "inputs": self.inputs}
+        waiting = {} if self.ahead is None else {ROLLOUTS: encode_trajectories(self.ahead.finished())}
         return {
+            **waiting,
             TRAINER_STATE: _encode({**head, "state": self.registry.state_dict(), **more}),
             DATALOADER: _encode({**head, "state": self.data.state_dict()}),
             RNG_FILE: rng.encode(generators),
@@ -64,6 +69,13 @@ class RunState:
         """
         for name, registry in ((TRAINER_STATE, self.registry), (DATALOADER, self.data)):
             registry.load_state_dict(_read(checkpoint / name).object("state").content, str(checkpoint / name))
+        if self.ahead is not None:
+            try:
+                self.ahead.load_finished(
+                    decode_trajectories((checkpoint / ROLLOUTS).read_bytes(), self.ahead.prompts_by_number())
+                )
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{checkpoint / ROLLOUTS}: {error}; {_REMEDY}") from error
         states = rng.read_states(checkpoint, dist.get_rank(), dist.get_world_size())
         if states is None:
             return ["another number of ranks than the checkpoint's: random generators begin anew from the seed"]

@@ -1,0 +1,233 @@
+"""Sampling that runs ahead of training: which prompts are being answered, and which answers a step takes.
+
+On one rank, and without collectives: see ``pipeline`` for what all ranks do with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhf_mcore.data.episodes import episode
+from rlhf_mcore.data.sampler import ResumableSampler
+from rlhf_mcore.protocols import StreamingGenerator
+from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
+from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How far sampling may run ahead of training.
+
+    ``max_staleness``: versions between the policy that sampled a token and the one that learns from it. ``oversample``: prompts that
+    are started for each that a step takes. ``in_order``: a step takes prompts in their order, not in that in which they finish.
+    ``drain``: everything that was started is finished before new weights come.
+    """
+
+    prompts_per_step: int
+    max_staleness: int
+    oversample: float = 1.0
+    in_order: bool = False
+    drain: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Most prompts that have been started and not yet learned from."""
+        return math.ceil(self.prompts_per_step * self.oversample) + self.prompts_per_step * self.max_staleness
+
+
+@dataclass(slots=True)
+class Group:
+    """A prompt and its responses, from when it is drawn until a step learns from them."""
+
+    number: int  # counts the prompts that were drawn, from 0
+    place: int  # of the prompt in the data
+    prompt: Prompt
+    step: int  # whose seeds its responses have
+    attempt: int = 0  # how often it was begun again
+    version: int | None = None  # of the policy when its requests were submitted; None: they are not
+    requests: dict[int, Request] = field(default_factory=dict)  # that are not answered yet, by request id
+    completions: dict[int, Completion] = field(default_factory=dict)  # by sample
+    trajectories: list[Trajectory] = field(default_factory=list)  # of all samples, when the last one has finished
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of the policy that sampled its tokens; of one that is being answered a lower bound."""
+        if not self.trajectories:
+            return self.version
+        return min(version for trajectory in self.trajectories for _, version in trajectory.versions)
+
+
+class SamplingAhead:
+    """Keeps a generator busy with the prompts of coming steps.
+
+    Args:
+        prompts: of the data, in the order that ``sampler`` counts.
+        sampler: draws ``schedule.prompts_per_step`` at a time. What it has drawn is answered here or learned from.
+        decode: token ids of responses -> their texts without special tokens.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        sampler: ResumableSampler,
+        generator: StreamingGenerator,
+        decode: Callable[[Sequence[Sequence[int]]], list[str]],
+        sampling: Sampling,
+        schedule: Schedule,
+    ) -> None:
+        self.schedule, self.redrawn = schedule, 0
+        self._prompts, self._sampler, self._generator = prompts, sampler, generator
+        self._decode, self._sampling = decode, sampling
+        self._drawn = 0
+        self._groups: list[Group] = []  # by rising number
+        self._finished: list[Group] = []  # in the order in which they have finished
+        self._asked: dict[int, tuple[Group, int]] = {}  # request id -> its group and sample
+        self._next_id = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Responses that are being drawn."""
+        return len(self._asked)
+
+    def fill(self, step: int) -> None:
+        """Begin with everything that may be sampled by the policy that step ``step`` starts from, whose version is ``step - 1``."""
+        version = step - 1
+        stale = [
+            group
+            for group in self._groups
+            if group.oldest_version is not None and version - group.oldest_version > self.schedule.max_staleness
+        ]
+        for group in stale:
+            self._begin_again(group)
+        while len(self._groups) < self.schedule.limit:
+            self._draw()
+        # What the last batch of the sampler has beyond the limit waits. One call, so that an engine begins with all of it.
+        due = [group for group in self._groups[: self.schedule.limit] if group.version is None]
+        if requests := [request for group in due for request in self._requests(group, version)]:
+            self._generator.submit(requests)
+
+    def _draw(self) -> None:
+        places = self._sampler.next_batch()
+        seen: Counter[int] = Counter()
+        for place in places:
+            prompt = self._prompts[place]
+            step = self._drawn // self.schedule.prompts_per_step + 1
+            numbered = replace(prompt, occurrence=seen[prompt.index])
+            seen[prompt.index] += 1
+            self._groups.append(Group(self._drawn, place, numbered, step))
+            self._drawn += 1
+
+    def _requests(self, group: Group, version: int) -> Iterable[Request]:
+        sampling = sampling_of_batch(self._sampling, group.attempt)
+        group.version = version
+        for sample in range(sampling.n):
+            request = request_of(self._next_id, group.prompt, sample, sampling, group.step)
+            group.requests[request.request_id] = request
+            self._asked[request.request_id] = group, sample
+            self._next_id += 1
+        return group.requests.values()
+
+    def _begin_again(self, group: Group) -> None:
+        """What was sampled for it is too old to be learned from."""
+        self._generator.cancel(group.requests.keys())
+        for request_id in group.requests:
+            del self._asked[request_id]
+        if group in self._finished:
+            self._finished.remove(group)
+        group.requests, group.completions, group.trajectories = {}, {}, []
+        group.version, group.attempt = None, group.attempt + 1
+        self.redrawn += 1
+
+    def poll(self, timeout_s: float) -> None:
+        """Take what has been drawn; waits for something, but no longer than ``timeout_s``.
+
+        Raises:
+            LostTrajectory: an answer to what was not asked for.
+            RuntimeError: a response that must not be trained on.
+        """
+        for completion in self._generator.collect(timeout_s) if self._asked else ():
+            if completion.request_id not in self._asked:
+                raise LostTrajectory(
+                    f"the engines answered request {completion.request_id}, which was not made or had its answer. {REMEDY}"
+                )
+            group, sample = self._asked.pop(completion.request_id)
+            check_completion(group.requests.pop(completion.request_id), completion)
+            group.completions[sample] = completion
+            if not group.requests:
+                self._finish(group)
+
+    def _finish(self, group: Group) -> None:
+        samples = sorted(group.completions.items())
+        texts = self._decode([completion.token_ids.tolist() for _, completion in samples])
+        group.trajectories = [
+            episode(group.prompt, sample, [completion], text)
+            for (sample, completion), text in zip(samples, texts, strict=True)
+        ]
+        group.completions = {}
+        self._finished.append(group)
+
+    def is_ready(self) -> bool:
+        """Whether ``take`` has enough to take."""
+        wanted = self.schedule.prompts_per_step
+        if self.schedule.in_order:
+            return all(group.trajectories for group in self._groups[:wanted])
+        return len(self._finished) >= wanted
+
+    def take(self) -> list[Group]:
+        """The groups of a step, by rising number: the first ones, or those that have finished first. They are no longer kept here."""
+        assert self.is_ready(), "poll until it is"
+        wanted = self.schedule.prompts_per_step
+        taken = sorted((self._groups if self.schedule.in_order else self._finished)[:wanted], key=lambda g: g.number)
+        self._finished = [group for group in self._finished if group not in taken]
+        self._groups = [group for group in self._groups if group not in taken]
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which prompts have been drawn and not learned from; plain JSON values. Their tokens: see ``finished``."""
+        described = [
+            {
+                "number": group.number,
+                "place": group.place,
+                "occurrence": group.prompt.occurrence,
+                "step": group.step,
+                "attempt": group.attempt,
+            }
+            for group in self._groups
+        ]
+        return {"drawn": self._drawn, "redrawn": self.redrawn, "groups": described}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the prompts of ``state``. What was being answered is asked for again."""
+        self._drawn, self.redrawn = state["drawn"], state["redrawn"]
+        self._groups = [
+            Group(
+                group["number"],
+                group["place"],
+                replace(self._prompts[group["place"]], occurrence=group["occurrence"]),
+                group["step"],
+                group["attempt"],
+            )
+            for group in state["groups"]
+        ]
+
+    def finished(self) -> dict[int, list[Trajectory]]:
+        """By number of their group the responses that wait to be learned from, in the order in which they have finished."""
+        return {group.number: group.trajectories for group in self._finished}
+
+    def prompts_by_number(self) -> dict[int, Prompt]:
+        """The prompt of each group."""
+        return {group.number: group.prompt for group in self._groups}
+
+    def load_finished(self, finished: Mapping[int, list[Trajectory]]) -> None:
+        """Continue with responses that ``finished`` has returned, after ``load_state_dict``."""
+        by_number = {group.number: group for group in self._groups}
+        for number, trajectories in finished.items():
+            group = by_number[number]
+            group.trajectories = trajectories
+            group.version = group.oldest_version
+            self._finished.append(group)

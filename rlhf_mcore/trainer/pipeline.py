@@ -1,0 +1,112 @@
+"""Pipelined training: engines of their own sample for coming steps while the trainer learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.trainer.dynamic_sampling import Collected
+from rlhf_mcore.trainer.reinforcement import scored_batch
+from rlhf_mcore.trainer.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from rlhf_mcore.protocols import RewardFunction, WeightBridge
+    from rlhf_mcore.trainer.ahead import SamplingAhead
+    from rlhf_mcore.trainer.canary import Canary
+    from rlhf_mcore.trainer.exchange import RowExchange
+    from rlhf_mcore.trainer.parts import Recorder
+    from rlhf_mcore.types import Prompt, TrainBatch
+
+# Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
+TURN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRank:
+    """What only the first rank has: it alone talks to the engines."""
+
+    ahead: SamplingAhead
+    needs_weights: Callable[[], bool] = lambda: False  # whether engines wait for weights, and none has any
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedBatches:
+    """Batches whose responses were sampled while earlier ones were learned from, by a policy that is at most so much older.
+
+    ``prompts`` are those of the data, on every rank. ``resync`` brings the weights of a version to the engines again.
+    """
+
+    prompts: Sequence[Prompt]
+    first: FirstRank | None
+    reward: RewardFunction
+    exchange: RowExchange
+    recorder: Recorder
+    resync: Callable[[int], object]
+
+    def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
+        """The scored rows of a step, and metrics of them. Collective over the world."""
+        first = self.first
+        with self.recorder.phase("generate"):
+            if first is not None:
+                first.ahead.fill(step)
+            self._wait(step, lambda ahead: ahead.is_ready())
+        taken = first.ahead.take() if first is not None else []
+        named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
+        trajectories = [trajectory for group in taken for trajectory in group.trajectories]
+        positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
+        with self.recorder.phase("score"):
+            scores = self.reward.score(trajectories)
+        prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
+        collected = Collected(prompts, Rollouts(positions, trajectories), scores)
+        batch, metrics = scored_batch(step, collected, self.exchange, self.recorder)
+        counted = (first.ahead.num_in_flight, first.ahead.redrawn) if first is not None else None
+        in_flight, redrawn = broadcast_json(counted, 0)
+        return batch, {**metrics, "rollout/in_flight": float(in_flight), "rollout/redrawn": float(redrawn)}
+
+    def drain(self, step: int) -> None:
+        """Wait until nothing is being sampled, before new weights come after ``step``. Collective over the world."""
+        self._wait(step, lambda ahead: not ahead.num_in_flight)
+
+    def _wait(self, step: int, is_done: Callable[[SamplingAhead], bool]) -> None:
+        """Until the first rank finds ``is_done``; where all engines were lost, weights go to those that have replaced them."""
+
+        def turn() -> str:
+            if self.first is None:
+                return ""
+            ahead = self.first.ahead
+            if is_done(ahead):
+                return "done"
+            if self.first.needs_weights():
+                return "publish"
+            ahead.poll(TURN_S)
+            return "done" if is_done(ahead) else ""
+
+        while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
+            if found == "publish":
+                self.resync(step - 1)
+
+
+@dataclass(slots=True)
+class RemotePublisher:
+    """Brings the actor's weights to engines of their own, which go on to sample when they have them."""
+
+    bridge: WeightBridge
+    recorder: Recorder
+    drain: Callable[[int], None] | None = None  # before the weights of a step come
+    canary: Canary | None = None
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        """Replace the weights of all engines between two of their steps. Collective."""
+        if self.drain is not None:
+            with self.recorder.phase("drain"):
+                self.drain(version)
+        with self.recorder.phase("sync"):
+            stats = self.bridge.sync(version)
+            if self.canary is not None:
+                self.canary.check(version)
+        return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
+
+    def withdraw(self) -> None:
+        """Engines sample on."""

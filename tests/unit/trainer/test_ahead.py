@@ -1,0 +1,205 @@
+"""Sampling ahead: which prompts a step takes, against engines that finish in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
+from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.trainer.ahead import Group, SamplingAhead, Schedule
+from rlhf_mcore.trainer.rollouts import LostTrajectory
+from rlhf_mcore.types import Completion, Request, Sampling
+from tests.unit.trainer.records import prompt
+
+SAMPLES = 2
+PROMPTS = [prompt(index) for index in range(7)]
+
+
+class Engines:
+    """A StreamingGenerator that finishes a few requests a call, in the order of ``order``. A response holds its seed and versions."""
+
+    def __init__(self, order: random.Random, at_once: int = 3) -> None:
+        self.order, self.at_once, self.version = order, at_once, 0
+        self.begun: dict[int, tuple[Request, list[int]]] = {}  # with the versions of its tokens so far
+        self.submitted: list[list[int]] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert not self.begun.keys() & {request.request_id for request in requests}
+        self.submitted.append([request.request_id for request in requests])
+        self.begun |= {request.request_id: (request, [self.version]) for request in requests}
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        for request_id in list(request_ids):
+            del self.begun[request_id]
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        for _, versions in self.begun.values():
+            versions.append(version)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        ids = self.order.sample(sorted(self.begun), min(self.at_once, len(self.begun)))
+        return [completion(*self.begun.pop(request_id)) for request_id in ids]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise AssertionError("it samples ahead by submit and collect")
+
+
+def completion(request: Request, versions: list[int]) -> Completion:
+    ids = np.array([request.seed % 1000, *versions], np.int32)
+    runs = ((0, versions[0]), *((place + 1, version) for place, version in enumerate(versions) if place))
+    return Completion(request.request_id, ids, np.full(len(ids), -0.5, np.float32), runs, "stop")
+
+
+def ahead_of(engines: Engines, schedule: Schedule) -> tuple[SamplingAhead, PromptSampler]:
+    sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
+    sampling = Sampling(n=SAMPLES, seed=9)
+    return SamplingAhead(PROMPTS, sampler, engines, lambda rows: ["text"] * len(rows), sampling, schedule), sampler
+
+
+def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[Group]:
+    """What the loop does: fill, wait, take; learn; drain if the schedule says so; publish."""
+    ahead.fill(step)
+    assert ahead.num_in_flight <= ahead.schedule.limit * SAMPLES
+    while not ahead.is_ready():
+        ahead.poll(1.0)
+    taken = ahead.take()
+    for _ in range(engines.order.randrange(3)):  # engines go on while the trainer learns
+        ahead.poll(0.0)
+    while ahead.schedule.drain and ahead.num_in_flight:
+        ahead.poll(1.0)
+    engines.publish(step)
+    return taken
+
+
+def told(taken: Sequence[Group]) -> list[tuple[int, str, int, list[list[int]]]]:
+    return [
+        (
+            group.number,
+            group.prompt.prompt_id,
+            group.prompt.occurrence,
+            [t.sampled_ids.tolist() for t in group.trajectories],
+        )
+        for group in taken
+    ]
+
+
+schedules = st.builds(
+    Schedule,
+    prompts_per_step=st.integers(1, 5),
+    max_staleness=st.integers(0, 3),
+    oversample=st.sampled_from([1.0, 1.25, 2.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules, st.integers(0, 2**32), st.integers(1, 9))
+def test_every_prompt_is_learned_from_once_and_soon(schedule: Schedule, seed: int, at_once: int) -> None:
+    engines = Engines(random.Random(seed), at_once)
+    ahead, sampler = ahead_of(engines, schedule)
+    learned: list[int] = []
+    for step in range(1, 9):
+        taken = step_with(ahead, engines, step)
+        assert len(taken) == schedule.prompts_per_step
+        learned += [group.number for group in taken]
+        for group in taken:
+            assert [t.sample for t in group.trajectories] == list(range(SAMPLES))
+            versions = [version for t in group.trajectories for _, version in t.versions]
+            assert step - 1 - max(versions) >= 0 and step - 1 - min(versions) <= schedule.max_staleness
+    waiting = [group["number"] for group in ahead.state_dict()["groups"]]
+    assert Counter(learned + waiting) == Counter(range(sampler.num_drawn))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_in_order_and_drained_the_engines_order_does_not_matter(max_staleness: int) -> None:
+    """As the synchronous trainer with the policies of ``max_staleness`` versions before: seeds and prompts are its own."""
+    schedule = Schedule(3, max_staleness, in_order=True, drain=True)
+    runs = []
+    for seed in range(4):
+        engines = Engines(random.Random(seed), at_once=seed + 1)
+        ahead, _ = ahead_of(engines, schedule)
+        runs.append([told(step_with(ahead, engines, step)) for step in range(1, 7)])
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    for step, taken in enumerate(runs[0], 1):
+        assert [number for number, *_ in taken] == list(range(3 * (step - 1), 3 * step))
+        assert {ids[1] for *_, samples in taken for ids in samples} == {max(step - 1 - max_staleness, 0)}
+
+
+def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, Schedule(2, 1, in_order=True, drain=True))
+    step_with(ahead, engines, 1)
+    assert engines.submitted == [list(range(8))]  # two batches of two prompts
+    step_with(ahead, engines, 2)
+    assert engines.submitted[1:] == [list(range(8, 12))]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) -> None:
+    schedule = Schedule(3, 2, in_order=in_order, drain=True)
+    engines = Engines(random.Random(1))
+    ahead, sampler = ahead_of(engines, schedule)
+    for step in (1, 2, 3):
+        step_with(ahead, engines, step)
+    state, data, cursor = ahead.state_dict(), encode_trajectories(ahead.finished()), sampler.state_dict()
+    further = [told(step_with(ahead, engines, step)) for step in (4, 5, 6)]
+
+    again = Engines(random.Random(2))
+    again.publish(3)
+    resumed, sampler = ahead_of(again, schedule)
+    sampler.load_state_dict(cursor)
+    resumed.load_state_dict(state)
+    resumed.load_finished(decode_trajectories(data, resumed.prompts_by_number()))
+    found = [told(step_with(resumed, again, step)) for step in (4, 5, 6)]
+    if in_order:
+        assert found == further
+    else:  # what finishes first differs; nothing is lost or doubled
+        drawn = [number for taken in found for number, *_ in taken]
+        drawn += [group["number"] for group in resumed.state_dict()["groups"]]
+        assert sorted(drawn) == list(range(9, sampler.num_drawn))
+
+
+def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
+    engines = Engines(random.Random(0), at_once=0)  # nothing finishes
+    ahead, _ = ahead_of(engines, Schedule(1, 1))
+    ahead.fill(1)
+    first = {request_id: request.seed for request_id, (request, _) in engines.begun.items()}
+    for version in (1, 2):
+        engines.publish(version)
+        ahead.fill(version + 1)
+    assert ahead.redrawn == 2 and not engines.begun.keys() & first.keys()
+    assert not {request.seed for request, _ in engines.begun.values()} & set(first.values())
+    assert {request.name for request, _ in engines.begun.values()} == {
+        f"prompt {asked.prompt_id!r}, sample {sample}"
+        for asked in ahead.prompts_by_number().values()
+        for sample in range(SAMPLES)
+    }
+
+
+def test_an_answer_to_nothing_ends_the_run() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, Schedule(1, 0))
+    ahead.fill(1)
+    [(request, versions), *_] = engines.begun.values()
+    engines.collect = lambda timeout_s: [completion(request, versions)] * 2  # type: ignore[method-assign]
+    with pytest.raises(LostTrajectory, match="request 0, which was not made or had its answer"):
+        ahead.poll(1.0)
+
+
+def test_damaged_rollouts_are_refused() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, Schedule(2, 1, drain=True))
+    step_with(ahead, engines, 1)
+    content, prompts = encode_trajectories(ahead.finished()), ahead.prompts_by_number()
+    for wrong in (b"", content[:-8], content.replace(b'"records"', b'"recordz"')):
+        with pytest.raises(ValueError, match="it holds no trajectories"):
+            decode_trajectories(wrong, prompts)
+    with pytest.raises(ValueError, match="it holds no trajectories"):
+        decode_trajectories(content, {})
