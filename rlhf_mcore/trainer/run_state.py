@@ -32,8 +32,9 @@ class RunState:
     """Everything of a run beside its models that continues where it was.
 
     ``registry`` and ``data`` hold the objects with a state, equal on all ranks; ``generators`` and ``set_generators`` are further
-    random generators of this rank. ``ahead``: responses that wait to be learned from, on the first rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
+    random generators of this rank. ``recent`` tells of the last steps (step, time, loss, reward): for readers of the file, a run that
     is resumed has it from its metrics. ``inputs``: what the run was made from, see ``inputs.fingerprints``; the first rank's.
+    ``ahead``: responses that wait to be learned from, on the first rank.
     """
 
     registry: Registry
