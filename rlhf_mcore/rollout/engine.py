@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlhf_mcore.config.tokenizer_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
 from rlhf_mcore.protocols import MEMORY, EngineRank
+from rlhf_mcore.rollout.environment import preserved_rng
 from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -86,22 +88,36 @@ class VersionedWeights:
             )
 
 
-class Engine(VersionedWeights, ABC):
-    """A Generator, a WeightTarget and a Sleeper in the processes of the trainer.
+@dataclass(slots=True)
+class InFlight:
+    """A request whose response is being drawn. ``versions`` as in the completion; ``handle`` is the engine's own name for it."""
 
-    It starts without weights, and refuses to generate until it has all of them.
+    request: Request
+    versions: list[tuple[int, int]]
+    handle: str = ""
+
+
+class Engine(VersionedWeights, ABC):
+    """A StreamingGenerator, a WeightTarget and a Sleeper in this process.
+
+    It starts without weights, and refuses to generate until it has all of them. Weights may be replaced while requests are in flight:
+    their next tokens are drawn from the new ones, and the completion tells which version drew which token.
     """
 
-    def __init__(self, model: EngineModel, rank: EngineRank) -> None:
+    def __init__(self, model: EngineModel, rank: EngineRank, at_publish: str | None = None) -> None:
         super().__init__()
         refuse_foreign_code(model.model_dir)
         self.rank = rank
         self._max_model_len = model.max_model_len
         self._tokenizer = load_tokenizer(model.tokenizer_dir)
         self._stops = stop_token_ids(model.model_dir, self._tokenizer)
+        self._at_publish = at_publish or "continue"
+        self._in_flight: dict[int, InFlight] = {}
+        self._finished: list[Completion] = []  # and not collected yet
+        self._tokens_of_finished = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Draw a completion for each request; [] on ranks that do not lead their engine.
+        """Draw a completion for each request, in their order; [] on ranks that do not lead their engine.
 
         Each is drawn from a generator with the seed of its request, so it depends neither on the engine nor on the batch, up to
         rounding: a kernel may sum in another order for another batch size. Logprobs are of the distribution that was sampled from:
@@ -109,16 +125,124 @@ class Engine(VersionedWeights, ABC):
 
         Raises:
             RuntimeError: the weights are not usable.
-            ValueError: an empty prompt, or one that leaves no room for a response.
+            ValueError: an empty prompt, one that leaves no room for a response, or a request id that is in flight.
+        """
+        self.submit(requests)
+        order = {request.request_id: place for place, request in enumerate(requests)}
+        try:
+            with preserved_rng():  # vLLM's sampler also draws from torch's global generator
+                while not order.keys().isdisjoint(self._in_flight):
+                    self._finished += self.step()
+        finally:
+            self.cancel([request_id for request_id in order if request_id in self._in_flight])
+        mine = [completion for completion in self._finished if completion.request_id in order]
+        self._finished = [completion for completion in self._finished if completion.request_id not in order]
+        return sorted(mine, key=lambda completion: order[completion.request_id]) if self.rank.is_lead else []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to draw responses; ``step`` and ``collect`` go on with them.
+
+        Raises:
+            RuntimeError, ValueError: as ``generate``.
         """
         self.require_weights()
         limits = new_token_limits(requests, self._max_model_len)
-        completions = self._draw(requests, limits) if requests else []
-        return completions if self.rank.is_lead else []
+        taken = self._in_flight.keys() | {completion.request_id for completion in self._finished}
+        for request in requests:
+            if request.request_id in taken:
+                raise ValueError(f"{request.name}: request id {request.request_id} is in flight")
+            taken.add(request.request_id)
+        for request, handle in zip(requests, self._begin(requests, limits), strict=True) if requests else ():
+            self._in_flight[request.request_id] = InFlight(request, [(0, self.policy_version)], handle)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """What has finished since the last call; [] on ranks that do not lead. Steps until there is something, at least once.
+
+        An engine of several ranks steps until a response has finished whatever ``timeout_s`` is: its ranks must step alike.
+        """
+        deadline = time.monotonic() + timeout_s
+        with preserved_rng():
+            while self._in_flight and not self._finished:
+                self._finished += self.step()
+                if self.num_ranks == 1 and time.monotonic() >= deadline:
+                    break
+        finished, self._finished = self._finished, []
+        return finished if self.rank.is_lead else []
+
+    def step(self) -> list[Completion]:
+        """Draw about one token for each request in flight, and return those that have finished, on every rank of the engine.
+
+        All ranks of an engine call it together, after the same submissions and cancellations.
+
+        Raises:
+            RuntimeError: the weights are not usable.
+        """
+        self.require_weights()
+        return self._ended(self._step() if self._in_flight else [])
+
+    def _ended(self, finished: list[Completion]) -> list[Completion]:
+        for completion in finished:
+            del self._in_flight[completion.request_id]
+            self._tokens_of_finished += len(completion.token_ids)
+        return finished
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Stop to draw these. Their tokens are lost; ids that are not in flight are ignored."""
+        known = [request_id for request_id in request_ids if request_id in self._in_flight]
+        if known:
+            self._end(known)
+        for request_id in known:
+            del self._in_flight[request_id]
+        self._finished = [completion for completion in self._finished if completion.request_id not in request_ids]
+
+    def begin_load(self) -> None:
+        """The weights from before are gone.
+
+        Raises:
+            RuntimeError: requests are in flight, and ``rollout.at_publish`` is drain.
+        """
+        if self._in_flight and self._at_publish == "drain":
+            raise RuntimeError(
+                f"{len(self._in_flight)} requests are in flight; rollout.at_publish=drain ends them before a sync"
+            )
+        super().begin_load()
+
+    def commit_load(self, version: int) -> None:
+        """A whole load has ended. What is drawn from here on is of ``version``."""
+        super().commit_load(version)
+        for request_id, number in self._num_drawn().items():
+            begin_version(self._in_flight[request_id].versions, number, version)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are not finished."""
+        return len(self._in_flight)
+
+    @property
+    def tokens_drawn(self) -> int:
+        """By this engine since its start, but those of cancelled requests. It stands still where the engine makes no progress."""
+        return self._tokens_of_finished + sum(self._num_drawn().values())
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that are this engine together."""
+        return 1
 
     @abstractmethod
-    def _draw(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
-        """``limits``: most tokens of each."""
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
+        """Take requests in; their handles. ``limits``: most tokens of each."""
+
+    @abstractmethod
+    def _step(self) -> list[Completion]:
+        """One forward pass over what is in flight; what has finished in it."""
+
+    @abstractmethod
+    def _end(self, request_ids: Sequence[int]) -> None:
+        """Drop requests in flight."""
+
+    @abstractmethod
+    def _num_drawn(self) -> dict[int, int]:
+        """Tokens drawn so far of each request in flight, by its id."""
 
     @property
     @abstractmethod
@@ -139,6 +263,14 @@ class Engine(VersionedWeights, ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the engine."""
+
+
+def begin_version(versions: list[tuple[int, int]], first: int, version: int) -> None:
+    """Tokens from ``first`` on are of ``version``: the run-length code of a completion's versions, extended in place."""
+    if versions[-1][0] == first:
+        versions.pop()  # of the version before there is no token
+    if not versions or versions[-1][1] != version:
+        versions.append((first, version))
 
 
 def new_token_limits(requests: Sequence[Request], max_model_len: int) -> list[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from typing import TYPE_CHECKING
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,68 +38,60 @@ class HFEngine(Engine):
             ConfigError: a directory cannot be used, or the attention kernel is not installed or not the model's.
         """
         is_alone = not dist.is_initialized()
-        super().__init__(model, EngineRank() if is_alone else EngineRank(dist.get_rank(), dist.get_world_size()))
+        rank = EngineRank() if is_alone else EngineRank(dist.get_rank(), dist.get_world_size())
+        super().__init__(model, rank, cfg.at_publish)
         self._batch_size = cfg.max_num_seqs
         self._device = current_platform().device()
         self._model = _build_model(model).to(self._device)
         self._expected = ExpectedTensors.of_model(self._model)
+        self._waiting: list[tuple[Request, int]] = []  # and the most tokens of its response
+        self._batch: _Batch | None = None
+
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
+        self._waiting += zip(requests, limits, strict=True)
+        return [request.name for request in requests]
 
     @torch.no_grad()
-    def _draw(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
-        """The seeds are vLLM's, the draws are not: the two engines agree in distribution only."""
-        completions: list[Completion] = []
-        # What is decoded together is drawn in the same way.
-        for _, group in groupby(zip(requests, limits, strict=True), key=lambda pair: _distribution(pair[0].sampling)):
-            same = list(group)
-            for start in range(0, len(same), self._batch_size):
-                completions += self._decode(*zip(*same[start : start + self._batch_size], strict=True))
-        return completions
+    def _step(self) -> list[Completion]:
+        """A batch is decoded to the end of its longest response before the next one begins.
 
-    def _decode(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
-        """One batch, left-padded, to the end of its longest response."""
-        token_ids, mask = self._left_pad(requests)
-        generators = [torch.Generator(self._device).manual_seed(request.seed) for request in requests]
-        drawn: list[list[tuple[int, float]]] = [[] for _ in requests]
-        finished = [""] * len(requests)
-        cache = None
-        while not all(finished):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -token_ids.shape[1] :]
-            output = self._model(
-                input_ids=token_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
-            cache = output.past_key_values
-            chosen, logprobs = draw(output.logits[:, -1], requests[0].sampling, generators)
-            for row, (token, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
-                if finished[row]:
-                    continue  # a row that is done stays in the batch, and its tokens are dropped
-                drawn[row].append((token, logprob))
-                if token in self._stops:
-                    finished[row] = "stop"
-                elif len(drawn[row]) == limits[row]:
-                    finished[row] = "length"
-            token_ids = chosen[:, None]
-            mask = torch.cat([mask, torch.ones_like(token_ids)], dim=1)
+        The seeds are vLLM's, the draws are not: the two engines agree in distribution only.
+        """
+        if self._batch is None or all(self._batch.finished):
+            first = _distribution(self._waiting[0][0].sampling)  # what is decoded together is drawn in the same way
+            same = list(takewhile(lambda pair: _distribution(pair[0].sampling) == first, self._waiting))
+            del self._waiting[: len(same[: self._batch_size])]
+            self._batch = _Batch(same[: self._batch_size], self._tokenizer.pad_token_id, self._device)
+        batch = self._batch
         return [
             Completion(
-                request.request_id,
-                np.array([token for token, _ in row], np.int32),
-                np.array([logprob for _, logprob in row], np.float32),
-                ((0, self.policy_version),),
-                reason,
+                batch.requests[row].request_id,
+                np.array([token for token, _ in batch.drawn[row]], np.int32),
+                np.array([logprob for _, logprob in batch.drawn[row]], np.float32),
+                tuple(self._in_flight[batch.requests[row].request_id].versions),
+                batch.finished[row],
             )
-            for request, row, reason in zip(requests, drawn, finished, strict=True)
+            for row in batch.step(self._model, self._stops)
         ]
 
-    def _left_pad(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
-        """Prompts [b, T] and their mask [b, T], both int64, aligned at the right."""
-        longest = max(len(request.prompt_ids) for request in requests)
-        token_ids = torch.full((len(requests), longest), self._tokenizer.pad_token_id, device=self._device)
-        mask = torch.zeros_like(token_ids)
-        for row, request in enumerate(requests):
-            length = len(request.prompt_ids)
-            token_ids[row, longest - length :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - length :] = 1
-        return token_ids, mask
+    def _end(self, request_ids: Sequence[int]) -> None:
+        dropped = set(request_ids)
+        self._waiting = [pair for pair in self._waiting if pair[0].request_id not in dropped]
+        if self._batch is not None:
+            self._batch.drop(dropped)
+
+    def _num_drawn(self) -> dict[int, int]:
+        drawn = dict.fromkeys(self._in_flight, 0)
+        if self._batch is not None:
+            running = zip(self._batch.requests, self._batch.drawn, self._batch.finished, strict=True)
+            drawn |= {request.request_id: len(tokens) for request, tokens, finished in running if not finished}
+        return drawn
+
+    def commit_load(self, version: int) -> None:
+        """A whole load has ended."""
+        super().commit_load(version)
+        if self._batch is not None and self._at_publish == "resubmit":
+            self._batch.cache = None
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -136,6 +128,51 @@ class HFEngine(Engine):
         """Free the model."""
         self.abandon("it was closed")
         del self._model
+
+
+class _Batch:
+    """Requests that are decoded together, left-padded. ``finished`` has the reason of each row that is; it stays in the batch."""
+
+    def __init__(self, rows: Sequence[tuple[Request, int]], pad: int, device: torch.device) -> None:
+        self.requests, self.limits = zip(*rows, strict=True)
+        self.drawn: list[list[tuple[int, float]]] = [[] for _ in rows]
+        self.finished = [""] * len(rows)
+        self.cache: Any = None  # of keys and values, of all tokens but the last; None: nothing is computed yet
+        self._generators = [torch.Generator(device).manual_seed(request.seed) for request in self.requests]
+        longest = max(len(request.prompt_ids) for request in self.requests)
+        self._token_ids = torch.full((len(rows), longest), pad, device=device)  # [b, T] int64, as the mask
+        self._mask = torch.zeros_like(self._token_ids)
+        for row, request in enumerate(self.requests):
+            length = len(request.prompt_ids)
+            self._token_ids[row, longest - length :] = torch.tensor(request.prompt_ids)
+            self._mask[row, longest - length :] = 1
+
+    def step(self, model: torch.nn.Module, stops: Sequence[int]) -> list[int]:
+        """Draw a token for each row that is not finished; the rows that have finished with it."""
+        new = self._token_ids if self.cache is None else self._token_ids[:, -1:]
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        output = model(
+            input_ids=new, attention_mask=self._mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+        )
+        self.cache = output.past_key_values
+        chosen, logprobs = draw(output.logits[:, -1], self.requests[0].sampling, self._generators)
+        ended = []
+        for row, (token, logprob) in enumerate(zip(chosen.tolist(), logprobs.tolist(), strict=True)):
+            if self.finished[row]:
+                continue  # its further tokens are dropped
+            self.drawn[row].append((token, logprob))
+            if token in stops or len(self.drawn[row]) == self.limits[row]:
+                self.finished[row] = "stop" if token in stops else "length"
+                ended.append(row)
+        self._token_ids = torch.cat([self._token_ids, chosen[:, None]], dim=1)
+        self._mask = torch.cat([self._mask, torch.ones_like(chosen[:, None])], dim=1)
+        return ended
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Rows that nobody waits for."""
+        for row, request in enumerate(self.requests):
+            if request.request_id in request_ids and not self.finished[row]:
+                self.finished[row] = "cancelled"
 
 
 def _distribution(sampling: Sampling) -> tuple[float, float, int]:

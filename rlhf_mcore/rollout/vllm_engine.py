@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ class VLLMEngine(Engine):
             raise ConfigError(
                 f"rollout.layout.tp={tp} does not divide the world size {world_size}; use a divisor of it"
             )
-        super().__init__(model, EngineRank.of(rank, world_size, tp))
+        super().__init__(model, EngineRank.of(rank, world_size, tp), cfg.at_publish)
         self._expected = (
             ExpectedTensors.of_directory(model.model_dir)
             if model.shapes is None
@@ -61,6 +61,8 @@ class VLLMEngine(Engine):
         self._on_cuda = current_platform().name == "cuda"
         self._can_sleep = self._on_cuda and cfg.sleep
         self._asleep: set[str] = set()  # of MEMORY
+        self._tp = tp
+        self._by_number: dict[int, int] = {}  # request ids in flight by vLLM's numbers
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
@@ -103,7 +105,7 @@ class VLLMEngine(Engine):
             )
         return options
 
-    def _draw(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Completion]:
+    def _begin(self, requests: Sequence[Request], limits: Sequence[int]) -> list[str]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -123,23 +125,76 @@ class VLLMEngine(Engine):
             for request, limit in zip(requests, limits, strict=True)
         ]
         tokens = [TokensPrompt(prompt_token_ids=list(request.prompt_ids)) for request in requests]
+        if (
+            self._at_publish == "continue"
+        ):  # a prefix that older weights computed may still be in the cache: it is not shared
+            for prompt in tokens:
+                prompt["cache_salt"] = f"weights {self.policy_version}"
         first = self._llm.request_counter.counter  # vLLM numbers its requests from here, and returns these numbers
-        with preserved_rng():  # vLLM's sampler also draws from torch's global generator
-            outputs = self._llm.generate(tokens, params, use_tqdm=False)
-        by_number = {first + place: request for place, request in enumerate(requests)}
-        return [_completion(output, by_number, self.policy_version) for output in outputs]
+        handles: list[str] = self._llm.enqueue(tokens, params, use_tqdm=False)
+        self._by_number |= {first + place: request.request_id for place, request in enumerate(requests)}
+        return handles
+
+    def _step(self) -> list[Completion]:
+        return [self._completion(output) for output in self._llm.llm_engine.step() if output.finished]
+
+    def _completion(self, output: Any) -> Completion:
+        """From vllm.RequestOutput, whose ``outputs[0].logprobs[t]`` maps token ids to records.
+
+        Raises:
+            RuntimeError: it answers none of the requests.
+        """
+        found = self._in_flight.get(self._by_number.pop(int(output.request_id), -1))
+        if found is None or list(output.prompt_token_ids) != list(found.request.prompt_ids):
+            name = (
+                "a request that was not made" if found is None else f"another prompt than that of {found.request.name}"
+            )
+            raise RuntimeError(f"the engine answered {name}")
+        [drawn] = output.outputs
+        token_ids = list(drawn.token_ids)
+        logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
+        return Completion(
+            found.request.request_id,
+            np.array(token_ids, np.int32),
+            np.array(logprobs, np.float32),
+            tuple(found.versions),
+            drawn.finish_reason,
+        )
+
+    def _end(self, request_ids: Sequence[int]) -> None:
+        dropped = {request_id: self._in_flight[request_id].handle for request_id in request_ids}
+        self._llm.llm_engine.abort_request(list(dropped.values()), internal=True)
+        self._by_number = {number: known for number, known in self._by_number.items() if known not in dropped}
+
+    def _num_drawn(self) -> dict[int, int]:
+        if not self._in_flight:
+            return {}
+        known = self._scheduler.requests
+        return {request_id: known[found.handle].num_output_tokens for request_id, found in self._in_flight.items()}
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that are this engine together."""
+        return self._tp
 
     @contextmanager
     def begin(self, version: int) -> Iterator[nn.Module]:
         """The live model, to be written from outside. The engine is unusable from here until the block has ended well.
 
+        Requests may be in flight unless ``rollout.at_publish`` is drain.
+
         Raises:
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, or has requests in flight that new weights must not meet.
         """
         from vllm.config import set_current_vllm_config
 
         if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before a sync")
+        self._settle()
         self.begin_load()
         worker = self._worker()
         with preserved_rng(), set_current_vllm_config(worker.vllm_config):
@@ -156,8 +211,24 @@ class VLLMEngine(Engine):
         [worker] = self._llm.collective_rpc(_self)
         return worker
 
+    def _settle(self) -> None:
+        """Bring in the pass that vLLM may have begun ahead (asynchronous scheduling), before its weights change."""
+        if not self._in_flight:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while self._llm.llm_engine.engine_core.engine_core.batch_queue:
+                self._finished += self._ended(self._step())
+        finally:
+            self._scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+        """Forget what the old weights computed. With ``continue``, that of running requests stays, and is shared with no other."""
+        if self._in_flight and self._at_publish == "continue":
+            return
+        if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight)):
             raise RuntimeError("vLLM did not reset its prefix cache; were requests still running?")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -172,6 +243,7 @@ class VLLMEngine(Engine):
         """
         if "weights" in self._asleep:
             raise RuntimeError("the rollout engine sleeps: call wake() before load_weights()")
+        self._settle()
         self.begin_load()
         with preserved_rng():
             [unwritten] = self._llm.collective_rpc(_reload, args=(self._expected.checked(weights),))
@@ -184,6 +256,8 @@ class VLLMEngine(Engine):
         """Give the memory of weights and cache back to the device. A no-op on the CPU and with rollout.sleep=false."""
         if not self._can_sleep or self._asleep:
             return
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} requests are in flight: a sleep would lose their cache")
         if level == 2:
             self.abandon("its weights were discarded by sleep()")
         self._llm.sleep(level=level)
@@ -265,28 +339,6 @@ def _spare_generators_of_cut_prompts(runner: Any) -> None:
             generators.update(spared)
 
     runner.sample_tokens = sample_tokens
-
-
-def _completion(output: Any, by_number: Mapping[int, Request], version: int) -> Completion:
-    """From vllm.RequestOutput, whose ``outputs[0].logprobs[t]`` maps token ids to records.
-
-    Raises:
-        RuntimeError: it answers none of the requests.
-    """
-    request = by_number.get(int(output.request_id))
-    if request is None or list(output.prompt_token_ids) != list(request.prompt_ids):
-        name = "a request that was not made" if request is None else f"another prompt than that of {request.name}"
-        raise RuntimeError(f"the engine answered {name}")
-    [drawn] = output.outputs
-    token_ids = list(drawn.token_ids)
-    logprobs = [record[token].logprob for token, record in zip(token_ids, drawn.logprobs or [], strict=False)]
-    return Completion(
-        request.request_id,
-        np.array(token_ids, np.int32),
-        np.array(logprobs, np.float32),
-        ((0, version),),
-        drawn.finish_reason,
-    )
 
 
 def _self(worker: Any) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+import torch
 
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.rollout import Engine
 from rlhf_mcore.trainer.rollouts import RolloutWorker
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 
 def worker_of(engine: Engine, tokenizer_dir: str | None = None) -> RolloutWorker:
@@ -22,3 +25,38 @@ def worker_of(engine: Engine, tokenizer_dir: str | None = None) -> RolloutWorker
 def generate(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
     """Responses without their texts."""
     return worker_of(engine).generate(prompts, sampling, step=step)
+
+
+def requests_to(prompts: Sequence[Prompt], sampling: Sampling, first_id: int = 0) -> list[Request]:
+    """One request for each, with ids from ``first_id`` and seeds that follow from the prompt alone."""
+    return [
+        Request(first_id + place, prompt.prompt_id, prompt.prompt_ids, sampling, seed=1000 + prompt.index)
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def drawn_until_empty(engine: Engine) -> dict[int, Completion]:
+    """What is in flight, to its end."""
+    completions: list[Completion] = []
+    while engine.num_in_flight:
+        completions += engine.collect(60)
+    return {completion.request_id: completion for completion in completions}
+
+
+@torch.no_grad()
+def logprobs_across_a_sync(
+    before: Any, after: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], first_after: int, *, recompute: bool
+) -> list[float]:
+    """What transformers gives for the tokens of a response of which ``after`` drew those from ``first_after`` on.
+
+    Keys and values of the prompt and of all tokens but the last one before the sync were computed by ``before``; with ``recompute``
+    ``after`` computes them again.
+    """
+    tokens = torch.tensor([[*prompt_ids, *token_ids]])
+    old = len(prompt_ids) + first_after - 1  # positions that were computed when the weights changed
+    head = before(tokens[:, :old], use_cache=True)
+    tail = after(tokens).logits[:, old:] if recompute else None
+    if tail is None:
+        tail = after(tokens[:, old:], past_key_values=head.past_key_values, use_cache=True).logits
+    logits = torch.cat([head.logits, tail], dim=1)[0, len(prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1)[range(len(token_ids)), list(token_ids)].tolist()

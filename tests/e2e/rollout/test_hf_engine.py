@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.types import Prompt, Sampling, Trajectory
-from tests.e2e.rollout.drawing import generate
+from tests.e2e.rollout.drawing import drawn_until_empty, generate, logprobs_across_a_sync, requests_to
 from tests.e2e.rollout.tiny import EOS, save_model
 
 PROMPTS = [Prompt(f"p{row}", 10 + row, [3 + (5 * row + i) % 90 for i in range(2 + 4 * row)], "") for row in range(3)]
@@ -98,6 +99,36 @@ def test_a_torn_load_leaves_the_engine_unusable_until_a_whole_one(engine: Any, r
         generate(engine, PROMPTS, Sampling(), step=0)
     engine.load_weights(pairs, version=2)
     assert generate(engine, PROMPTS[:1], Sampling(max_new_tokens=1), step=0)[0].policy_version == 2
+
+
+@pytest.mark.parametrize("mode", ["continue", "resubmit"])
+def test_responses_in_flight_go_on_with_new_weights(
+    engine: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_model(tmp_path, "qwen3", seed=1)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    engine.load_weights(reference.named_parameters(), version=5)
+    requests = requests_to([*PROMPTS, *PROMPTS], Sampling(max_new_tokens=12))  # the last two wait for a batch
+    undisturbed = {c.request_id: c.token_ids.tolist() for c in engine.generate(requests)}
+    monkeypatch.setattr(engine, "_at_publish", mode)
+    engine.submit(requests)
+    for _ in range(4):
+        assert engine.step() == []
+    engine.cancel([1])
+    engine.load_weights(after.named_parameters(), version=6)
+    drawn = drawn_until_empty(engine)
+    assert sorted(drawn) == [0, 2, 3, 4, 5]
+    for request in [requests[place] for place in (0, 2, 3, 4, 5)]:
+        completion = drawn[request.request_id]
+        tokens, first = completion.token_ids.tolist(), 4 if request.request_id < 4 else 0
+        assert completion.versions == (((0, 5), (4, 6)) if first else ((0, 6),))
+        assert tokens[:first] == undisturbed[request.request_id][:first]
+        models = (reference, after) if first else (after, after)
+        expected = logprobs_across_a_sync(*models, request.prompt_ids, tokens, first or 1, recompute=mode == "resubmit")
+        assert completion.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+    engine.load_weights(reference.named_parameters(), version=7)
 
 
 def test_the_attention_kernel_is_chosen_by_name(model_dir: str, reference: Any, engine: Any) -> None:

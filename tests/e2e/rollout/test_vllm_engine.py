@@ -137,6 +137,36 @@ def test_loading_other_weights_and_back_restores_the_outputs(seen: Seen) -> None
     assert [reload[name][0]["version"] for name in ("a", "b", "a again")] == [1, 2, 3]
 
 
+def test_a_response_depends_neither_on_when_it_was_asked_for_nor_on_what_is_cancelled(seen: Seen) -> None:
+    streamed = seen[0]["streaming"]
+    alone = streamed["alone"]
+    assert list(alone) == ["0", "1", "2", "3"] and all(versions == [[0, 30]] for _, versions in alone.values())
+    assert streamed["late"] == alone
+    assert streamed["same id"].startswith("ValueError: s0: request id 0 is in flight")
+    assert streamed["not cancelled"] == {"0": alone["0"], "2": alone["2"]}
+    assert streamed["generated meanwhile"] == [50]
+    in_flight, left, tokens = streamed["counts"]
+    assert (in_flight, left) == (4, 0) and tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["continue", "resubmit"])
+def test_responses_in_flight_go_on_with_new_weights(seen: Seen, mode: str) -> None:
+    """Against transformers, with the keys and values of the old weights, or without them."""
+    published = seen[0]["publish"][mode]
+    for request_id in ("0", "1", "2"):
+        tokens, versions = published["drawn"][request_id]
+        assert versions == [[0, 40], [6, 41]] and len(tokens) > 7
+    assert published["same before"] == [True, True, True]
+    assert published["gap"] < 1e-4
+    assert published["drawn"]["7"][1] == [[0, 41]] and published["gap of a fresh request"] < 1e-4
+
+
+def test_where_responses_are_to_end_first_new_weights_are_refused(seen: Seen) -> None:
+    published = seen[0]["publish"]["drain"]
+    assert published["error"].startswith("RuntimeError: 3 requests are in flight; rollout.at_publish=drain")
+    assert [versions for _, versions in published["drawn"].values()] == [[[0, 40]]] * 3
+
+
 def test_no_weights_no_responses(seen: Seen) -> None:
     for rank in seen:
         assert "no weights were ever loaded" in rank["too early"]

@@ -23,8 +23,14 @@ import torch.distributed as dist
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.rollout import EngineModel, build_engine
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
-from tests.e2e.rollout.drawing import generate, worker_of
+from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
+from tests.e2e.rollout.drawing import (
+    drawn_until_empty,
+    generate,
+    logprobs_across_a_sync,
+    requests_to,
+    worker_of,
+)
 
 NEW_TOKENS = 24
 MAX_MODEL_LEN = 160
@@ -208,6 +214,74 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
     return seen
 
 
+def long_prompts(count: int) -> list[Prompt]:
+    """Each fills several blocks of the cache."""
+    return [Prompt(f"s{row}", row, [3 + (11 * row + 5 * i) % 90 for i in range(70)], "") for row in range(count)]
+
+
+def shown(completions: dict[int, Completion]) -> dict[str, Any]:
+    return {
+        str(request_id): [drawn.token_ids.tolist(), [list(run) for run in drawn.versions]]
+        for request_id, drawn in sorted(completions.items())
+    }
+
+
+def check_streaming(engine: Any, models: Models) -> dict[str, Any]:
+    """Requests that come, go and finish at any time, on unchanged weights."""
+    engine.load_weights(models.weights(models.a), version=30)
+    requests = requests_to(long_prompts(4), Sampling(max_new_tokens=NEW_TOKENS))
+    seen: dict[str, Any] = {"alone": shown({c.request_id: c for r in requests for c in engine.generate([r])})}
+    engine.submit(requests[:2])
+    for _ in range(5):
+        engine.step()
+    engine.submit(requests[2:])
+    seen["same id"] = error_of(engine.submit, requests[:1])
+    seen["late"] = shown(drawn_until_empty(engine))
+    engine.submit(requests)
+    for _ in range(3):
+        engine.step()
+    before, in_flight = engine.tokens_drawn, engine.num_in_flight
+    engine.cancel([1, 3, 99])
+    other = requests_to(prompts(1), Sampling(max_new_tokens=4), first_id=50)
+    seen["generated meanwhile"] = [completion.request_id for completion in engine.generate(other)]
+    seen["not cancelled"] = shown(drawn_until_empty(engine))
+    seen["counts"] = [in_flight, engine.num_in_flight, engine.tokens_drawn - before]
+    return seen
+
+
+def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
+    """New weights while three responses are drawn, and a request with a prompt of theirs right after it."""
+    engine.load_weights(models.weights(models.a), version=40)
+    requests = requests_to(long_prompts(3), Sampling(max_new_tokens=NEW_TOKENS))
+    undisturbed = {c.request_id: c.token_ids.tolist() for c in engine.generate(requests)}
+    engine._at_publish = mode
+    engine.submit(requests)
+    finished = [completion for _ in range(6) for completion in engine.step()]
+    assert not finished, "the seeds are those of responses that are longer"
+    if mode == "drain":
+        error = error_of(engine.load_weights, models.weights(models.b), version=41)
+        drawn = drawn_until_empty(engine)
+        engine._at_publish = "continue"
+        return {"error": error, "drawn": shown(drawn)}
+    engine.load_weights(models.weights(models.b), version=41)
+    engine.submit(requests_to(long_prompts(1), Sampling(max_new_tokens=NEW_TOKENS), first_id=7))
+    drawn, gap, before, fresh = drawn_until_empty(engine), 0.0, [], 0.0
+    engine._at_publish = "continue"
+    for request in requests if engine.rank.is_lead else ():
+        completion = drawn[request.request_id]
+        tokens, [(_, _), (first, _)] = completion.token_ids.tolist(), completion.versions
+        expected = logprobs_across_a_sync(
+            models.a, models.b, request.prompt_ids, tokens, first, recompute=mode == "resubmit"
+        )
+        gap = max([gap, *(abs(a - b) for a, b in zip(expected, completion.logprobs.tolist(), strict=True))])
+        before.append(tokens[:first] == undisturbed[request.request_id][:first])
+    if engine.rank.is_lead:
+        tokens = drawn[7].token_ids.tolist()
+        expected = logprobs_across_a_sync(models.b, models.b, long_prompts(1)[0].prompt_ids, tokens, 1, recompute=True)
+        fresh = max(abs(a - b) for a, b in zip(expected, drawn[7].logprobs.tolist(), strict=True))
+    return {"drawn": shown(drawn), "gap": gap, "same before": before, "gap of a fresh request": fresh}
+
+
 def measure(engine: Any, models: Models) -> dict[str, float]:
     start = time.perf_counter()
     engine.load_weights(models.weights(models.a), version=11)
@@ -240,6 +314,8 @@ def try_engine(tp: int, directory: Path) -> None:
     seen["after sleep"] = engine.policy_version
     seen["too long"] = error_of(generate, engine, [Prompt("long", 0, [5] * MAX_MODEL_LEN, "")], Sampling(), step=0)
     seen["long"] = {"whole": check_long_prompts(engine, models)}
+    seen["streaming"] = check_streaming(engine, models)
+    seen["publish"] = {mode: check_publish(engine, models, mode) for mode in ("continue", "resubmit", "drain")}
     seen["measured"] = measure(engine, models)
     engine.close()
     seen["closed"] = error_of(generate, engine, prompts(1), Sampling(), step=0)

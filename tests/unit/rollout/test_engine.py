@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rollout.engine import new_token_limits, refuse_foreign_code, stop_token_ids
+from rlhf_mcore.rollout.engine import begin_version, new_token_limits, refuse_foreign_code, stop_token_ids
 from rlhf_mcore.types import Request, Sampling
 
 
@@ -20,6 +20,23 @@ def request(prompt_ids: list[int]) -> Request:
 
 def test_a_response_has_the_tokens_that_were_asked_for_or_that_there_is_room_for() -> None:
     assert new_token_limits([request([5, 6, 7]), request([5])], max_model_len=8) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("syncs", "expected"),
+    [
+        ([(6, 4)], [(0, 3), (6, 4)]),
+        ([(0, 4)], [(0, 4)]),  # no token is of the version before
+        ([(6, 4), (6, 5), (8, 6)], [(0, 3), (6, 5), (8, 6)]),
+        ([(6, 3)], [(0, 3)]),  # the same weights again
+        ([(6, 4), (6, 3)], [(0, 3)]),
+    ],
+)
+def test_the_version_of_each_token_is_known(syncs: list[tuple[int, int]], expected: list[tuple[int, int]]) -> None:
+    versions = [(0, 3)]
+    for first, version in syncs:
+        begin_version(versions, first, version)
+    assert versions == expected
 
 
 @pytest.mark.parametrize("tokens", [[], [5] * 8, [5] * 9])

@@ -20,13 +20,15 @@ REQUEST = Request(0, "prompt 'p', sample 0", [5, 6, 7], Sampling(), seed=3)
 
 
 class LLM:
-    """Writes down what it is told, and finds every reload complete."""
+    """Writes down what it is told, and finds every reload complete. It draws a token of each request, or gives back ``outputs``."""
 
     def __init__(self, *, resets: bool = True) -> None:
         self.told: list[Any] = []
         self.resets = resets
         self.request_counter = SimpleNamespace(counter=40)  # requests of earlier calls
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] | None = None
+        self.waiting: list[Any] = []
+        self.llm_engine = self
 
     def sleep(self, level: int) -> None:
         self.told.append(("sleep", level))
@@ -34,16 +36,25 @@ class LLM:
     def wake_up(self, tags: list[str]) -> None:
         self.told.append(("wake", *tags))
 
-    def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
-        return self.outputs
+    def enqueue(self, prompts: Any, params: Any, use_tqdm: bool) -> list[str]:
+        first = self.request_counter.counter
+        self.request_counter.counter += len(prompts)
+        self.waiting = [output(first + place, prompt["prompt_token_ids"], 9) for place, prompt in enumerate(prompts)]
+        return [f"{first + place}-random" for place in range(len(prompts))]
+
+    def step(self) -> list[Any]:
+        return self.waiting if self.outputs is None else self.outputs
+
+    def abort_request(self, handles: list[str], internal: bool) -> None:
+        self.told.append(("abort", *handles))
 
     def collective_rpc(self, method: Any, args: Any = ()) -> list[Any]:
         weights: Iterable[tuple[str, Tensor]] = args[0]
         self.told.append(("reload", [name for name, _ in weights]))
         return [[]]
 
-    def reset_prefix_cache(self) -> bool:
-        self.told.append("reset")
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        self.told.append("reset running" if reset_running_requests else "reset")
         return self.resets
 
 
@@ -54,6 +65,8 @@ def engine(llm: LLM) -> VLLMEngine:
     made._llm, made._can_sleep, made._asleep = llm, True, set()
     made._expected = ExpectedTensors.of_shapes({})
     made.rank, made._max_model_len, made._stops = EngineRank(), 128, [2]
+    made._at_publish, made._in_flight, made._finished, made._by_number = "continue", {}, [], {}
+    made._tp, made._tokens_of_finished = 1, 0
     return made
 
 
@@ -86,7 +99,7 @@ def test_the_cache_is_allocated_when_the_weights_have_come() -> None:
         which.generate([REQUEST])
     which.wake(("kv_cache",))
     which.wake()  # nothing is left to be woken
-    assert which.generate([REQUEST]) == []
+    assert which.generate([REQUEST])[0].token_ids.tolist() == [9]
     assert llm.told == [("sleep", 2), ("wake", "weights"), ("reload", []), "reset", ("wake", "kv_cache")]
 
 
@@ -97,14 +110,14 @@ def test_a_light_sleep_keeps_the_weights() -> None:
     with pytest.raises(RuntimeError, match="sleeps"):
         which.generate([REQUEST])
     which.wake()
-    assert which.policy_version == 4 and which.generate([REQUEST]) == []
+    assert which.policy_version == 4 and which.generate([REQUEST])[0].token_ids.tolist() == [9]
 
 
 def output(number: int, prompt_ids: list[int], token: int) -> SimpleNamespace:
     """As vLLM returns it: by the number that it gave the request."""
     logprobs = [{token: SimpleNamespace(logprob=-0.5)}]
     drawn = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
-    return SimpleNamespace(request_id=str(number), prompt_token_ids=prompt_ids, outputs=[drawn])
+    return SimpleNamespace(request_id=str(number), prompt_token_ids=prompt_ids, outputs=[drawn], finished=True)
 
 
 def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
@@ -115,14 +128,15 @@ def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
     llm.outputs = [output(41, [9, 9], 11), output(40, [5, 6, 7], 10)]
     drawn = which.generate(requests)
     assert [(c.request_id, c.token_ids.tolist(), c.versions) for c in drawn] == [
-        (5, [11], ((0, 4),)),
         (7, [10], ((0, 4),)),
+        (5, [11], ((0, 4),)),
     ]
     assert drawn[0].logprobs.tolist() == [-0.5]
-    llm.outputs = [output(41, [5, 6, 7], 10)]
+    llm.outputs = [output(43, [5, 6, 7], 10)]
     with pytest.raises(RuntimeError, match="the engine answered another prompt than that of prompt 'q'"):
         which.generate(requests)
-    llm.outputs = [output(42, [5, 6, 7], 10)]
+    assert llm.told[-1] == ("abort", "42-random", "43-random")  # nothing of a call that failed is left
+    llm.outputs = [output(43, [5, 6, 7], 10)]
     with pytest.raises(RuntimeError, match="the engine answered a request that was not made"):
         which.generate(requests)
 
