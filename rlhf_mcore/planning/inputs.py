@@ -117,6 +117,16 @@ def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
     return epochs * (prompts // (minibatch or prompts))
 
 
+def engines_apart(cfg: Config) -> bool:
+    """Whether engines have devices of their own. Their ranks follow those of the trainer."""
+    return cfg.rollout.placement == "disaggregated" and run_kind(cfg).generates
+
+
+def num_engines(cfg: Config, world_size: int) -> int:
+    """Engines beside, or on, so many ranks of the trainer."""
+    return cfg.rollout.num_engines if engines_apart(cfg) else world_size // cfg.rollout.layout.tp
+
+
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:
     """A layout over all ranks, or over [first, end) of them.
 
@@ -180,7 +190,7 @@ def rank_share(work: Workload, role: PlannedRole) -> RankShare:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """All that memory depends on."""
+    """All that memory depends on. ``world_size``: ranks of the trainer; engines of their own have further ones."""
 
     cfg: Config
     roles: Sequence[PlannedRole]

@@ -8,7 +8,7 @@ from functools import partial
 
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, rank_share
+from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engines_apart, rank_share
 from rlhf_mcore.planning.sync import DEPTH, engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
 
@@ -80,7 +80,7 @@ def _engine_weights(inputs: PlanInputs) -> int:
 
 def _idle_engine(inputs: PlanInputs) -> dict[str, int]:
     """What an engine holds while others work: nothing when it sleeps."""
-    if inputs.cfg.rollout.sleep or not run_kind(inputs.cfg).generates:
+    if inputs.cfg.rollout.sleep or engines_apart(inputs.cfg) or not run_kind(inputs.cfg).generates:
         return {}
     return {"engine": int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)}
 
@@ -105,7 +105,8 @@ def _prefill_bytes(inputs: PlanInputs) -> int:
 def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
     weights = _engine_weights(inputs)
-    parts = resident(inputs, rank) | {"engine weights": weights, "engine cache": max(share - weights, 0)}
+    rank, beside = _beside_engine(inputs, rank)
+    parts = beside | {"engine weights": weights, "engine cache": max(share - weights, 0)}
     longest = inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
     problem, tokens = "", kv_tokens(inputs)
     if tokens < longest:
@@ -116,11 +117,24 @@ def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     return PhaseMemory(GENERATE, rank, parts, inputs.available, problem)
 
 
+def _beside_engine(inputs: PlanInputs, rank: int) -> tuple[int, dict[str, int]]:
+    """A rank that has an engine, and what else it holds: nothing where engines are apart."""
+    if engines_apart(inputs.cfg):
+        return inputs.world_size, {"reserve": inputs.assumed.reserve_bytes}
+    return rank, resident(inputs, rank)
+
+
 def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
+    """The worse side of a sync, where engines are apart."""
     share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
-    buckets = 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))
-    return PhaseMemory(
-        SYNC, rank, resident(inputs, rank) | {"engine": share, "bridge buckets": buckets}, inputs.available
+    buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))}
+    there, beside = _beside_engine(inputs, rank)
+    sides = {there: beside | {"engine": share} | buckets}
+    if there != rank:
+        sides[rank] = resident(inputs, rank) | buckets
+    return max(
+        (PhaseMemory(SYNC, place, parts, inputs.available) for place, parts in sides.items()),
+        key=lambda side: side.total,
     )
 
 

@@ -19,8 +19,8 @@ from rlhf_mcore.planning.inputs import (
     roles_of,
     workload,
 )
-from rlhf_mcore.planning.memory import PhaseMemory, kv_tokens, phases, pinned_bytes
-from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, plan_sync
+from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes
+from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, num_devices, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
 from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parameters, state_bytes
 
@@ -53,10 +53,15 @@ class RunPlan:
     sync: SyncBytes | None
     work: Workload
     seconds: dict[str, float]
+    engine_devices: int = 0  # beside the trainer's, which are ``world_size``
+    samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
 
     @property
     def step_s(self) -> float:
-        return sum(self.seconds.values())
+        if not self.samples_ahead:
+            return sum(self.seconds.values())
+        learning = sum(seconds for name, seconds in self.seconds.items() if name not in (GENERATE, SYNC))
+        return max(self.seconds[GENERATE], learning) + self.seconds[SYNC]
 
     @property
     def fits(self) -> bool:
@@ -80,7 +85,7 @@ def make_plan(
     inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
     generates = run_kind(cfg).generates
     sync = plan_sync(cfg, roles[0], world_size, gpu, assumed) if exact_sync and generates else None
-    sync_s = sync.seconds if sync else estimate_seconds(roles[0], cfg.rollout.layout.tp, gpu, assumed)
+    sync_s = sync.seconds if sync else estimate_seconds(cfg, roles[0], gpu, assumed)
     return RunPlan(
         world_size,
         gpu,
@@ -92,6 +97,8 @@ def make_plan(
         sync,
         inputs.work,
         phase_seconds(inputs, sync_s),
+        num_devices(cfg, world_size) - world_size,
+        generates and cfg.trainer.max_staleness > 0,
     )
 
 

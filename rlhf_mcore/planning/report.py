@@ -43,7 +43,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _head(plan: RunPlan) -> Iterator[str]:
     gpu, verdict = plan.gpu, "fits" if plan.fits else "does not fit"
-    yield f"{plan.world_size} x {gpu.name} ({gib(gpu.memory_bytes)} GiB each, {gpu.per_node} a node), {plan.dtype}: {verdict}"
+    apart = f" and {plan.engine_devices} of engines" if plan.engine_devices else ""
+    yield f"{plan.world_size}{apart} x {gpu.name} ({gib(gpu.memory_bytes)} GiB each, {gpu.per_node} a node), {plan.dtype}: {verdict}"
 
 
 def _roles(plan: RunPlan) -> list[str]:
@@ -113,4 +114,5 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
 
 def _time(plan: RunPlan) -> Iterator[str]:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
-    yield f"step        about {plan.step_s:.1f} s ({parts}); an estimate, good for comparing layouts"
+    ahead = ", generation meanwhile" if plan.samples_ahead else ""
+    yield f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts"

@@ -20,7 +20,7 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
-from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
 from rlhf_mcore.types import ModelGeometry
 
@@ -139,7 +139,8 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
     counted = plan.bytes()
     received = counted.received
     # Where nodes are not told apart, the bridge counts every rank as one.
-    imported = counted.imported if world_size > gpu.per_node else np.zeros_like(received)
+    several = num_devices(cfg, world_size) > gpu.per_node
+    imported = counted.imported if several else np.zeros_like(received)
     link, net = gpu.nvlink_bytes_per_s * assumed.link_efficiency, gpu.network_bytes_per_s * assumed.link_efficiency
     seconds = float(((received - imported) / link + imported / net).max(initial=0.0))
     return SyncBytes(
@@ -153,6 +154,11 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
     )
 
 
+def num_devices(cfg: Config, world_size: int) -> int:
+    """The trainer's, and those of engines of their own."""
+    return world_size + (cfg.rollout.num_engines * cfg.rollout.layout.tp if engines_apart(cfg) else 0)
+
+
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
     """The plan of a sync, without a model and without an engine."""
     geometry, layout = actor.geometry, actor.layout
@@ -161,7 +167,7 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
     needed = (
         whole_model_places(geometry, world_size)
         if cfg.rollout.engine == "hf"
-        else destinations(geometry, tp, world_size // tp)
+        else destinations(geometry, tp, num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0)
     )
     return build_plan(
         sources,
@@ -169,13 +175,16 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
         element_sizes=dict.fromkeys(shapes, BYTES[actor.dtype]),
         bucket_bytes=cfg.bridge.bucket_bytes,
         order=spread_order(list(shapes), sources, keep_layers=False),
-        ranks_per_node=ranks_per_node if world_size > ranks_per_node else None,
+        ranks_per_node=ranks_per_node if num_devices(cfg, world_size) > ranks_per_node else None,
     )
 
 
-def estimate_seconds(actor: PlannedRole, tp: int, gpu: GpuType, assumed: Assumptions) -> float:
+def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:
     """A quick guess for comparing layouts: all of an engine rank's weights come over the slowest link of its replica."""
     layout = actor.layout
-    spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
+    if engines_apart(cfg):
+        spread = num_devices(cfg, layout.world_size) > gpu.per_node
+    else:
+        spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
     rate = gpu.network_bytes_per_s if spread else gpu.nvlink_bytes_per_s
-    return engine_numel(actor.geometry, tp) * BYTES[actor.dtype] / (rate * assumed.link_efficiency)
+    return engine_numel(actor.geometry, cfg.rollout.layout.tp) * BYTES[actor.dtype] / (rate * assumed.link_efficiency)

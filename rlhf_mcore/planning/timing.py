@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, rank_share
+from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, active_parameters, state_bytes
@@ -23,18 +23,37 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
     for role in inputs.roles:
         if role.trained:
             passes = TRAIN_RECOMPUTED if role.recompute.granularity == "full" else TRAIN
-            seconds = role.epochs * _pass(inputs, role, passes) + role.updates * _step(inputs, role)
+            seconds = role.epochs * _pass(inputs, role, passes) + optimizer_s(inputs, role)
             times[f"{role.name} update"] = seconds
     return times
 
 
 def _generate(inputs: PlanInputs) -> float:
-    """Decoding is bound by reading weights and cache or by arithmetic; the cache limits how many sequences run at a time."""
+    """Prompts once, then steps of decoding with as many sequences as there are or fit."""
+    work, sampling = inputs.work, inputs.cfg.rollout.sampling
+    sequences = work.sequences / num_engines(inputs.cfg, inputs.world_size)
+    running = max(1.0, min(sequences, most_running(inputs)))
+    steps = max(sequences * work.response_tokens / running, float(sampling.max_new_tokens))
+    prompts_s = prefill_token_s(inputs) * work.prompt_tokens * sequences / sampling.n
+    return prompts_s + steps * decode_step_s(inputs, running)
+
+
+def most_running(inputs: PlanInputs) -> float:
+    """Sequences that an engine decodes at a time: its cache limits them."""
+    length = inputs.work.prompt_tokens + inputs.work.response_tokens
+    return max(1.0, min(inputs.cfg.rollout.max_num_seqs, kv_tokens(inputs) / length))
+
+
+def prefill_token_s(inputs: PlanInputs) -> float:
+    """Seconds of an engine for a token of a prompt."""
+    flops = inputs.cfg.rollout.layout.tp * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
+    return 2 * active_parameters(inputs.roles[0].geometry) / flops
+
+
+def decode_step_s(inputs: PlanInputs, running: float) -> float:
+    """One token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
-    rollout = inputs.cfg.rollout
-    tp, length = rollout.layout.tp, work.prompt_tokens + work.response_tokens
-    sequences = work.sequences * tp / inputs.world_size
-    running = max(1.0, min(sequences, rollout.max_num_seqs, kv_tokens(inputs) / length))
+    tp = inputs.cfg.rollout.layout.tp
     active = active_parameters(actor.geometry)
     read = min(engine_numel(actor.geometry, tp), active * running / tp) * BYTES[inputs.dtype]
     read += (
@@ -43,12 +62,9 @@ def _generate(inputs: PlanInputs) -> float:
         * kv_bytes_per_token(actor.geometry, tp, BYTES[inputs.dtype])
     )
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
-    compute_s = 2 * active * running / (tp * gpu.bf16_flops * inputs.assumed.train_efficiency)
+    compute_s = running * prefill_token_s(inputs)
     exchange_s = _reduce_s(inputs, tp, running * actor.geometry.hidden_size * 2, 2 * actor.geometry.num_layers)
-    steps = max(sequences * work.response_tokens / running, float(rollout.sampling.max_new_tokens))
-    prompt_flops = 2 * active * work.prompt_tokens * sequences / rollout.sampling.n
-    prompts_s = prompt_flops / (tp * gpu.bf16_flops * inputs.assumed.train_efficiency)
-    return prompts_s + steps * (max(memory_s, compute_s) + exchange_s)
+    return max(memory_s, compute_s) + exchange_s
 
 
 def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
@@ -94,10 +110,10 @@ def _link(inputs: PlanInputs, group: int) -> float:
     return rate * inputs.assumed.link_efficiency
 
 
-def _step(inputs: PlanInputs, role: PlannedRole) -> float:
-    """One optimizer update: gradients scattered in fp32, the shard stepped, weights gathered."""
+def optimizer_s(inputs: PlanInputs, role: PlannedRole) -> float:
+    """A step's optimizer updates: gradients scattered in fp32, the shard stepped, weights gathered."""
     layout = role.layout
     state = state_bytes(role, layout.first_rank)
     group = layout.tp * layout.cp * layout.dp
     exchange_s = (state.gradients + state.weights) / _link(inputs, group) if layout.dp * layout.cp > 1 else 0.0
-    return exchange_s + state.moments / 8 * _UPDATE_BYTES / inputs.gpu.memory_bytes_per_s
+    return role.updates * (exchange_s + state.moments / 8 * _UPDATE_BYTES / inputs.gpu.memory_bytes_per_s)

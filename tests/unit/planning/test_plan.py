@@ -161,3 +161,36 @@ def test_assumptions_change_what_is_left() -> None:
     assert tight.phases[0].total - plain.phases[0].total == 10 * GIB - Assumptions().reserve_bytes
     half = make_plan(cfg, 8, replace(H100, memory_bytes=H100.memory_bytes // 2), exact_sync=False)
     assert half.phases[0].available == pytest.approx(plain.phases[0].available / 2, abs=1)
+
+
+APART = ("rollout.placement=disaggregated", "rollout.num_engines=3", "rollout.layout.tp=2", "actor.layout.tp=2")
+
+
+def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
+    apart = planned("Qwen2.5-7B", 4, *APART, "rollout.gpu_memory_utilization=0.9")
+    assert apart.engine_devices == 6
+    assert as_text(apart).startswith("4 and 6 of engines x H100")
+    phases = {phase.phase: phase for phase in apart.phases}
+    engine = phases[GENERATE]
+    assert engine.rank == 4 and set(engine.parts) == {"reserve", "engine weights", "engine cache"}
+    assert engine.parts["engine weights"] + engine.parts["engine cache"] == int(0.9 * H100.memory_bytes)
+    assert phases["sync"].rank == 4 and phases["sync"].parts["engine"] == int(0.9 * H100.memory_bytes)
+    beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep=false")
+    update = next(phase for phase in beside.phases if phase.phase == "actor update")
+    assert {name: size for name, size in update.parts.items() if name != "engine"} == phases["actor update"].parts
+
+
+def test_a_sync_of_engines_apart_is_planned_for_its_worse_side() -> None:
+    """A trainer of 32B on one rank of two holds more than an engine that may use a tenth of a device."""
+    apart = planned("Qwen2.5-32B", 2, *APART, "rollout.gpu_memory_utilization=0.1")
+    sync = next(phase for phase in apart.phases if phase.phase == "sync")
+    assert sync.rank == 0 and "engine" not in sync.parts and "actor moments" in sync.parts
+
+
+def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() -> None:
+    waiting, ahead = (planned("Qwen2.5-7B", 4, *APART, f"trainer.max_staleness={bound}") for bound in (0, 1))
+    assert waiting.seconds == ahead.seconds
+    generate, sync = ahead.seconds["generate"], ahead.seconds["sync"]
+    learning = sum(ahead.seconds.values()) - generate - sync
+    assert waiting.step_s == pytest.approx(generate + sync + learning)
+    assert ahead.step_s == pytest.approx(max(generate, learning) + sync)

@@ -15,7 +15,14 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, PlannedRole
-from rlhf_mcore.planning.sync import destinations, engine_numel, kv_bytes_per_token, plan_sync
+from rlhf_mcore.planning.sync import (
+    destinations,
+    engine_numel,
+    estimate_seconds,
+    kv_bytes_per_token,
+    num_devices,
+    plan_sync,
+)
 from rlhf_mcore.types import ModelGeometry
 
 MODELS = Path(__file__).resolve().parents[3] / "configs" / "models"
@@ -73,3 +80,17 @@ def test_nodes_receive_over_the_network() -> None:
     sync = plan_sync(cfg, actor, 2, two_nodes, Assumptions(link_efficiency=0.5))
     assert sync.imported == sync.received
     assert sync.seconds == pytest.approx(sync.received / 25e9)
+
+
+def test_engines_of_their_own_receive_everything() -> None:
+    cfg = Config()
+    cfg.rollout.placement, cfg.rollout.num_engines, cfg.rollout.layout.tp = "disaggregated", 3, 2
+    actor = PlannedRole("actor", replace(SMALL, vocab_size=128), ParallelLayout(1), True)
+    assert num_devices(cfg, 1) == 7
+    sync = plan_sync(cfg, actor, 1, GPUS["H100"], Assumptions(link_efficiency=1.0))
+    held = 2 * engine_numel(actor.geometry, 2)  # bf16; norms are held twice
+    assert (sync.received, sync.received_total, sync.local_total, sync.imported) == (held, 6 * held, 0, 0)
+    assert sync.seconds == pytest.approx(held / 450e9)
+    assert estimate_seconds(cfg, actor, GPUS["H100"], Assumptions(link_efficiency=1.0)) == pytest.approx(held / 450e9)
+    nodes = plan_sync(cfg, actor, 1, replace(GPUS["H100"], per_node=1), Assumptions(link_efficiency=1.0))
+    assert nodes.imported == held

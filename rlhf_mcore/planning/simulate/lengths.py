@@ -1,0 +1,198 @@
+"""Response lengths to simulate with: a distribution, or what was measured (a file of numbers, the rollouts of a run)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import open_file, read_text, shorten
+from rlhf_mcore.observability.files import read_lines
+from rlhf_mcore.observability.run_directory import ROLLOUTS
+
+Lengths = npt.NDArray[np.int64]
+COLUMNS = ("num_tokens", "response_length", "length")
+FORMS = "FILE, lognormal(mu,sigma,max) or geometric(mean,max)"
+MAX_LENGTH = 1 << 24  # of one response
+_MAX_BYTES = 1 << 28
+_MAX_COUNT = 20_000_000
+_DRAWN = 1 << 16  # lengths of a distribution: their quantiles, so that a mean is not left to chance
+_CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
+_REMEDY = "give " + FORMS
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLengths:
+    """``values``: [M] int64, lengths in tokens, each as likely as any other. ``cut``: the share that is as long as the limit."""
+
+    name: str
+    values: Lengths
+    cut: float
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a response."""
+        return float(self.values.mean())
+
+    def draw(self, samples: int, seed: int) -> Callable[[int], list[int]]:
+        """Lengths of the responses of a group, by its number; the same for every schedule that asks."""
+        made: dict[int, list[list[int]]] = {}
+
+        def group(number: int) -> list[int]:
+            block, place = divmod(number, 512)
+            if block not in made:
+                rng = np.random.default_rng((seed, block))
+                made[block] = self.values[rng.integers(len(self.values), size=(512, samples))].tolist()
+            return made[block][place]
+
+        return group
+
+
+def read_lengths(source: str, limit: int) -> ResponseLengths:
+    """Lengths from a distribution, a file or the rollouts of a run, cut at ``limit`` tokens, which is the longest response.
+
+    A file holds a number a line (text), objects or numbers (jsonl) or columns (parquet). A directory is a run's, or its rollouts.
+
+    Raises:
+        ConfigError: there is no such file, it holds no lengths, or parameters are not possible.
+    """
+    values = _distribution(source, limit)
+    if values is None:
+        values = _measured(Path(source))
+    return ResponseLengths(shorten(source), np.minimum(values, limit), float((values >= limit).mean()))
+
+
+def _distribution(source: str, limit: int) -> Lengths | None:
+    """The quantiles of a distribution; None for what names none."""
+    call = _CALL.fullmatch(source)
+    if call is None:
+        return None
+    name, parameters = call[1], {"lognormal": ("mu", "sigma", "max"), "geometric": ("mean", "max")}.get(call[1])
+    if parameters is None:
+        raise ConfigError(f"--lengths {source}: there is no distribution {name!r}; {_REMEDY}")
+    try:
+        numbers = [float(text) for text in call[2].split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != len(parameters) or not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"--lengths {source}: not of the form {name}({','.join(parameters)}) with numbers")
+    longest, at = numbers[-1], (np.arange(_DRAWN) + 0.5) / _DRAWN
+    if not 1 <= longest <= limit:
+        raise ConfigError(
+            f"--lengths {source}: max={longest:g} has to be from 1 to rollout.sampling.max_new_tokens={limit}; change one of them"
+        )
+    if name == "lognormal":
+        mu, sigma, _ = numbers
+        if sigma < 0 or not -20 <= mu <= math.log(MAX_LENGTH) or sigma > 20:
+            raise ConfigError(
+                f"--lengths {source}: mu is the mean of the logarithm of a length, at most {math.log(MAX_LENGTH):.1f}, and sigma "
+                "its deviation, from 0 to 20; change them"
+            )
+        drawn = np.exp(np.minimum(mu + sigma * _normal_quantiles(at), 60.0))
+    else:
+        if not 1 <= numbers[0] <= MAX_LENGTH:
+            raise ConfigError(f"--lengths {source}: mean={numbers[0]:g} has to be from 1 to {MAX_LENGTH}; change it")
+        drawn = np.log1p(-at) / np.log1p(-1 / numbers[0]) if numbers[0] > 1 else np.ones(_DRAWN)
+    return np.clip(np.ceil(drawn), 1, longest).astype(np.int64)
+
+
+def _normal_quantiles(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    from statistics import NormalDist
+
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(share) for share in at])
+
+
+def _measured(path: Path) -> Lengths:
+    if path.is_dir():
+        folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
+        files = sorted(folder.glob("step-*.jsonl"))
+        if not files:
+            raise ConfigError(
+                f"--lengths {path}: no directory of a run, there is no {ROLLOUTS}/step-*.jsonl; {_REMEDY}"
+            )
+        values = np.concatenate([rollout_lengths(file) for file in files])
+    elif path.suffix == ".parquet":
+        values = _parquet(path)
+    elif path.suffix == ".jsonl":
+        values = _checked(path, _json_numbers(path))
+    else:
+        text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
+        lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+        values = _checked(path, ((f"line {number}", line) for number, line in lines if line))
+    if not len(values):
+        raise ConfigError(f"--lengths {path}: there are no lengths in it; {_REMEDY}")
+    return values
+
+
+def rollout_lengths(path: Path) -> Lengths:
+    """Of the responses of one step, from a file of a run's rollouts.
+
+    Raises:
+        ConfigError: it is not such a file.
+    """
+    lines = read_lines(path, "name another run")
+    return np.array([line.integer("num_tokens", 1, MAX_LENGTH) for line in lines], dtype=np.int64)
+
+
+def _json_numbers(path: Path) -> Iterator[tuple[str, object]]:
+    """Numbers of a file of JSON lines: bare ones, or those of the first of COLUMNS that an object has."""
+    text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
+    if not text.lstrip().startswith("{"):
+        yield from (
+            (f"line {number}", line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
+        )
+        return
+    for number, line in enumerate(read_lines(path, _REMEDY), 1):
+        name = next((name for name in COLUMNS if name in line), None)
+        if name is None:
+            raise ConfigError(f"--lengths {path}, line {number}: none of {', '.join(COLUMNS)} is in it; rename the key")
+        yield f"line {number}", line.content[name]
+
+
+def _checked(path: Path, numbers: Iterable[tuple[str, object]]) -> Lengths:
+    values = []
+    for place, given in numbers:
+        try:
+            value = float(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else math.nan
+        except (ValueError, OverflowError):
+            value = math.nan
+        if not (value == math.floor(value) if math.isfinite(value) else False) or not 1 <= value <= MAX_LENGTH:
+            raise ConfigError(
+                f"--lengths {path}, {place}: {shorten(given)} is no length; lengths are whole numbers from 1 to {MAX_LENGTH}"
+            )
+        values.append(int(value))
+        if len(values) > _MAX_COUNT:
+            raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a sample of them")
+    return np.array(values, dtype=np.int64)
+
+
+def _parquet(path: Path) -> Lengths:
+    import pyarrow
+    from pyarrow import parquet
+
+    open_file(path, where=f"--lengths {path}", remedy=_REMEDY).close()
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = [name for name in COLUMNS if name in file.schema_arrow.names]
+            if not names:
+                raise ConfigError(
+                    f"--lengths {path}: none of {', '.join(COLUMNS)} is among its columns "
+                    f"({shorten(', '.join(file.schema_arrow.names), 200)}); rename one"
+                )
+            if file.metadata.num_rows > _MAX_COUNT:
+                raise ConfigError(f"--lengths {path}: more than {_MAX_COUNT:,} lengths; give a sample of them")
+            column = file.read(columns=names[:1]).column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"--lengths {path}: no readable parquet file ({shorten(str(error), 200)}); {_REMEDY}"
+        ) from error
+    return _checked(path, ((f"row {number}", value) for number, value in enumerate(column, 1)))

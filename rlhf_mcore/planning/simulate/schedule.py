@@ -1,0 +1,269 @@
+"""Steps of a trainer and its engines under a schedule, as discrete events.
+
+Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. With
+``max_staleness`` K at most K + 1 steps' groups are between their start and the end of the step that trains on them, so a group
+of step k starts when version k - 1 - K is there. Steps take groups in the order in which these finish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from rlhf_mcore.planning.simulate.engine import Engine, EngineTimes, Group, Request
+
+DRAIN, CONTINUE, RESUBMIT = "drain", "continue", "resubmit"
+DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its responses
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """``max_staleness`` 0 is synchronous. ``at_publish``, ``oversample``: the configuration's keys of these names."""
+
+    max_staleness: int = 0
+    at_publish: str = DRAIN
+    oversample: float = 1.0
+    colocated: bool = False
+
+    @property
+    def name(self) -> str:
+        if not self.max_staleness:
+            return "synchronous, colocated" if self.colocated else "synchronous, disaggregated"
+        if self.at_publish == DRAIN:
+            return "one step off" if self.max_staleness == 1 else f"staleness {self.max_staleness}, drain"
+        return f"staleness {self.max_staleness}, partial rollouts"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTimes:
+    """Seconds of a step's work beside generation and sync: what it always takes, and what a response token adds."""
+
+    step_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A step's work and how long its parts take."""
+
+    prompts: int
+    samples: int
+    num_engines: int
+    engine: EngineTimes
+    train: TrainTimes
+    sync_s: float
+
+    @property
+    def responses(self) -> int:
+        """Of a step."""
+        return self.prompts * self.samples
+
+
+@dataclass(slots=True)
+class Trace:
+    """What was when. ``running`` are (seconds, sequences in all engines from then on), the spans are (start, end) in seconds."""
+
+    running: list[tuple[float, int]] = field(default_factory=list)
+    training: list[tuple[float, float]] = field(default_factory=list)
+    syncs: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Means over the steps after the first ones, in which the pipeline fills.
+
+    ``staleness``: responses by how many versions their oldest token was behind the weights that were trained.
+    """
+
+    step_s: float
+    samples_per_s: float
+    rollout_busy: float  # share of time in which an engine computes, mean over engines
+    training_busy: float
+    running: float  # sequences of an engine that computes
+    staleness: dict[int, int]
+    staleness_mean: float  # over tokens
+    dropped: float  # groups that became too old, for each that was trained on
+    cancelled: float
+    trace: Trace
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness)
+
+
+def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: int) -> Outcome:
+    """Play ``steps`` steps after ``max_staleness + 2`` steps that are not counted."""
+    return _Run(scenario, schedule, draw).play(schedule.max_staleness + 2, steps)
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What is counted from the beginning, to take differences of."""
+
+    now: float
+    busy_s: float
+    running_s: float
+    training_s: float
+    trained: int
+    dropped: int
+    cancelled: int
+    token_staleness: float
+    tokens: int
+
+
+class _Trainer(Enum):
+    """What the trainer does. It waits in all of these but two, in which it knows how long it will take."""
+
+    WAITING = auto()  # for groups
+    TRAINING = auto()
+    DRAINING = auto()  # the engines finish what is in flight
+    PAUSING = auto()  # they finish a decode step
+    SYNCING = auto()
+
+
+class _Run:
+    def __init__(self, scenario: Scenario, schedule: Schedule, draw: DrawLengths) -> None:
+        self.scenario, self.schedule, self.draw = scenario, schedule, draw
+        self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
+        self.unfinished: dict[int, Group] = {}  # in the order in which they were started
+        self.finished: deque[Group] = deque()
+        self.version = self.drawn = 0
+        self.trainer_at = math.inf  # when the trainer is done with what it does
+        self.state = _Trainer.WAITING
+        self.training_s = self.token_staleness = 0.0
+        self.trained = self.dropped = self.cancelled = self.tokens = 0
+        self.staleness: Counter[int] = Counter()
+        self.trace = Trace()
+
+    def play(self, uncounted: int, steps: int) -> Outcome:
+        self._start_groups(0.0)
+        before: _Totals | None = None
+        now = 0.0
+        while self.version < uncounted + steps:
+            if before is None and self.version == uncounted:
+                before = self._totals(now)
+                self.staleness.clear()
+            now = min(self.trainer_at, *(engine.next_at for engine in self.engines))
+            assert math.isfinite(now), "nothing happens any more"
+            for engine in self.engines:
+                if engine.next_at == now:
+                    self._collect(engine.settle())
+            self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
+            self._trainer(now)
+        assert before is not None
+        return self._outcome(before, self._totals(now), steps)
+
+    # ------------------------------------------------------------------------------------------------ engines
+    def _collect(self, requests: list[Request]) -> None:
+        for request in requests:
+            group = request.group
+            if not group.unfinished and group.order in self.unfinished:
+                self.finished.append(self.unfinished.pop(group.order))
+
+    def _start_groups(self, now: float) -> None:
+        """Start groups up to the bound; each goes to the engine with the fewest requests."""
+        ahead = self.schedule.max_staleness + (self.state is _Trainer.WAITING)
+        submitted: dict[int, list[Request]] = {}
+        loads = [engine.load for engine in self.engines]
+        for _ in range(ahead * self.groups - len(self.unfinished) - len(self.finished)):
+            lengths = self.draw(self.drawn)
+            group = self.unfinished[self.drawn] = Group(len(lengths), order=self.drawn)
+            self.drawn += 1
+            number = loads.index(min(loads))
+            loads[number] += len(lengths)
+            submitted.setdefault(number, []).extend(Request(group, length) for length in lengths)
+        for number, requests in submitted.items():
+            self.engines[number].submit(requests, now)
+
+    # ------------------------------------------------------------------------------------------------ the trainer
+    def _trainer(self, now: float) -> None:
+        if self.state is _Trainer.TRAINING and self.trainer_at <= now:
+            self.state = _Trainer.DRAINING if self.schedule.at_publish == DRAIN else _Trainer.PAUSING
+            self.trainer_at = math.inf
+        if self.state is _Trainer.DRAINING and not self.unfinished:
+            self.state = _Trainer.PAUSING
+        if self.state is _Trainer.PAUSING:
+            for engine in self.engines:
+                engine.pause(now)
+            if all(engine.paused for engine in self.engines):
+                self.state, self.trainer_at = _Trainer.SYNCING, now + self.scenario.sync_s
+                self.trace.syncs.append((now, self.trainer_at))
+        if self.state is _Trainer.SYNCING and self.trainer_at <= now:
+            self._published(now)
+        if self.state is _Trainer.WAITING:
+            self._train(now)
+
+    def _train(self, now: float) -> None:
+        """Begin the next step if there are groups for it."""
+        self._drop_old(now)
+        if len(self.finished) < self.scenario.prompts:
+            return
+        batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
+        self.state = _Trainer.TRAINING
+        self._cancel(now)
+        self.trained += len(batch)
+        for group in batch:
+            self.staleness[self.version - group.oldest] += self.scenario.samples
+            self.token_staleness += self.version * group.tokens - group.version_sum
+        tokens = sum(group.tokens for group in batch)
+        self.tokens += tokens
+        seconds = self.scenario.train.step_s + self.scenario.train.token_s * tokens
+        self.training_s += seconds
+        self.trainer_at = now + seconds
+        self.trace.training.append((now, self.trainer_at))
+
+    def _drop_old(self, now: float) -> None:
+        """Groups that are too old are started again, with new responses."""
+        oldest = self.version - self.schedule.max_staleness
+        if any(group.oldest < oldest for group in self.finished):
+            fresh = deque(group for group in self.finished if group.oldest >= oldest)
+            self.dropped += len(self.finished) - len(fresh)
+            self.finished = fresh
+            self._start_groups(now)
+
+    def _cancel(self, now: float) -> None:
+        """Stop what was started beyond the steps ahead: of a step's surplus the groups that have been running longest."""
+        surplus = len(self.unfinished) + len(self.finished) - self.schedule.max_staleness * self.groups
+        stopped = list(self.unfinished)[: max(0, surplus)]
+        for order in stopped:
+            self.unfinished.pop(order).cancelled = True
+        if stopped:
+            self.cancelled += len(stopped)
+            for engine in self.engines:
+                engine.cancel(now)
+
+    def _published(self, now: float) -> None:
+        self.version += 1
+        self.state = _Trainer.WAITING
+        self.trainer_at = math.inf
+        resubmit = self.schedule.at_publish == RESUBMIT
+        for engine in self.engines:
+            engine.resume(now, self.version, resubmit=resubmit)
+        self._start_groups(now)
+
+    # ------------------------------------------------------------------------------------------------ counting
+    def _totals(self, now: float) -> _Totals:
+        busy_s = sum(engine.busy_until(now) for engine in self.engines)
+        running_s = sum(engine.sequence_seconds for engine in self.engines)
+        counts = (self.trained, self.dropped, self.cancelled, self.token_staleness, self.tokens)
+        return _Totals(now, busy_s, running_s, self.training_s, *counts)
+
+    def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
+        seconds, trained = after.now - before.now, after.trained - before.trained
+        busy_s = after.busy_s - before.busy_s
+        return Outcome(
+            step_s=seconds / steps,
+            samples_per_s=steps * self.scenario.responses / seconds,
+            rollout_busy=busy_s / seconds / len(self.engines),
+            training_busy=(after.training_s - before.training_s) / seconds,
+            running=(after.running_s - before.running_s) / busy_s if busy_s else 0.0,
+            staleness=dict(sorted(self.staleness.items())),
+            staleness_mean=(after.token_staleness - before.token_staleness) / max(1, after.tokens - before.tokens),
+            dropped=(after.dropped - before.dropped) / max(1, trained),
+            cancelled=(after.cancelled - before.cancelled) / max(1, trained),
+            trace=self.trace,
+        )
