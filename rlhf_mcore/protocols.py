@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -213,7 +213,16 @@ class Sleeper(Protocol):
 class RewardFunction(Protocol):
     """Scores finished trajectories."""
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]: ...
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Begin with trajectories, while others are still drawn. What is returned waits for their scores, in order.
+
+        It is called once. Mistakes of the reward are raised by either of the two.
+        """
+        ...
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """``submit``, and wait."""
+        ...
 
 
 class Tracker(Protocol):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
@@ -38,16 +38,24 @@ class FunctionReward:
         self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
         self._pool.check()
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, in order. With ``reward.on_error: zero`` one without a result has score 0 and a failure.
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Begin, in the workers; what is returned waits for the scores.
+
+        With ``reward.on_error: zero`` a trajectory without a result has score 0 and a failure.
 
         Raises:
             ConfigError: the function raised, gave no result in time or none at all, or returned something other than a finite
                 number or a dict with one; the message names the function, the prompt, the sample and the cause. With
                 ``on_error: zero`` only where response after response gets no result.
         """
-        fail = self._on_error == "fail"
-        outcomes = self._pool.run([self._item(each) for each in trajectories], stop_at_failure=fail)
+        job = self._pool.submit([self._item(each) for each in trajectories], stop_at_failure=self._on_error == "fail")
+        return lambda: self._scores(trajectories, job.outcomes())
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """``submit``, and wait."""
+        return self.submit(trajectories)()
+
+    def _scores(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> list[Score]:
         scores, problems = [], []
         for trajectory, outcome in zip(trajectories, outcomes, strict=True):
             cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
@@ -63,7 +71,7 @@ class FunctionReward:
                 f"reward.max_error_share={self._max_error_share:g}; "
                 f"the first: {problems[0]}. Correct the function, or raise reward.max_error_share"
             )
-        if problems and fail:
+        if problems and self._on_error == "fail":
             raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
         return scores
 

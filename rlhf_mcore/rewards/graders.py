@@ -32,7 +32,7 @@ from rlhf_mcore.rewards.answers import (
 )
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
-from rlhf_mcore.rewards.symbolic import Equivalence
+from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
 
 __all__ = [
     "GRADERS",
@@ -59,7 +59,9 @@ class BatchGrader(Protocol):
 
     def __call__(self, response: str, ground_truth: Any) -> float: ...
 
-    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[tuple[float, str | None]]: ...
+    def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
+        """Begin with responses and their ground truths. What is returned waits for the verdicts, in order."""
+        ...
 
     def close(self) -> None: ...
 
@@ -148,9 +150,13 @@ class MathGrader:
     def __call__(self, response: str, ground_truth: Any) -> float:
         return self.grade([(response, ground_truth)])[0][0]
 
-    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[tuple[float, str | None]]:
+    def grade(self, pairs: Sequence[tuple[str, Any]]) -> list[Verdict]:
+        """``submit``, and wait."""
+        return self.submit(pairs)()
+
+    def submit(self, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
         """For each response and ground truth the grade, and where there is none in time "timeout" or "error" beside a 0."""
-        grades: list[tuple[float, str | None]] = [(0.0, None)] * len(pairs)
+        grades: list[Verdict] = [(0.0, None)] * len(pairs)
         open_questions: dict[tuple[str, str], list[int]] = {}
         for index, (response, ground_truth) in enumerate(pairs):
             answer = last_answer(response) if fits(response) else None
@@ -161,11 +167,15 @@ class MathGrader:
                 grades[index] = (1.0, None)
             elif not _differ(answer, truth):
                 open_questions.setdefault((truth, answer), []).append(index)
-        verdicts = self._equivalence(list(open_questions))
-        for indices, verdict in zip(open_questions.values(), verdicts, strict=True):
-            for index in indices:
-                grades[index] = verdict
-        return grades
+        judged = self._equivalence.submit(list(open_questions))
+
+        def finish() -> list[Verdict]:
+            for indices, verdict in zip(open_questions.values(), judged(), strict=True):
+                for index in indices:
+                    grades[index] = verdict
+            return grades
+
+        return finish
 
 
 grader("math")(MathGrader())

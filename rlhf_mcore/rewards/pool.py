@@ -17,11 +17,11 @@ import sys
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread, current_thread
 from typing import Any
 
 import rlhf_mcore
@@ -96,6 +96,7 @@ class _Worker:
         self.exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.ready = False
+        self.job: Job | None = None  # whose items it was given last
         self.held: deque[int] = deque()  # in the order in which they will be answered
         self.outgoing, self.incoming = bytearray(order), bytearray()
         self.tail = ""
@@ -147,29 +148,54 @@ class _Worker:
         self.process.stdout.close()
 
 
-@dataclass(slots=True)
-class _Job:
-    """The items of one call."""
+class Job:
+    """The items of a call, on their way through a pool."""
 
-    items: Sequence[bytes]
-    waiting: deque[int]
-    outcomes: list[Outcome | None]
-    tries: Counter[int] = field(default_factory=Counter)
-    unfinished: int = 0
-    failed: bool = False
+    def __init__(self, items: Sequence[bytes], stop_at_failure: bool, wake: Callable[[], None]) -> None:
+        self.items, self.waiting = items, deque(range(len(items)))
+        self.results: list[Outcome | None] = [None] * len(items)
+        self.tries: Counter[int] = Counter()
+        self.unfinished, self.stop_at_failure = len(items), stop_at_failure
+        self.error: Exception | None = None
+        self.abandoned = False
+        self._done, self._wake = Event(), wake
 
-    @classmethod
-    def of(cls, items: Sequence[bytes]) -> _Job:
-        return cls(items, deque(range(len(items))), [None] * len(items), unfinished=len(items))
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait. One outcome per item, in order.
+
+        Raises:
+            ConfigError: nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
+        """
+        try:
+            self._done.wait()
+        except BaseException:  # Ctrl-C: nobody will ask again
+            self.abandoned = True
+            self._wake()
+            raise
+        if self.error is not None:
+            raise self.error
+        return self.results
 
     def finish(self, index: int, outcome: Outcome) -> None:
-        self.outcomes[index] = outcome
+        """Called by the pool: what has come of an item."""
+        self.results[index] = outcome
         self.unfinished -= 1
-        self.failed |= bool(outcome.lost) or "error" in outcome.answer
+        self.abandoned |= self.stop_at_failure and (bool(outcome.lost) or "error" in outcome.answer)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Called by the pool: no more comes."""
+        self.error = error
+        self._done.set()
+
+    @property
+    def is_over(self) -> bool:
+        return self.abandoned or not self.unfinished
 
 
 class WorkerPool:
     """Runs items on workers that have all loaded the same thing. Workers are started when there is something to do.
+
+    A thread of the pool's own serves them, so that items are worked on while the trainer does something else.
 
     Args:
         name: what is loaded, for messages.
@@ -178,13 +204,8 @@ class WorkerPool:
     """
 
     def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
-        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
-        self._name, self._limits = name, limits
-        self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
-        self._workers: list[_Worker] = []
-        self._lost_in_a_row = 0
-        self._lock = Lock()
-        self.close = weakref.finalize(self, _stop_all, self._workers, os.getpid())
+        self._keeper = _Keeper(name, load, options, limits)
+        self.close = weakref.finalize(self, _close, self._keeper, os.getpid())
 
     def check(self) -> None:
         """Start a worker, so that what cannot be loaded is found now.
@@ -192,37 +213,127 @@ class WorkerPool:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        with self._lock:
-            self._replace_ended()
-            worker = self._workers[0] if self._workers else self._start()
-            job = _Job.of([])
-            while not worker.ready:
-                self._round(job)
+        self._keeper.submit([], False, loads=True).outcomes()
 
-    def run(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """One outcome per item (a JSON text), in order.
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
+        """Begin with items, each a JSON text. May be called from any thread, as often as wanted.
 
         With ``stop_at_failure`` the rest is left, as None, once an item is lost or its answer has an entry "error".
-
-        Raises:
-            ConfigError: nothing can be loaded, or ``MAX_LOST_IN_A_ROW`` items in a row were lost.
         """
+        return self._keeper.submit(items, stop_at_failure)
+
+    def run(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """``submit``, and wait."""
+        return self.submit(items, stop_at_failure=stop_at_failure).outcomes()
+
+
+class _Keeper:
+    """The thread of a pool: it alone knows the workers."""
+
+    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
+        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
+        self._name, self._limits = name, limits
+        self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
+        self._workers: list[_Worker] = []
+        self._jobs: list[Job] = []
+        self._new: deque[tuple[Job, bool]] = deque()
+        self._loading: list[Job] = []  # wait for the first worker that has loaded
+        self._lost_in_a_row = 0
+        self._thread: Thread | None = None
+        self._closing = False
+        self._lock = Lock()  # of ``_new``, ``_thread`` and ``_closing``
+        self._alarm = -1
+
+    def submit(self, items: Sequence[bytes], stop_at_failure: bool, loads: bool = False) -> Job:
+        job = Job(items, stop_at_failure, self._wake)
+        if not items and not loads:
+            job.end()
+            return job
         with self._lock:
-            self._replace_ended()
-            job = _Job.of(items)
-            try:
-                while job.unfinished and not (stop_at_failure and job.failed):
-                    self._give_out(job)
-                    self._round(job)
-            finally:
-                for worker in [worker for worker in self._workers if worker.held]:
-                    self._discard(worker)
-            return job.outcomes
+            if self._closing:
+                raise RuntimeError(f"the workers of {self._name} are closed")
+            self._new.append((job, loads))
+            if self._thread is None:
+                self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = Thread(target=self._serve, name="reward-pool", daemon=True)
+                self._thread.start()
+            os.eventfd_write(self._alarm, 1)
+        return job
+
+    def close(self) -> None:
+        """End the workers. Who still waits is told so."""
+        with self._lock:
+            self._closing, thread = True, self._thread
+            if thread is not None:
+                os.eventfd_write(self._alarm, 1)
+        if thread is not None and thread is not current_thread():
+            thread.join()
+            os.close(self._alarm)
+
+    def _wake(self) -> None:
+        with self._lock:
+            if not self._closing:
+                os.eventfd_write(self._alarm, 1)
+
+    # ------------------------------------------------------------------------------------------ in the pool's own thread
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._take_new()
+                    for job in self._jobs:
+                        self._give_out(job)
+                    self._round()
+                    self._end_jobs()
+                except ConfigError as error:
+                    self._fail_all(error)
+            self._fail_all(RuntimeError(f"the workers of {self._name} were closed"))
+        except BaseException as error:  # a mistake of ours: nobody may wait for ever
+            self._closing = True
+            self._fail_all(RuntimeError(f"the pool of {self._name} failed: {error!r}"))
+            raise
+        finally:
+            while self._workers:
+                self._workers.pop().stop()
+
+    def _take_new(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._alarm)
+        while self._new:
+            job, loads = self._new.popleft()
+            if not loads:
+                self._jobs.append(job)
+            elif any(worker.ready and worker.ending() is None for worker in self._workers):
+                job.end()
+            else:
+                self._loading.append(job)
+        self._replace_ended()
+        if self._loading and not self._workers:
+            self._start()
+        self._end_jobs()
+
+    def _end_jobs(self) -> None:
+        for job in [job for job in self._jobs if job.is_over]:
+            self._jobs.remove(job)
+            for worker in [worker for worker in self._workers if worker.held and worker.job is job]:
+                self._discard(worker)
+            job.end()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            self._jobs += [job for job, _ in self._new] + self._loading
+            self._new.clear()
+        self._loading.clear()
+        for worker in [worker for worker in self._workers if worker.held]:
+            self._discard(worker)
+        while self._jobs:
+            self._jobs.pop().end(error)
 
     def _replace_ended(self) -> None:
-        """Forget workers that have ended while there was nothing to do, such as with the thread that had started them."""
-        for worker in [worker for worker in self._workers if worker.ending() is not None]:
-            self._discard(worker)
+        """Forget workers that have ended while there was nothing to do."""
+        for worker in self._workers[:]:
+            if not worker.held and worker.ready and worker.ending() is not None:
+                self._discard(worker)
 
     def _start(self) -> _Worker:
         worker = _Worker(self._order, self._limits.env)
@@ -233,7 +344,7 @@ class WorkerPool:
         self._workers.remove(worker)
         worker.stop()
 
-    def _give_out(self, job: _Job) -> None:
+    def _give_out(self, job: Job) -> None:
         chunk = max(1, min(MAX_CHUNK, len(job.items) // (4 * self._limits.workers)))
         while job.waiting:
             idle = next((worker for worker in self._workers if not worker.held), None)
@@ -242,15 +353,17 @@ class WorkerPool:
             indices = [job.waiting.popleft() for _ in range(min(chunk, len(job.waiting)))]
             self._give(idle or self._start(), job, indices)
 
-    def _give(self, worker: _Worker, job: _Job, indices: Sequence[int]) -> None:
+    def _give(self, worker: _Worker, job: Job, indices: Sequence[int]) -> None:
         worker.outgoing += pack(b"[" + b",".join(job.items[index] for index in indices) + b"]")
         worker.held.extend(indices)
+        worker.job = job
         if worker.ready:
             worker.deadline = time.monotonic() + self._limits.timeout_s
 
-    def _round(self, job: _Job) -> None:
+    def _round(self) -> None:
         """Wait until something has happened, and take note of it."""
         poll = select.poll()
+        poll.register(self._alarm, select.POLLIN)
         for worker in self._workers:
             for descriptor, wanted in worker.interests():
                 poll.register(descriptor, wanted)
@@ -261,31 +374,34 @@ class WorkerPool:
             try:
                 messages = worker.exchange()
             except FrameError as error:
-                self._lose(worker, job, f"broke its connection ({error})")
+                self._lose(worker, f"broke its connection ({error})")
                 continue
             for message in messages:
-                self._take(worker, job, message)
+                self._take(worker, message)
             if worker not in self._workers:
                 continue
             if ending is not None:
-                self._lose(worker, job, ending)
+                self._lose(worker, ending)
             elif (worker.held or not worker.ready) and time.monotonic() >= worker.deadline:
-                self._lose(worker, job, "", timed_out=True)
+                self._lose(worker, "", timed_out=True)
 
-    def _take(self, worker: _Worker, job: _Job, message: dict[str, Any]) -> None:
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
         worker.deadline = time.monotonic() + self._limits.timeout_s
         if "problem" in message:
             self._discard(worker)
             raise ConfigError(message["problem"])
         if "ready" in message:
             worker.ready = True
+            while self._loading:
+                self._loading.pop().end()
         elif "lost" in message:
-            self._lose(worker, job, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
-        else:
+            self._lose(worker, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
+        elif worker.held:  # a child that a function has left behind may write, too
             self._lost_in_a_row = 0
-            job.finish(worker.held.popleft(), Outcome(message))
+            assert worker.job is not None
+            worker.job.finish(worker.held.popleft(), Outcome(message))
 
-    def _lose(self, worker: _Worker, job: _Job, cause: str, timed_out: bool = False) -> None:
+    def _lose(self, worker: _Worker, cause: str, timed_out: bool = False) -> None:
         """Kill a worker. The item that it was at is tried again alone on a fresh one, or is lost; the others wait."""
         self._discard(worker)
         tail = f"; it last printed: {worker.tail.strip()!r}" if worker.tail.strip() else ""
@@ -296,7 +412,8 @@ class WorkerPool:
             cause = f"gave no result within reward.timeout_s={self._limits.timeout_s:g} s"
         if not worker.held:
             return
-        index = worker.held.popleft()
+        index, job = worker.held.popleft(), worker.job
+        assert job is not None
         job.waiting.extendleft(reversed(worker.held))
         job.tries[index] += 1
         if job.tries[index] <= self._limits.retries:
@@ -305,13 +422,13 @@ class WorkerPool:
         job.finish(index, Outcome(lost=cause + tail, timed_out=timed_out))
         self._lost_in_a_row += 1
         if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            self._lost_in_a_row = 0
             raise ConfigError(
-                f"{self._name} gave no result for {self._lost_in_a_row} responses in a row; for the last of them it {cause}{tail}: "
+                f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {cause}{tail}: "
                 "correct it, or give it more with reward.timeout_s and reward.memory_gib"
             )
 
 
-def _stop_all(workers: list[_Worker], owner: int) -> None:
+def _close(keeper: _Keeper, owner: int) -> None:
     if os.getpid() == owner:  # and not in a process that was forked from it
-        while workers:
-            workers.pop().stop()
+        keeper.close()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_for, rules_of
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
 from rlhf_mcore.rewards.function import FunctionReward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
+from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
@@ -54,8 +56,8 @@ class RuleReward:
         for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
             self._grader(rule)
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One score per trajectory, in order.
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Grade, but for what workers judge: what is returned waits for them, and has the scores.
 
         Raises:
             ConfigError: a prompt of a data source without rules, or without a ground truth where a rule compares with it.
@@ -71,23 +73,30 @@ class RuleReward:
                         "compares with: name its column in data.answer_key, or use reward.function"
                     )
                 rows_of[self._grader(rule)].append((row, rule.name))
-        scores = [Score(0.0) for _ in trajectories]
+        pending = []
         for grader, rows in rows_of.items():
             pairs = [(trajectories[row].response_text, trajectories[row].prompt.ground_truth) for row, _ in rows]
-            # Some of what a batch grader is given is not judged in time.
-            grades = (
-                grader.grade(pairs) if isinstance(grader, BatchGrader) else [(grader(*pair), None) for pair in pairs]
-            )
-            for (row, name), (response, _), (grade, failure) in zip(rows, pairs, grades, strict=True):
-                scores[row].parts[name] = grade
-                scores[row].failure = scores[row].failure or failure
-                scores[row].answered &= grade > 0 or finds_answer(name, response)
-        for score, its_rules in zip(scores, rules, strict=True):
-            score.value = math.fsum(
-                rule.weight * (rule.incorrect + score.parts[rule.name] * (rule.correct - rule.incorrect))
-                for rule in its_rules
-            )
-        return scores
+            pending.append((rows, pairs, _begin(grader, pairs)))
+
+        def finish() -> list[Score]:
+            scores = [Score(0.0) for _ in trajectories]
+            for rows, pairs, grades in pending:
+                for (row, name), (response, _), (grade, failure) in zip(rows, pairs, grades(), strict=True):
+                    scores[row].parts[name] = grade
+                    scores[row].failure = scores[row].failure or failure
+                    scores[row].answered &= grade > 0 or finds_answer(name, response)
+            for score, its_rules in zip(scores, rules, strict=True):
+                score.value = math.fsum(
+                    rule.weight * (rule.incorrect + score.parts[rule.name] * (rule.correct - rule.incorrect))
+                    for rule in its_rules
+                )
+            return scores
+
+        return finish
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """``submit``, and wait."""
+        return self.submit(trajectories)()
 
     def close(self) -> None:
         """End the worker processes."""
@@ -100,6 +109,14 @@ class RuleReward:
         if key not in self._graders:
             self._graders[key] = build_grader(rule, self._workers)
         return self._graders[key]
+
+
+def _begin(grader: Grader, pairs: Sequence[tuple[str, Any]]) -> Callable[[], list[Verdict]]:
+    """What is returned has a grade for each pair, and why there is none where workers did not judge in time."""
+    if isinstance(grader, BatchGrader):
+        return grader.submit(pairs)
+    grades: list[Verdict] = [(grader(*pair), None) for pair in pairs]
+    return lambda: grades
 
 
 def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[RuleConfig]] | None, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
@@ -38,20 +38,28 @@ class Equivalence:
         self._pool = WorkerPool("reward rule 'math'", "math", {"cpu_s": CPU_S}, limits)
         self.close = self._pool.close
 
-    def __call__(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """A verdict for each (ground truth, answer). What is too long, too deep or grows too fast is not equal to anything."""
+    def submit(self, pairs: Sequence[tuple[str, str]]) -> Callable[[], list[Verdict]]:
+        """Begin with pairs (ground truth, answer). What is returned waits, and has a verdict for each.
+
+        What is too long, too deep or grows too fast is not equal to anything.
+        """
         verdicts: list[Verdict] = [(0.0, None)] * len(pairs)
         asked = [index for index, pair in enumerate(pairs) if not any(map(is_too_much, pair))]
         items = [json.dumps({"truth": pairs[i][0], "answer": pairs[i][1]}).encode("ascii") for i in asked]
-        for index, outcome in zip(asked, self._pool.run(items), strict=True):
-            assert outcome is not None
-            if outcome.timed_out or "expired" in outcome.answer:
-                verdicts[index] = (0.0, "timeout")
-            elif outcome.lost:
-                verdicts[index] = (0.0, "error")
-            else:
-                verdicts[index] = (float(outcome.answer["equal"]), None)
-        return verdicts
+        job = self._pool.submit(items) if items else None
+
+        def finish() -> list[Verdict]:
+            for index, outcome in zip(asked, job.outcomes() if job is not None else [], strict=True):
+                assert outcome is not None
+                if outcome.timed_out or "expired" in outcome.answer:
+                    verdicts[index] = (0.0, "timeout")
+                elif outcome.lost:
+                    verdicts[index] = (0.0, "error")
+                else:
+                    verdicts[index] = (float(outcome.answer["equal"]), None)
+            return verdicts
+
+        return finish
 
 
 def is_too_much(text: str) -> bool:

@@ -208,6 +208,10 @@ class RecordedScores:
 
     scores: dict[tuple[int, int], Score]  # (row of the prompt, sample)
 
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """There is nothing to wait for."""
+        return lambda: self.score(trajectories)
+
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """One score per trajectory, in order."""
         return [self.scores[t.prompt.index, t.sample] for t in trajectories]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,9 +26,16 @@ class ModelReward:
     model: ScoreModel
     weight: float
 
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """The graders begin. What is returned is collective over the world, and calls the model."""
+        others = self.graders.submit(trajectories)
+        return lambda: self._add_model(trajectories, others())
+
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Collective over the world: every rank calls it, with none or some trajectories of its own."""
-        others = self.graders.score(trajectories)
+        return self.submit(trajectories)()
+
+    def _add_model(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
         counts = all_gather_json(len(trajectories))
         if not sum(counts):
             return []

@@ -200,6 +200,22 @@ def test_scores_come_in_order_from_several_workers(reward: Callable[..., Functio
     assert len({score.parts["pid"] for score in scores}) == 3
 
 
+def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., FunctionReward], tmp_path: Path) -> None:
+    mark = tmp_path / "go on"
+    body = f"while solution_str == 'slow' and not os.path.exists({str(mark)!r}): time.sleep(0.01)\n    return len(solution_str)"
+    scored = reward(body, workers=2)
+    slow = scored.submit([trajectory("slow")])
+    quick = [scored.submit([trajectory("x" * (number + 1), number) for number in range(3)]) for _ in range(4)]
+    assert [[score.value for score in collect()] for collect in quick] == [[1.0, 2.0, 3.0]] * 4
+    mark.touch()
+    assert [score.value for score in slow()] == [4.0]
+    mark.unlink()
+    waits = scored.submit([trajectory("slow")])
+    scored.close()
+    with pytest.raises(RuntimeError, match="closed"):  # nobody waits for workers that have ended
+        waits()
+
+
 def test_one_worker_keeps_state_between_calls(reward: Callable[..., FunctionReward]) -> None:
     source = "seen = 0\ndef grade(*arguments):\n    global seen\n    seen += 1\n    return seen"
     counting = reward(source=source)
