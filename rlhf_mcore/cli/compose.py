@@ -59,7 +59,7 @@ def run(cfg: Config, announced: int = 0) -> bool:
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
             return True
-        trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests))
+        trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests, stack))
         timers.pop()  # of the phases before the first step
         finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
         if record.console is not None and finished:

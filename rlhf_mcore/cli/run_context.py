@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.triggers import SignalRequests
 from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.examples import TokenizedExample
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
+from rlhf_mcore.types import Prompt
+
+T = TypeVar("T", Prompt, TokenizedExample)
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """A resolved configuration, the process that runs it, the record that it leaves, and where it begins."""
+    """A resolved configuration, the process that runs it, the record that it leaves, and where it begins.
+
+    ``stack`` closes what the run has started, when it ends.
+    """
 
     cfg: Config
     platform: Platform
     record: RunRecord
     start: Start
     requests: SignalRequests
+    stack: ExitStack
 
     @property
     def kind(self) -> RunKind:
@@ -35,3 +48,16 @@ class RunContext:
     @property
     def directory(self) -> Path:
         return Path(self.cfg.output_dir).resolve() / self.cfg.project / self.cfg.experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Data(Generic[T]):
+    """Prompts or examples to learn from, and others to evaluate on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: list[T]
+    held_out: list[T]
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of responses without special tokens."""
+        return self.tokenizer.batch_decode(responses, skip_special_tokens=True)

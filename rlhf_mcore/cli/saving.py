@@ -36,6 +36,7 @@ from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
+from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.run_state import RunState
@@ -111,11 +112,16 @@ def _load_weights(model: RoleModel, directory: str) -> None:
 
 
 def build_checkpointer(
-    run: RunContext, models: Sequence[SavedModel], holders: Mapping[str, Stateful], sampler: ResumableSampler
+    run: RunContext,
+    models: Sequence[SavedModel],
+    holders: Mapping[str, Stateful],
+    sampler: ResumableSampler,
+    ahead: SamplingAhead | None = None,
 ) -> RunCheckpointer:
     """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
 
-    ``holders`` are the objects with a state, beside models and sampler. Collective over the world.
+    ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
+    rank. Collective over the world.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
     files = [RoleFiles(saved.name, saved.model, _exporter(cfg, saved)) for saved in models]
@@ -131,6 +137,8 @@ def build_checkpointer(
     for name, holder in holders.items():
         registry.register(name, holder)
     data.register("sampler", sampler)
+    if cfg.rollout.placement == "disaggregated" and run.kind.generates:
+        data.register("ahead", ahead or _OnFirstRank())
     state = RunState(
         registry,
         data,
@@ -139,6 +147,7 @@ def build_checkpointer(
         generators=rng_tracker_states,
         set_generators=set_rng_tracker_states,
         inputs=run.start.inputs,
+        ahead=ahead,
     )
     restorer = Restorer(directory, state, files, models)
     load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_mcore.bridge.files.transfer import Gatherer
-from rlhf_mcore.bridge.map.reload import keep_loading_layout
-from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
 from rlhf_mcore.checkpoint.registry import Stateful
+from rlhf_mcore.cli.generation import build_generation
 from rlhf_mcore.cli.models import ModelBuilder
-from rlhf_mcore.cli.run_context import RunContext
+from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
 from rlhf_mcore.config.derive import longest_example, needs_critic
@@ -28,19 +21,16 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
-from rlhf_mcore.data.source import PromptBatches, load_prompts
+from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.mcore.model_spec import DTYPES, load_spec
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
-from rlhf_mcore.protocols import RewardFunction, WeightBridge, WeightTarget
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.model import TrainedModel
-from rlhf_mcore.roles.policy import Actor, SupervisedActor
+from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
-from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.trainer.advantages import AdvantageComputer
-from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.example_learner import (
     ExampleEvaluator,
@@ -52,16 +42,12 @@ from rlhf_mcore.trainer.example_learner import (
     preference,
     preference_metrics,
 )
-from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import Roles
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
-from rlhf_mcore.trainer.rollouts import RolloutWorker
-from rlhf_mcore.types import Prompt, Sampling, TrainBatch
-
-T = TypeVar("T", Prompt, TokenizedExample)
+from rlhf_mcore.trainer.reinforcement import PolicyLearner
+from rlhf_mcore.types import Prompt, TrainBatch
 
 
 def build_trainer(run: RunContext) -> Trainer:
@@ -86,11 +72,6 @@ def rl_trainer(run: RunContext) -> Trainer:
         reference = models.reference() if cfg.algorithm.kl.coef else None
         if cfg.reward.model.path is not None:
             reward = ModelReward(reward, models.reward_model(), cfg.reward.model.weight)
-    with record.phase("start_engine"):
-        engine_model = EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry))
-        engine = build_engine(cfg.rollout, engine_model)
-        worker = RolloutWorker(engine, engine.rank, partial(data.tokenizer.batch_decode, skip_special_tokens=True))
-
     sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
@@ -100,7 +81,8 @@ def rl_trainer(run: RunContext) -> Trainer:
             holders["return_normalizer"] = critic.normalizer
     if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
-    checkpointer = build_checkpointer(run, saved, holders, sampler)
+    generation = build_generation(run, actor, reward, sampler, data)
+    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead)
 
     roles = Roles(
         actor,
@@ -109,24 +91,13 @@ def rl_trainer(run: RunContext) -> Trainer:
         warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
     )
-    sampling, dynamic = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed), cfg.algorithm.dynamic_sampling
     return Trainer(
-        source=SampledBatches(
-            PromptBatches(data.train, sampler),
-            worker,
-            sampling,
-            reward,
-            DynamicSampling(dynamic.max_batches) if dynamic.enabled else PlainSampling(),
-            RowExchange(sampling.n, asynchronous=cfg.trainer.max_staleness > 0),
-            record,
-        ),
+        source=generation.source,
         learner=PolicyLearner(roles, estimation, record),
-        publisher=EnginePublisher(
-            engine, _build_bridge(cfg, actor, engine), record, _build_canary(run, actor, worker, engine)
-        ),
+        publisher=generation.publisher,
         evaluator=PolicyEvaluator(
             data.held_out,
-            worker,
+            generation.worker,
             reward,
             evaluation_sampling(cfg),
             cfg.evaluate.every,
@@ -181,15 +152,6 @@ def _example_trainer(
         max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Data(Generic[T]):
-    """Prompts or examples to learn from, and others to evaluate on."""
-
-    tokenizer: PreTrainedTokenizerBase
-    train: list[T]
-    held_out: list[T]
 
 
 def _load_data(
@@ -254,43 +216,3 @@ def _prompt_sampler(cfg: Config, prompts: Sequence[Prompt]) -> ResumableSampler:
     held = Counter(prompt.file for prompt in prompts)
     sizes = [held[number] for number in range(len(cfg.data.train))]
     return WeightedSampler(sizes, cfg.data.weights, size, seed, shuffle)
-
-
-def _build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:
-    cfg, drawn = run.cfg, run.cfg.rollout.sampling
-    if not cfg.bridge.canary:
-        return None
-    length = min(NUM_TOKENS, cfg.data.max_prompt_tokens)
-    prompts = canary_prompts(worker.engine.num_engines, length, actor.model.spec.geometry.vocab_size)
-    sampling = Sampling(temperature=drawn.temperature, max_new_tokens=min(NUM_TOKENS, drawn.max_new_tokens))
-    return Canary(worker, target, actor, prompts, sampling, TOLERANCE[DTYPES[run.dtype]])
-
-
-def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBridge:
-    gatherer = None
-    if cfg.bridge.method == "gather" or cfg.bridge.verify == "full":
-        model = actor.model.model
-        assert model is not None, "config.validate keeps actor.ranks from these"
-        pgs = model.groups.collection
-        gatherer = Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
-    if cfg.bridge.method == "gather":
-        assert gatherer is not None
-        return GatherBridge(gatherer, target)
-    if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
-        keep_loading_layout(target.model)
-    return PlannedBridge(
-        actor.model.local_parameters(),
-        actor.model.spec.geometry,
-        target,
-        world_group(),
-        bucket_bytes=cfg.bridge.bucket_bytes,
-        verify=cfg.bridge.verify,
-        gatherer=gatherer,
-        ranks_per_node=ranks_per_node(),
-    )
-
-
-def ranks_per_node() -> int | None:
-    """Ranks of each machine as torchrun has started them; None on a single machine, and where machines have different numbers."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return local if local < dist.get_world_size() and len(set(all_gather_json(local))) == 1 else None

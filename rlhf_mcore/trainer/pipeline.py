@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import Recorder
-    from rlhf_mcore.types import Prompt, TrainBatch
+    from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
 TURN_S = 10.0
@@ -86,6 +86,13 @@ class PipelinedBatches:
         while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
             if found == "publish":
                 self.resync(step - 1)
+
+
+class NoGenerator:
+    """Of a rank that does not talk to the engines."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return []
 
 
 @dataclass(slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf_mcore.cli import trainers
+from rlhf_mcore.cli import generation, trainers
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
@@ -31,7 +32,7 @@ def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, m
     (tmp_path / "mine.py").write_text("def grade(text):\n    return 1.0\n")
     cfg = resolve(Config(reward=RewardConfig(function=f"{tmp_path / 'mine.py'}:grade")))
     requests: Any = None
-    run = RunContext(cfg, current_platform(), RunRecord(Timers(), 0), Start(), requests)
+    run = RunContext(cfg, current_platform(), RunRecord(Timers(), 0), Start(), requests, ExitStack())
     with pytest.raises(ConfigError, match=r"reward\.function is .*mine\.py:grade.* its parameters are \(text\)"):
         trainers.build_trainer(run)
 
@@ -48,12 +49,12 @@ def test_machines_are_told_apart_where_they_are_equal(
     monkeypatch: pytest.MonkeyPatch, world: int, local_sizes: list[int], expected: int | None
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_sizes[0]))
-    monkeypatch.setattr(trainers.dist, "get_world_size", lambda: world)
-    monkeypatch.setattr(trainers, "all_gather_json", lambda mine: local_sizes)
-    assert trainers.ranks_per_node() == expected
+    monkeypatch.setattr(generation.dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(generation, "all_gather_json", lambda mine: local_sizes)
+    assert generation.ranks_per_node() == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(trainers.dist, "get_world_size", lambda: 4)
-    assert trainers.ranks_per_node() is None
+    monkeypatch.setattr(generation.dist, "get_world_size", lambda: 4)
+    assert generation.ranks_per_node() is None
