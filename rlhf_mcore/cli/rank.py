@@ -14,10 +14,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.processes import end_with_parent
 from rlhf_mcore.cli.rank_reports import Reporter
 from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_processes import end_with_parent
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, USER_ERROR, of_process
-from rlhf_mcore.cli.processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
+from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -15,9 +15,9 @@ import pytest
 
 from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child, torchrun_command, with_restarts
-from rlhf_mcore.cli.processes import STARTED_BY, has_ended
 from rlhf_mcore.cli.rank_reports import Failed, Rank, RankReports
 from rlhf_mcore.cli.rendezvous import interface_of, listener, source_address
+from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from tests.processes import descendants, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -250,7 +250,7 @@ def test_what_a_killed_child_leaves_running_is_ended_before_anything_else_starts
 
 DIES_WITH_PARENT = """
 import signal, sys, time
-from rlhf_mcore.cli.processes import end_with_parent
+from rlhf_mcore.own_processes import end_with_parent
 end_with_parent(signal.SIGKILL)
 print("ready", flush=True)
 time.sleep(600)
