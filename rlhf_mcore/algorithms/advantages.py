@@ -1,12 +1,20 @@
-"""Advantage estimators: one function per paper, under the name that ``algorithm.advantage`` gives it."""
+"""Advantage estimators: one function per paper, under the name that ``algorithm.advantage`` gives it.
+
+Where an environment answers, a response has several turns of the policy. ``turn_gamma`` discounts what follows in later turns, and
+with ``turn_credit`` a turn is one action: all of its tokens have one advantage. With one turn ``turn_gamma`` has no effect, and
+nor has ``turn_credit`` on what is relative to a group.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlhf_mcore.algorithms.interfaces import AdvantageInputs, Advantages, advantage_estimator
+from rlhf_mcore.algorithms.turns import OwnedTurns, turn_returns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +33,11 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 
     A_t = sum_k (gamma lam)^k delta_{t+k},   delta_t = r_t + gamma V_{t+1} - V_t,   returns_t = A_t + V_t
 
-    over the trainable tokens of a response; others between them (a tool's output) are stepped over. After the last one
-    V is 0. With ``bootstrap_truncated`` it is ``bootstrap_values`` where the token limit ended the response (Pardo et al.
-    2018, arXiv 1712.00378). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
+    over the trainable tokens of a response; others between them (a tool's output) are stepped over, and gamma there is gamma
+    ``turn_gamma``. With ``turn_credit`` the same over turns, with V before the first token of a turn, the sum of its rewards
+    and ``turn_gamma`` (Li et al. 2025, Turn-PPO, arXiv 2512.17008). After the last token V is 0. With
+    ``bootstrap_truncated`` it is ``bootstrap_values`` where the token limit ended the response (Pardo et al. 2018, arXiv
+    1712.00378). ``whiten_advantages`` normalises the advantages over all tokens; ``returns`` are not.
     """
     assert inputs.old_values is not None, "gae needs the critic's values"
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)  # [B]
@@ -37,8 +47,7 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
         )
         ends = torch.where(inputs.truncated, inputs.bootstrap_values.float(), ends)
     values = torch.where(inputs.loss_mask, inputs.old_values.float(), 0)
-    advantages = _lambda_advantages(inputs, values, ends, cfg.gamma, cfg.lam)
-    returns = advantages + values
+    advantages, returns = _lambda_advantages(inputs, values, ends, cfg, cfg.lam)
     if cfg.whiten_advantages:
         advantages = whiten(advantages, inputs.loss_mask, inputs.rows)
     return Advantages(advantages, returns)
@@ -47,8 +56,7 @@ def gae(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
 @advantage_estimator("grpo")
 def grpo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """Outcome relative to the group's: GRPO, and Dr. GRPO without ``normalize_std``. See :func:`group_relative`."""
-    relative = group_relative(outcomes(inputs), inputs.group_ids, cfg.normalize_std)
-    return Advantages(broadcast_to_tokens(relative, inputs))
+    return Advantages(_compared(inputs, cfg, partial(group_relative, normalize_std=cfg.normalize_std)))
 
 
 @advantage_estimator("rloo")
@@ -60,20 +68,18 @@ def rloo(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     Raises:
         ValueError: a group of one, which leaves nobody to compare with.
     """
-    _, index, counts = torch.unique(inputs.group_ids, return_inverse=True, return_counts=True)
-    sizes = counts[index]  # [B]: responses in the group of each
-    if bool((sizes < 2).any()):
-        raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
-    relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False) * (sizes / (sizes - 1))
-    return Advantages(broadcast_to_tokens(relative, inputs))
+    return Advantages(_compared(inputs, cfg, _leave_one_out))
 
 
 @advantage_estimator("reinforce")
 def reinforce(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
-    """Discounted rewards from a token on (Williams 1992), A_t = sum_k gamma^k r_{t+k}, whitened where asked."""
+    """Discounted rewards from a token on (Williams 1992), A_t = sum_k gamma^k r_{t+k}, whitened where asked.
+
+    Turns as in :func:`gae`.
+    """
     zeros = torch.zeros_like(inputs.rewards)
     ends = torch.zeros_like(inputs.truncated, dtype=torch.float32)
-    advantages = _lambda_advantages(inputs, zeros, ends, cfg.gamma, lam=1.0)
+    advantages, _ = _lambda_advantages(inputs, zeros, ends, cfg, lam=1.0)
     return Advantages(whiten(advantages, inputs.loss_mask, inputs.rows) if cfg.whiten_advantages else advantages)
 
 
@@ -86,13 +92,48 @@ def reinforce_plus_plus(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advant
 @advantage_estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, cfg: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with the group's mean as baseline (arXiv 2501.03262): outcome - mean, normalised over all tokens."""
-    relative = group_relative(outcomes(inputs), inputs.group_ids, normalize_std=False)
-    return Advantages(whiten(broadcast_to_tokens(relative, inputs), inputs.loss_mask, inputs.rows))
+    relative = _compared(inputs, cfg, partial(group_relative, normalize_std=False))
+    return Advantages(whiten(relative, inputs.loss_mask, inputs.rows))
 
 
 def outcomes(inputs: AdvantageInputs) -> Tensor:
     """[B] float64, on every rank: the rewards of each response's tokens, summed."""
     return inputs.rows.sums(inputs.rewards, inputs.loss_mask)
+
+
+def _compared(inputs: AdvantageInputs, cfg: AlgorithmConfig, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """[N]: what ``compare`` (values, groups -> advantages) makes of outcomes, zero outside the loss mask.
+
+    An outcome is the sum of turn_gamma^j R_j over turns j from 0, R_j the sum of the rewards of a turn. With ``turn_credit`` what
+    follows from turn j, G_j = R_j + turn_gamma G_{j+1}, is compared with that of turn j in the group's other responses (Ding et al.
+    2025, GTPO, arXiv 2511.14846, return-based advantages). A turn that no other response has got to has the advantage of its whole
+    response, which remains too where a group by state has one member in GiGPO (Feng et al. 2025, arXiv 2505.10978).
+    """
+    if cfg.turn_gamma == 1.0 and not cfg.turn_credit:
+        return broadcast_to_tokens(compare(outcomes(inputs), inputs.group_ids), inputs)
+    turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
+    returns, exists = turn_returns(inputs.rewards, turns, inputs.rows, cfg.turn_gamma)
+    of_responses = compare(returns[:, 0], inputs.group_ids)
+    if not cfg.turn_credit:
+        return broadcast_to_tokens(of_responses, inputs)
+    _, groups = torch.unique(inputs.group_ids, return_inverse=True)
+    numbers = (groups[:, None] * exists.shape[1] + torch.arange(exists.shape[1]))[exists]  # of turn j of a group
+    is_shared = (numbers.bincount() > 1)[numbers]
+    relative = of_responses[:, None].expand(exists.shape)[exists].clone()
+    relative[is_shared] = compare(returns[exists][is_shared], numbers[is_shared])
+    of_turns = torch.zeros(exists.shape, dtype=torch.float32)
+    of_turns[exists] = relative.float()
+    found = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
+    found[turns.tokens] = of_turns[turns.rows, turns.places][turns.of_token]
+    return found
+
+
+def _leave_one_out(values: Tensor, groups: Tensor) -> Tensor:
+    _, index, counts = torch.unique(groups, return_inverse=True, return_counts=True)
+    sizes = counts[index]  # responses in the group of each
+    if bool((sizes < 2).any()):
+        raise ValueError("a group has a single response, rloo compares with the others: sample at least 2 per prompt")
+    return group_relative(values, groups, normalize_std=False) * (sizes / (sizes - 1))
 
 
 def group_relative(outcomes: Tensor, group_ids: Tensor, normalize_std: bool, eps: float = 1e-6) -> Tensor:
@@ -165,15 +206,37 @@ def whiten(values: Tensor, mask: Tensor, rows: OwnedRows, eps: float = 1e-8) -> 
     return torch.where(mask, (deviations * (variance + eps).rsqrt()).to(values.dtype), 0)
 
 
-def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, gamma: float, lam: float) -> Tensor:
-    """The recursion A_t = delta_t + gamma lam A_{t+1} over the trainable tokens of each row, from the right.
+def _lambda_advantages(
+    inputs: AdvantageInputs, values: Tensor, ends: Tensor, cfg: AlgorithmConfig, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [N] by the recursion over tokens, or turns, of each row; zero outside the mask.
 
-    ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). Zero outside the mask.
+    ``values`` [N] are V(state before a token), ``ends`` [B] V(state after the last token). No turn ends where the last token is.
     """
-    held = inputs.loss_mask.nonzero().flatten()  # all arithmetic is on trainable tokens alone
-    rewards, values = inputs.rewards[held].float(), values[held]
-    rows, sizes = inputs.rows.token_rows[held].unique_consecutive(return_counts=True)
-    # Longest rows first: those that still have a token k steps from their end are always the first ones.
+    turns = OwnedTurns.of(inputs.loss_mask, inputs.rows)
+    values = values[turns.tokens]
+    if cfg.turn_credit:
+        rewards, values, rows = turns.sums(inputs.rewards).float(), values[turns.first], turns.rows
+        gammas = torch.ones(len(rows), dtype=torch.float64)
+        gammas[turns.has_next] = cfg.turn_gamma
+    else:
+        rewards, rows = inputs.rewards[turns.tokens].float(), inputs.rows.token_rows[turns.tokens]
+        gammas = torch.full_like(rewards, cfg.gamma, dtype=torch.float64)
+        gammas[turns.last[turns.has_next]] *= cfg.turn_gamma
+    found = _recursion(rewards, values, rows, ends, gammas, lam)
+    if cfg.turn_credit:
+        found, values = found[turns.of_token], values[turns.of_token]
+    advantages = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
+    returns = advantages.clone()
+    advantages[turns.tokens], returns[turns.tokens] = found, found + values
+    return advantages, returns
+
+
+def _recursion(rewards: Tensor, values: Tensor, rows: Tensor, ends: Tensor, gammas: Tensor, lam: float) -> Tensor:
+    """A_k = delta_k + gamma_k lam A_{k+1} over the steps [K] of each row, from the right. ``rows`` ascends, ``gammas`` are float64."""
+    decays, gammas = (gammas * lam).float(), gammas.float()
+    rows, sizes = rows.unique_consecutive(return_counts=True)
+    # Longest rows first: those that still have a step k from their end are always the first ones.
     order = sizes.argsort(descending=True, stable=True)
     last = (sizes.cumsum(0) - 1)[order]
     num_left = sizes.bincount().flip(0).cumsum(0).flip(0)[1:].tolist()
@@ -181,10 +244,8 @@ def _lambda_advantages(inputs: AdvantageInputs, values: Tensor, ends: Tensor, ga
     result = torch.zeros_like(rewards)
     for step, count in enumerate(num_left):
         at = last[:count] - step
-        delta = rewards[at] + gamma * next_values[:count] - values[at]
-        advantages[:count] = delta + gamma * lam * advantages[:count]
+        delta = rewards[at] + gammas[at] * next_values[:count] - values[at]
+        advantages[:count] = delta + decays[at] * advantages[:count]
         next_values[:count] = values[at]
         result[at] = advantages[:count]
-    full = torch.zeros(inputs.rewards.shape, dtype=torch.float32)
-    full[held] = result
-    return full
+    return result

@@ -39,6 +39,11 @@ def algorithm_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.bootstrap_truncated=True has no effect with algorithm.advantage={algorithm.advantage}, which has no "
             "critic; set it to false"
         )
+    if algorithm.turn_credit and algorithm.gamma != 1 and estimator is not None and estimator.discounts:
+        yield (
+            f"algorithm.gamma={algorithm.gamma:g} discounts by tokens, but with algorithm.turn_credit=True turns are the steps; "
+            "set it to 1, and algorithm.turn_gamma instead"
+        )
     if algorithm.dual_clip is not None and loss is not None and not loss.reads_dual_clip:
         yield (
             f"algorithm.dual_clip={algorithm.dual_clip:g} has no effect with algorithm.policy_loss="

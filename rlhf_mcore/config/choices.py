@@ -36,6 +36,7 @@ class Estimator:
     compares_group: bool = False  # the responses to one prompt with each other: needs two of them
     needs_values: bool = False  # of a critic
     whitens: bool = False  # over the tokens of a step; algorithm.whiten_advantages may ask for it
+    discounts: bool = False  # by algorithm.gamma, later rewards of a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,11 @@ class Grader:
 
 
 ADVANTAGES = {
-    "gae": Estimator(needs_values=True, whitens=True),
+    "gae": Estimator(needs_values=True, whitens=True, discounts=True),
     "grpo": Estimator(compares_group=True),
     "rloo": Estimator(compares_group=True),
-    "reinforce": Estimator(whitens=True),
-    "reinforce_plus_plus": Estimator(whitens=True),
+    "reinforce": Estimator(whitens=True, discounts=True),
+    "reinforce_plus_plus": Estimator(whitens=True, discounts=True),
     "reinforce_plus_plus_baseline": Estimator(compares_group=True, whitens=True),
 }
 POLICY_LOSSES = {

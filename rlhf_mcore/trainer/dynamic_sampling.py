@@ -86,7 +86,9 @@ class DynamicSampling:
         return _assemble(batches)
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Rollouts, scores: Sequence[Score]) -> _Batch:
-        mine = [(place, score.value) for place, score in zip(rollouts.positions, scores, strict=True)]
+        rewarded = [sum(turn.reward for turn in trajectory.turns) for trajectory in rollouts.trajectories]
+        outcomes = [score.value + reward for score, reward in zip(scores, rewarded, strict=True)]
+        mine = list(zip(rollouts.positions, outcomes, strict=True))
         everyones = [entry for part in self.gather(mine) for entry in part]
         places = torch.tensor([place for place, _ in everyones], dtype=torch.int64)
         values = torch.tensor([value for _, value in everyones], dtype=torch.float64)

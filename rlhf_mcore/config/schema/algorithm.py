@@ -137,6 +137,18 @@ class AlgorithmConfig:
     normalize_std: bool = key(True, "`grpo`: divide by the group's standard deviation")
     gamma: float = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token", FROM_0_TO_1)
     lam: float = key(0.95, "`gae`: 0 trusts the critic, 1 the rewards", FROM_0_TO_1)
+    turn_gamma: float = key(
+        1.0,
+        "discount of later rewards, per turn of the policy",
+        FROM_0_TO_1,
+        more="It acts where an environment answers, with `gae` and `reinforce` beside `gamma`. See [turns](algorithms.md#turns).",
+    )
+    turn_credit: bool = key(
+        False,
+        "a turn of the policy is one action: advantages are those of turns",
+        more="`grpo`, `rloo`: a turn is compared with the same turn of the group's responses; `gae`, `reinforce`: the recursion goes "
+        "over turns instead of tokens. See [turns](algorithms.md#turns).",
+    )
     whiten_advantages: bool = key(False, "`gae`, `reinforce`: mean 0 and deviation 1 over the tokens of a step")
     bootstrap_truncated: bool = key(
         False,

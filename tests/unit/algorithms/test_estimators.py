@@ -282,6 +282,10 @@ configs = st.builds(
     bootstrap_truncated=st.booleans(),
 )
 
+turn_configs = st.builds(
+    replace, configs, turn_gamma=st.sampled_from([0.0, 0.5, 1.0]), turn_credit=st.booleans()
+)  # where every token is a turn
+
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @settings(max_examples=20, deadline=None)
@@ -319,7 +323,7 @@ def test_equal_scores_give_zero_and_finite_advantages(name: str, responses: list
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @settings(max_examples=20, deadline=None)
-@given(responses=steps(), cfg=configs, garbage=st.sampled_from([NAN, float("inf"), -float("inf"), 1e30]))
+@given(responses=steps(), cfg=turn_configs, garbage=st.sampled_from([NAN, float("inf"), -float("inf"), 1e30]))
 def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmConfig, garbage: float):
     clean = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=0.0), cfg)
     dirty = ADVANTAGE_ESTIMATORS[name](inputs(responses, garbage=garbage), cfg)
@@ -330,7 +334,7 @@ def test_masks_never_leak(name: str, responses: list[Response], cfg: AlgorithmCo
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @settings(max_examples=20, deadline=None)
-@given(responses=steps(), cfg=configs, data=st.data())
+@given(responses=steps(), cfg=turn_configs, data=st.data())
 def test_permuting_responses_permutes_advantages(
     name: str, responses: list[Response], cfg: AlgorithmConfig, data: st.DataObject
 ):
@@ -343,7 +347,7 @@ def test_permuting_responses_permutes_advantages(
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @settings(max_examples=15, deadline=None)
-@given(responses=steps(), cfg=configs, whitened=st.booleans(), data=st.data())
+@given(responses=steps(), cfg=turn_configs, whitened=st.booleans(), data=st.data())
 def test_who_owns_a_row_changes_no_bit(
     name: str, responses: list[Response], cfg: AlgorithmConfig, whitened: bool, data: st.DataObject
 ):

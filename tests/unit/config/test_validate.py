@@ -134,6 +134,12 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             ["mask_high=2", "mode=off", "token or sequence"],
         ),
         (
+            ["algorithm=ppo", "algorithm.turn_credit=true", "algorithm.gamma=0.9"],
+            None,
+            ["algorithm.gamma=0.9", "turn_credit=True", "turn_gamma"],
+        ),
+        (["algorithm.turn_gamma=1.5"], None, ["algorithm.turn_gamma=1.5", "at most 1"]),
+        (
             ["algorithm.rollout_correction.max_token_staleness=0"],
             None,
             ["max_token_staleness=0", "trainer.max_staleness=0", "set it to null"],
