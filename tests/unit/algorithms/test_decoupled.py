@@ -77,3 +77,50 @@ def test_against_the_equation(rows: list[list[Token]]) -> None:
     assert found["staleness_max"] == max(token.staleness for token in every)
     left_out = sum(token.staleness > MAX_TOKEN_STALENESS for token in every)
     assert found["stale_fraction"] == pytest.approx(left_out / len(every))
+
+
+VOCAB = 3
+
+
+def expected_gradient(mode: str, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by the proximal policy's logits [1 + VOCAB, VOCAB] (of the first token, and of the second after each first).
+
+    Of every response of two tokens, weighed by its probability: what sampling from behaviour gives with the correction, and what
+    sampling from the proximal policy itself gives.
+    """
+    generator = torch.Generator().manual_seed(2)
+    policies = {
+        name: torch.randn(1 + VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+        for name in ("behaviour", "current")
+    }
+    scores = torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+    pairs = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
+    logits = policies["current"].requires_grad_()
+
+    def sampled(table: torch.Tensor) -> torch.Tensor:
+        log_p = table.log_softmax(-1)
+        return torch.stack([log_p[0][pairs[:, 0]], log_p[1 + pairs[:, 0], pairs[:, 1]]], dim=1)
+
+    current, behaviour = sampled(logits), sampled(policies["behaviour"])
+    proximal, mask = current.detach(), torch.ones(len(pairs), 2, dtype=torch.bool)
+    cfg = RolloutCorrectionConfig(mode=mode, cap=cap)
+    found, _ = rollout_correction(
+        proximal.flatten(), behaviour.flatten(), mask.flatten(), everything(mask), cfg, mask.flatten().int()
+    )
+    advantages = scores.flatten()[:, None].expand(mask.shape)
+    gradients = []
+    for drawn_from, factors in ((behaviour, found.view_as(mask)), (proximal, torch.ones_like(proximal))):
+        weights = drawn_from.sum(1).exp()[:, None].expand(mask.shape)
+        made = loss_inputs(current, proximal, advantages, weights)
+        made.weights = weights * factors
+        loss, _ = ppo_clip(made, AlgorithmConfig())
+        gradients.append(torch.autograd.grad(loss, logits, retain_graph=True)[0])
+    return gradients[0], gradients[1]
+
+
+def test_what_an_older_policy_sampled_teaches_on_average_what_the_newer_one_would_have() -> None:
+    found, expected = expected_gradient("sequence", cap=1e9)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    # The weight of a token leaves out how likely the other one is: biased for both, but less than without any.
+    token, off = (float((expected_gradient(mode, 1e9)[0] - expected).norm()) for mode in ("token", "off"))
+    assert 0.01 < token < off
