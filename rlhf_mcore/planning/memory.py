@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engines_apart, rank_share
-from rlhf_mcore.planning.sync import DEPTH, engine_numel, kv_bytes_per_token
+from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
 
 GENERATE, SYNC = "generate", "sync"
@@ -78,11 +79,15 @@ def _engine_weights(inputs: PlanInputs) -> int:
     return engine_numel(inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp) * BYTES[inputs.dtype]
 
 
-def _idle_engine(inputs: PlanInputs) -> dict[str, int]:
-    """What an engine holds while others work: nothing when it sleeps."""
-    if inputs.cfg.rollout.sleep or engines_apart(inputs.cfg) or not run_kind(inputs.cfg).generates:
+def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
+    """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards."""
+    rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
+    sleeps = rollout.sleep and not apart
+    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC)):
         return {}
-    return {"engine": int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)}
+    weights = _engine_weights(inputs)
+    cache = max(int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - weights, 0)
+    return {"engine weights": weights} | ({} if sleeps and phase == SYNC else {"engine cache": cache})
 
 
 def kv_tokens(inputs: PlanInputs) -> int:
@@ -103,10 +108,8 @@ def _prefill_bytes(inputs: PlanInputs) -> int:
 
 
 def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
-    share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
-    weights = _engine_weights(inputs)
     rank, beside = _beside_engine(inputs, rank)
-    parts = beside | {"engine weights": weights, "engine cache": max(share - weights, 0)}
+    parts = beside | _engine(inputs, GENERATE)
     longest = inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
     problem, tokens = "", kv_tokens(inputs)
     if tokens < longest:
@@ -126,10 +129,9 @@ def _beside_engine(inputs: PlanInputs, rank: int) -> tuple[int, dict[str, int]]:
 
 def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
     """The worse side of a sync, where engines are apart."""
-    share = int(inputs.cfg.rollout.gpu_memory_utilization * inputs.gpu.memory_bytes)
     buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))}
     there, beside = _beside_engine(inputs, rank)
-    sides = {there: beside | {"engine": share} | buckets}
+    sides = {there: beside | _engine(inputs, SYNC) | buckets}
     if there != rank:
         sides[rank] = resident(inputs, rank) | buckets
     return max(
@@ -156,7 +158,7 @@ def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
 
 
 def _pass(name: str, role: PlannedRole, held: ActivationBytes | None, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    parts = resident(inputs, rank, role.name) | _idle_engine(inputs)
+    parts = resident(inputs, rank, role.name) | _engine(inputs)
     if held is not None:
         parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
     return PhaseMemory(name, rank, parts, inputs.available)

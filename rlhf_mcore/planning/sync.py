@@ -17,6 +17,7 @@ from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_nam
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
@@ -25,7 +26,6 @@ from rlhf_mcore.planning.weights import BYTES
 from rlhf_mcore.types import ModelGeometry
 
 _VOCAB_MULTIPLE = 64
-DEPTH = 2  # buckets in flight, as bridge/run/execute.py has them
 
 
 @dataclass(frozen=True, slots=True)

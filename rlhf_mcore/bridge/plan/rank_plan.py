@@ -15,6 +15,8 @@ from rlhf_mcore.bridge.map.rectangles import Cell
 from rlhf_mcore.bridge.plan.routes import RankRoute
 from rlhf_mcore.bridge.plan.schedule import CellGroup, PlacedPieces, Schedule, Unit
 
+DEPTH = 2  # buckets in flight
+
 
 @dataclass(slots=True)
 class Copy:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, RankPlan
+from rlhf_mcore.bridge.plan.rank_plan import DEPTH, Bucket, Copy, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, Sources, TransientBuffers
 from rlhf_mcore.bridge.run.staging import Staging
 from rlhf_mcore.bridge.run.transports import Exchange, Links, Packet, PointToPoint, SharedMemory, Transport
@@ -52,7 +52,7 @@ class Executor:
     """
 
     def __init__(
-        self, plan: RankPlan, sources: Sources, dtypes: Mapping[str, torch.dtype], links: Links, depth: int = 2
+        self, plan: RankPlan, sources: Sources, dtypes: Mapping[str, torch.dtype], links: Links, depth: int = DEPTH
     ):
         self._plan, self._sources, self._depth = plan, sources, depth
         self._staging = Staging(plan, dtypes, depth, sources.device)

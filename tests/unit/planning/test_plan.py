@@ -83,6 +83,15 @@ def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:
     assert awake[GENERATE] == asleep[GENERATE]
 
 
+def test_during_a_sync_an_engine_that_sleeps_otherwise_holds_its_weights_and_no_cache() -> None:
+    """The cache is allocated when the sync is over; without sleep it is always there. Qwen2.5-7B has 7,615,616,512 parameters."""
+    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8).phases}
+    assert "engine cache" not in phases["sync"].parts and phases[GENERATE].parts["engine cache"] > 0
+    assert phases["sync"].parts["engine weights"] == 2 * 7_615_616_512
+    awake = {p.phase: p for p in planned("Qwen2.5-7B", 8, "rollout.sleep=false").phases}
+    assert awake["sync"].parts["engine cache"] == int(0.5 * H100.memory_bytes) - 2 * 7_615_616_512
+
+
 def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
     plan = planned("Qwen2.5-7B", 1)  # 18 bytes a parameter are 128 GiB
     assert not plan.fits
