@@ -210,6 +210,11 @@ class Fields:
             key, "a list of texts", lambda value: _is_list(value, lambda item: isinstance(item, str)), default
         )
 
+    def table(self, key: str) -> dict[str, str]:
+        """An object whose values are texts."""
+        found = self.object(key)
+        return {name: found.text(name) for name in found}
+
     def integers(self, key: str, minimum: int = 0, maximum: int = MAX_INTEGER, default: T = _REQUIRED) -> list[int] | T:
         """A list of integers from ``minimum`` to ``maximum``."""
         expected = f"a list of integers {_span(minimum, maximum)}"

@@ -206,6 +206,8 @@ def meaning(described: Description) -> str:
         text = "; ".join([text] * bool(text) + told)
     if described.null:
         text += f"{'; ' if text else ''}null: {described.null}"
+    if described.is_fixed:
+        text += f"{'; ' if text else ''}a run that resumes cannot change it"
     return f"{text}. {described.more}" if described.more and text else text or described.more
 
 

@@ -10,21 +10,20 @@ import queue
 import tarfile
 import threading
 from functools import reduce
+from io import BufferedReader
 from operator import and_
 from pathlib import Path
-from typing import IO
+from typing import cast
 
-import xxhash
 import zstandard
 
 from rlhf_mcore.checkpoint.disk import Disk, SaveError, fsync
 from rlhf_mcore.checkpoint.layout import ARCHIVE, MANIFEST, Checkpoint
-from rlhf_mcore.checkpoint.manifest import FileEntry, files_below, read_manifest
+from rlhf_mcore.checkpoint.manifest import files_below, hash_content, read_manifest
 from rlhf_mcore.checkpoint.retention import remove
 from rlhf_mcore.own_files import open_own
 
 LEVEL = 3
-_CHUNK_BYTES = 2**20
 
 
 def pack(checkpoint: Path, folder: Path, disk: Disk) -> Path:
@@ -66,7 +65,7 @@ def check(archive: Path, checkpoint: Path) -> None:
             content = tar.extractfile(member)
             if name == MANIFEST or content is None:
                 continue
-            if expected.pop(name, None) != _hash(content):
+            if expected.pop(name, None) != hash_content(cast(BufferedReader, content), member.size):
                 raise SaveError(f"{archive.name}: {name} is not what the manifest of {checkpoint.name} names")
     if expected:
         raise SaveError(f"{archive.name}: {sorted(expected)[0]} of {checkpoint.name} is missing")
@@ -135,11 +134,3 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
-
-
-def _hash(content: IO[bytes]) -> FileEntry:
-    state, size = xxhash.xxh3_128(), 0
-    while data := content.read(_CHUNK_BYTES):
-        state.update(data)
-        size += len(data)
-    return FileEntry(size, state.hexdigest())

@@ -30,9 +30,13 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
     if not models:
         problems.append(Problem(MANIFEST, "absent", "the manifest names no model"))
     elif CONFIG in named:
+        try:
+            needed = further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
+        except ConfigError:
+            needed = []  # damaged: reported by the comparison of hashes, or by who reads it
         problems += [
             Problem(model, "absent", f"the manifest does not name it, and the run of {CONFIG} has it")
-            for model in _further_models(checkpoint)
+            for model in needed
             if model not in models
         ]
     for model in models:
@@ -45,13 +49,6 @@ def lacking(checkpoint: Path, named: Collection[str]) -> list[Problem]:
         except ConfigError as error:
             problems.append(Problem(model, "unreadable", str(error)))
     return problems
-
-
-def _further_models(checkpoint: Path) -> list[str]:
-    try:
-        return further_models(read_text(checkpoint / CONFIG, limit=SMALL.num_bytes))
-    except ConfigError:
-        return []  # damaged: reported by the comparison of hashes, or by who reads it
 
 
 def model_names(named: Collection[str]) -> list[str]:
@@ -69,8 +66,7 @@ def _needed(checkpoint: Path, model: str, named: Collection[str]) -> Iterator[st
     yield f"{model}/config.json"
     if f"{model}/{INDEX_FILE}" in named:
         index = read_json(checkpoint / model / INDEX_FILE, limits=INDEX, remedy="choose another checkpoint")
-        weights = index.object("weight_map")
-        yield from sorted({f"{model}/{weights.text(tensor)}" for tensor in weights})
+        yield from sorted({f"{model}/{shard}" for shard in index.table("weight_map").values()})
     else:
         yield f"{model}/{SINGLE_FILE}"
     state = f"{model}/{TRAINING}/index.json"

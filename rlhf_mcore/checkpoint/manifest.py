@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,19 @@ def library_versions() -> Mapping[str, str]:
 
 def hash_file(path: Path) -> FileEntry:
     """Size and hash of a file, read in pieces."""
-    state, size = xxhash.xxh3_128(), 0
     # A link to what never ends, such as a device of the kernel's log, is not waited for.
     with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        # Most files are small: clearing a whole chunk takes longer than reading them.
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(path.stat().st_size, 4096))))
-        while count := file.readinto(buffer):
-            state.update(buffer[:count])
-            size += count
+        return hash_content(file, path.stat().st_size)
+
+
+def hash_content(file: RawIOBase | BufferedIOBase, expected: int) -> FileEntry:
+    """Size and hash of what an open file holds from here on, probably ``expected`` bytes."""
+    state, size = xxhash.xxh3_128(), 0
+    # Most files are small: clearing a whole chunk takes longer than reading them.
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(expected, 4096))))
+    while count := file.readinto(buffer):
+        state.update(buffer[:count])
+        size += count
     return FileEntry(size, state.hexdigest())
 
 
@@ -242,10 +248,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _parse(content: Fields, digest: str) -> Manifest:
-    base, metrics, libraries, files = (
-        content.object("base", None),
-        *map(content.object, ("metrics", "libraries", "files")),
-    )
+    base, metrics, files = content.object("base", None), content.object("metrics"), content.object("files")
     info = CheckpointInfo(
         content.integer("step"),
         content.text("kind", (FULL, DELTA)),
@@ -257,4 +260,4 @@ def _parse(content: Fields, digest: str) -> Manifest:
         for name in files
         for entry in [files.object(name)]
     }
-    return Manifest(info, entries, {name: libraries.text(name) for name in libraries}, digest)
+    return Manifest(info, entries, content.table("libraries"), digest)

@@ -233,7 +233,10 @@ class Triggers:
             SIGNAL: save_requested,
             REQUEST: self._is_requested(),
             STOP: stop_requested,
-            MEASURE: self._should_measure(now),
+            # Half of the time is gone and nobody knows how long a save takes: find out while there is time.
+            MEASURE: self.deadline is not None
+            and self.save_s.seconds is None
+            and now >= (self._started + self.deadline) / 2,
             END: step >= self.num_steps,
         }
         late = self._is_late(now, save_is_due=any(reasons.values()))
@@ -302,12 +305,6 @@ class Triggers:
         num_saves = 2 if save_is_due else 1
         needed = (self.step_s.seconds or 0.0) + num_saves * (self.save_s.seconds or 0.0)
         return now + MARGIN * needed >= self.deadline
-
-    def _should_measure(self, now: float) -> bool:
-        """Half of the time is gone and nobody knows how long a save takes: find out while there is time."""
-        if self.deadline is None or self.save_s.seconds is not None:
-            return False
-        return now >= (self._started + self.deadline) / 2
 
     def _is_requested(self) -> bool:
         try:

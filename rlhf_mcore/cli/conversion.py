@@ -9,27 +9,30 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
-from rlhf_mcore.bridge.files.formats.convert import Reading, whole_directory, write_hf, write_megatron
+from rlhf_mcore.bridge.files.formats.convert import Reading, main_dtype, whole_directory, write_hf, write_megatron
 from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
-from rlhf_mcore.cli.conversion_logits import compare_logits
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.types import ModelGeometry
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PROMPT_TOKENS = 8  # whose logits are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,11 @@ def _convert(
         if request.verify:
             _verify(console, reading, written)
     if request.target_format == "megatron":
-        _note_rope(console, companions)
+        kind = rope_type(read_config(companions, str(companions)))
+        if kind not in ("default", "llama3"):
+            console.print(
+                f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
+            )
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
     console.print(
         f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {size}"
@@ -107,14 +114,6 @@ def _convert(
         soft_wrap=True,
         highlight=False,
     )
-
-
-def _note_rope(console: Console, companions: Path) -> None:
-    kind = rope_type(read_config(companions, str(companions)))
-    if kind not in ("default", "llama3"):
-        console.print(
-            f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
-        )
 
 
 def _companions(request: Conversion) -> Path:
@@ -241,3 +240,52 @@ def _print_map(request: Conversion, source: ModelSource, geometry: ModelGeometry
 
 def _short(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
+    """Compare the outputs on a short prompt. Returns why it was not done, "" when it was.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    needed, available = 3 * total_bytes, memory_bytes().get("MemAvailable", 0)
+    if needed > available // 2:
+        return f"the model needs {needed / 1e9:.1f} GB twice over, {available / 1e9:.1f} GB are free"
+    before = _outputs(_from_tensors(source))
+    directory = written.source.directory
+    is_hf = written.source.companions == directory
+    after = _outputs(_from_directory(directory, main_dtype(written.types)) if is_hf else _from_tensors(written))
+    if not torch.equal(before, after):
+        largest = float((before.float() - after.float()).abs().max())
+        raise ConfigError(
+            f"{directory}: the outputs on a short prompt differ by up to {largest:.3g} from those of the source"
+        )
+    return ""
+
+
+def _from_tensors(reading: Reading) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(reading.source.companions, local_files_only=True)
+    tensors = {name: torch.cat([part for _, part in reading.blocks(name)]) for name in reading.types}
+    model_class = getattr(transformers, config.architectures[0])
+    dtype = main_dtype(reading.types)
+    return model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
+
+
+def _from_directory(directory: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    model_class = getattr(transformers, config.architectures[0])
+    return model_class.from_pretrained(directory, local_files_only=True, use_safetensors=True, dtype=dtype).eval()
+
+
+def _outputs(model: Any) -> Tensor:
+    """Outputs [1, tokens, vocabulary or labels] of a transformers model."""
+    token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.vocab_size
+    with torch.no_grad():
+        return model(input_ids=token_ids).logits

@@ -20,7 +20,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
@@ -129,10 +129,10 @@ def checked_folder(folder: Path, *, hashes: bool) -> str:
     if not (checkpoint / MANIFEST).is_file():
         return str(folder)
     problems = verify_chain(checkpoint, hashes=hashes, model=folder.resolve().name)
-    if damage := [str(problem) for problem in problems if problem.is_damage]:
-        raise ConfigError(f"{checkpoint} is damaged ({'; '.join(damage[:3])}); choose another checkpoint")
+    if damage := [problem for problem in problems if problem.is_damage]:
+        raise ConfigError(f"{checkpoint} is damaged ({shortened(damage, 3)}); choose another checkpoint")
     if problems:
-        names = ", ".join(problem.path for problem in problems[:3])
+        names = shortened([problem.path for problem in problems], 3, ", ")
         print(f"{checkpoint}: not in the manifest, so not loaded: {names}", file=sys.stderr, flush=True)
     return str(readable(checkpoint, folder.resolve().name))
 

@@ -23,6 +23,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
+from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import MAX_METRICS_BYTES, METRICS, RunDirectory
@@ -93,10 +94,7 @@ def check_world(world_size: int, name: str = "trainer.world_size") -> None:
     Raises:
         ConfigError: its free memory is not enough for what each takes before it has a model.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    free = memory_bytes().get("MemAvailable") or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = max(free // RANK_BYTES, 1)
     if world_size > most:
         raise ConfigError(

@@ -28,7 +28,7 @@ from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import Triggers
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.config.checkpoint_rules import time_left
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import ResumableSampler
@@ -86,11 +86,10 @@ class Restorer:
             step = linked_step(run, BEST) if dist.get_rank() == 0 else None
             if step is None or step == last_step:
                 return None
-            if damage := [
-                str(problem) for problem in verify_chain(checkpoint_path(run, step), hashes=hashes) if problem.is_damage
-            ]:
+            problems = verify_chain(checkpoint_path(run, step), hashes=hashes)
+            if damage := [problem for problem in problems if problem.is_damage]:
                 raise ConfigError(
-                    f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({'; '.join(damage[:3])}); "
+                    f"checkpoint.load_best_model_at_end: checkpoint-{step}, the best one, is damaged ({shortened(damage, 3)}); "
                     "the last one is whole, use that"
                 )
             checkpoint = checkpoint_path(run, step)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhf_mcore.config.choices import ADVANTAGES
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
 from rlhf_mcore.config.run_kinds import RL
 from rlhf_mcore.config.schema import CheckpointConfig, Config, RuleConfig
 from rlhf_mcore.config.yaml_text import load_yaml
@@ -122,24 +123,7 @@ def _resume_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 # ----------------------------------------------------------------- differences to the configuration that a checkpoint holds
 # Continuing with another value would make a run that is neither the old one nor a new one.
-FIXED = (
-    "seed",
-    "model.dtype",
-    "data.train",
-    "data.shuffle",
-    "data.prompt_key",
-    "data.answer_key",
-    "data.response_key",
-    "data.chosen_key",
-    "data.rejected_key",
-    "data.max_prompt_tokens",
-    "data.overlong_prompts",
-    "data.transform",
-    "algorithm.kind",
-    "algorithm.advantage",
-    "algorithm.policy_loss",
-    "algorithm.use_critic",
-)
+FIXED = frozenset(name for name, description in DESCRIPTIONS.items() if description.is_fixed)
 # What a release did that did not have the key yet, where that is not the key's default.
 _BEFORE_THE_KEY = {
     "data.apply_chat_template": "false",
@@ -159,8 +143,8 @@ def compare_configs(saved: str, current: str, by_content: Collection[str] = ()) 
     Raises:
         ConfigError: the saved one is no configuration.
     """
-    before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(_leaves(_read(current)))
-    before = {key: value for key, value in before.items() if key in now} | dict(_leaves(_read(saved)))
+    before, now = {**_default_values(), **_BEFORE_THE_KEY}, dict(leaves(_read(current)))
+    before = {key: value for key, value in before.items() if key in now} | dict(leaves(_read(saved)))
     for tree in (before, now):  # a rule that was saved by a release without some option has that option's default
         if isinstance(rules := tree.get("reward.rules"), list):
             tree["reward.rules"] = [
@@ -185,7 +169,7 @@ def further_models(saved: str) -> list[str]:
     Raises:
         ConfigError: it is no configuration.
     """
-    tree = {**_default_values(), **dict(_leaves(_read(saved)))}
+    tree = {**_default_values(), **dict(leaves(_read(saved)))}
     refreshed = tree["algorithm.kl.coef"] and tree["reference.refresh_steps"]
     held = {"critic": _has_critic(tree), "reference": refreshed}
     return [name for name, is_held in held.items() if is_held] if tree["algorithm.kind"] == RL.name else []
@@ -193,7 +177,7 @@ def further_models(saved: str) -> list[str]:
 
 @cache
 def _default_values() -> Mapping[str, Any]:
-    return dict(_leaves(asdict(Config())))
+    return dict(leaves(asdict(Config())))
 
 
 def refuse(checkpoint: Path, fixed: list[str]) -> None:
@@ -216,15 +200,6 @@ def _read(text: str) -> Any:
     if not isinstance(tree, dict):
         raise ConfigError("config.yaml of the checkpoint is no configuration; choose another checkpoint")
     return tree
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _show(tree: dict[str, Any], key: str) -> str:

@@ -109,7 +109,10 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         ConfigError: with every problem that was found.
     """
     out_of_range = list(range_problems(cfg))
-    problems = [*choice_problems(cfg), *out_of_range, *reward_problems(cfg), *_data_problems(cfg)]
+    problems = [*choice_problems(cfg), *out_of_range, *reward_problems(cfg)]
+    if not cfg.data.eval:
+        problems.append("data.eval=[] names no file; give a list of .parquet or .jsonl files")
+    problems += data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=needs_answer(cfg))
     if not out_of_range:
         problems += _world_problems(cfg, world_size)
     for field in ("checkpoint", "compare"):
@@ -124,12 +127,6 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
         )
     if problems:
         raise ConfigError.many(problems)
-
-
-def _data_problems(cfg: Config) -> Iterator[str]:
-    if not cfg.data.eval:
-        yield "data.eval=[] names no file; give a list of .parquet or .jsonl files"
-    yield from data_problems(cfg.data, cfg.data.eval, "data.eval", needs_answer=needs_answer(cfg))
 
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
@@ -163,21 +160,21 @@ def _checkpoint_problems(cfg: Config, path: str, field: str, *, check_sizes: boo
     is_sharded = find_sharded(path, field, cfg.model.path) is not None
     # A checkpoint's manifest tells what is loaded of it: an index that was added beside the weights is not.
     looks_at_weights = not is_sharded and not _is_added(Path(folder, INDEX_FILE))
-    shape, problems = inspect_generator(folder, field, needs_weights=looks_at_weights)
+    geometry, problems = inspect_generator(folder, field, needs_weights=looks_at_weights)
     yield from [*problems, *tokenizer_problems(tokenizer, "model.tokenizer_path")]
     yield from token_problems(folder, tokenizer_size(tokenizer), field, tokenizer)
-    if shape is None or not check_sizes:
+    if geometry is None or not check_sizes:
         return
-    yield from tensor_cut_problems(shape, "rollout.layout.tp", own.rollout.layout.tp, field)
+    yield from tensor_cut_problems(geometry, "rollout.layout.tp", own.rollout.layout.tp, field)
     if own.reward.model.path is not None:
         layout = own.reward.model.layout
         yield from model_problems(
-            "reward.model.path", own.reward.model.path, ("sequence",), "reward.model", layout, shape
+            "reward.model.path", own.reward.model.path, ("sequence",), "reward.model", layout, geometry
         )
         yield from microbatch_problems(own)
     longest = own.rollout.max_model_len or 0
-    if longest > shape.max_positions:
+    if longest > geometry.max_positions:
         yield (
-            f"{field}={path}: max_position_embeddings={shape.max_positions} is less than the {longest} tokens of a prompt and "
+            f"{field}={path}: max_position_embeddings={geometry.max_positions} is less than the {longest} tokens of a prompt and "
             "its response; lower data.max_prompt_tokens, evaluate.max_new_tokens or rollout.sampling.max_new_tokens"
         )

@@ -19,8 +19,8 @@ def world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
         yield from layout_problems(role, world, f"{source}={world}")
 
 
-def engine_problems(cfg: Config, world_size: int | None, shape: ModelGeometry | None) -> Iterator[str]:
-    """Whether the engines fit that world, and the actor's model, of ``shape`` where that is known, fits an engine."""
+def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry | None) -> Iterator[str]:
+    """Whether the engines fit that world, and the actor's model, of ``geometry`` where that is known, fits an engine."""
     world, source = _world(cfg, world_size)
     if cfg.actor.ranks is not None and (cfg.bridge.method == "gather" or cfg.bridge.verify == "full"):
         yield (
@@ -30,18 +30,18 @@ def engine_problems(cfg: Config, world_size: int | None, shape: ModelGeometry | 
     tp = cfg.rollout.layout.tp
     if world % tp and cfg.rollout.placement == "colocated":
         yield f"{source}={world} is not divisible by rollout.layout.tp={tp}; use a multiple of {tp} processes"
-    if shape is None:
+    if geometry is None:
         return
-    yield from tensor_cut_problems(shape, "rollout.layout.tp", tp, "model.path")
-    if shape.num_experts and shape.expert_ffn_size % tp:
+    yield from tensor_cut_problems(geometry, "rollout.layout.tp", tp, "model.path")
+    if geometry.num_experts and geometry.expert_ffn_size % tp:
         yield (
-            f"rollout.layout.tp={tp} does not divide the intermediate size {shape.expert_ffn_size} of an expert of model.path; "
-            f"choose a divisor of {shape.expert_ffn_size}"
+            f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
+            f"choose a divisor of {geometry.expert_ffn_size}"
         )
-    if shape.num_experts and cfg.rollout.engine == "hf":
+    if geometry.num_experts and cfg.rollout.engine == "hf":
         yield "rollout.engine=hf does not take the experts of model.path one by one; set it to vllm"
-    if 0 < shape.num_experts < tp:
-        yield f"rollout.layout.tp={tp} is more than the {shape.num_experts} experts of model.path; lower it"
+    if 0 < geometry.num_experts < tp:
+        yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
 
 
 def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
@@ -59,9 +59,9 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
         key = "model.path" if cfg.critic.path is None else "critic.path"
         path = cfg.critic.path or cfg.model.path
         yield from model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
-        shape, _ = inspect_model(path, key, ("lm", "token"))
-        if shape is not None:
-            yield from balance_problems("critic", cfg.critic.moe.aux_loss_coef, shape, key)
+        geometry, _ = inspect_model(path, key, ("lm", "token"))
+        if geometry is not None:
+            yield from balance_problems("critic", cfg.critic.moe.aux_loss_coef, geometry, key)
     if cfg.reward.model.path is not None:
         path, layout = cfg.reward.model.path, cfg.reward.model.layout
         yield from model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
@@ -71,17 +71,17 @@ def model_problems(
     key: str, path: str, heads: tuple[str, ...], role: str, layout: LayoutConfig, actor: ModelGeometry | None
 ) -> Iterator[str]:
     """A model beside the actor: its files, its vocabulary and its layout. ``actor`` is None where that cannot be compared."""
-    shape, problems = inspect_model(path, key, heads)
+    geometry, problems = inspect_model(path, key, heads)
     if key != "model.path":
         yield from problems
-    if shape is None or actor is None:
+    if geometry is None or actor is None:
         return
-    if shape.vocab_size != actor.vocab_size:
+    if geometry.vocab_size != actor.vocab_size:
         yield (
-            f"{key}={path}: its vocab_size={shape.vocab_size} is not model.path's {actor.vocab_size}; "
+            f"{key}={path}: its vocab_size={geometry.vocab_size} is not model.path's {actor.vocab_size}; "
             "choose a model with the same vocabulary"
         )
-    yield from cut_problems(role, layout, shape, key)
+    yield from cut_problems(role, layout, geometry, key)
 
 
 def layout_problems(role: RoleLayout, world: int, source: str) -> Iterator[str]:
@@ -124,16 +124,16 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
         )
 
 
-def cut_problems(role: str, layout: LayoutConfig, shape: ModelGeometry, model: str) -> Iterator[str]:
+def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
-    yield from tensor_cut_problems(shape, f"{role}.layout.tp", layout.tp, model)
-    yield from _expert_cut_problems(role, layout, shape, model)
-    yield from _stage_problems(role, layout, shape.num_layers, model)
+    yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
+    yield from _expert_cut_problems(role, layout, geometry, model)
+    yield from _stage_problems(role, layout, geometry.num_layers, model)
 
 
-def balance_problems(role: str, coef: float, shape: ModelGeometry, model: str) -> Iterator[str]:
+def balance_problems(role: str, coef: float, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """A load-balancing loss needs experts."""
-    if coef and not shape.num_experts:
+    if coef and not geometry.num_experts:
         yield f"{role}.moe.aux_loss_coef={coef:g}, but {model} has no experts; set it to 0"
 
 
@@ -161,21 +161,21 @@ def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str
         )
 
 
-def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelGeometry, model: str) -> Iterator[str]:
-    if shape.num_experts == 0:
+def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    if geometry.num_experts == 0:
         if layout.ep > 1:
             yield f"{role}.layout.ep={layout.ep}, but {model} has no experts; set it to 1"
         return
-    if shape.num_experts % layout.ep:
+    if geometry.num_experts % layout.ep:
         yield (
-            f"{role}.layout.ep={layout.ep} does not divide the {shape.num_experts} experts of {model}; "
-            f"choose a divisor of {shape.num_experts}"
+            f"{role}.layout.ep={layout.ep} does not divide the {geometry.num_experts} experts of {model}; "
+            f"choose a divisor of {geometry.num_experts}"
         )
     etp = layout.tp if layout.etp is None else layout.etp
-    if shape.expert_ffn_size % etp:
+    if geometry.expert_ffn_size % etp:
         yield (
-            f"{role}.layout.etp={etp} does not divide the intermediate size {shape.expert_ffn_size} of an expert of {model}; "
-            f"choose a divisor of {shape.expert_ffn_size}"
+            f"{role}.layout.etp={etp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of {model}; "
+            f"choose a divisor of {geometry.expert_ffn_size}"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         yield (
@@ -184,17 +184,17 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, shape: ModelGeometry, 
         )
 
 
-def tensor_cut_problems(shape: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
+def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str) -> Iterator[str]:
     """Whether heads and MLP of a model can be cut in ``tp`` parts; ``field`` is the key that asks for it."""
-    sizes = {"num_attention_heads": shape.num_heads}
-    if shape.has_dense_mlp:
-        sizes["intermediate_size"] = shape.ffn_size
-    if shape.shared_expert_ffn_size:
-        sizes["shared_expert_intermediate_size"] = shape.shared_expert_ffn_size
+    sizes = {"num_attention_heads": geometry.num_heads}
+    if geometry.has_dense_mlp:
+        sizes["intermediate_size"] = geometry.ffn_size
+    if geometry.shared_expert_ffn_size:
+        sizes["shared_expert_intermediate_size"] = geometry.shared_expert_ffn_size
     for name, size in sizes.items():
         if size % tp:
             yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"
-    groups = shape.num_kv_heads
+    groups = geometry.num_kv_heads
     if max(groups, tp) % min(groups, tp):
         yield (
             f"{field}={tp} neither divides nor is a multiple of num_key_value_heads={groups} of {model}; "

@@ -275,18 +275,13 @@ class SettingReader:
         if unknown:
             self.problems.extend(unknown)
             return
-        if item_type(KEYS[key]) in (str, int, float) and any(
-            not isinstance(item, yaml.ScalarNode) for item in _list_items(node)
-        ):
+        items = node.value if isinstance(node, yaml.SequenceNode) else []
+        if item_type(KEYS[key]) in (str, int, float) and not all(isinstance(item, yaml.ScalarNode) for item in items):
             self.problems.append(
                 f"{document.place(node)}: {key} is a list of single values; write each of them plainly"
             )
             return
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
-
-
-def _list_items(node: yaml.Node) -> list[yaml.Node]:
-    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:

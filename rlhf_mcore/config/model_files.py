@@ -142,8 +142,7 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iterator[str]:
     """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers."""
-    weight_map = _read(folder / INDEX_FILE, prefix, INDEX).object("weight_map") if isfile(folder / INDEX_FILE) else None
-    shard_of = None if weight_map is None else {name: weight_map.text(name) for name in weight_map}
+    shard_of = _read(folder / INDEX_FILE, prefix, INDEX).table("weight_map") if isfile(folder / INDEX_FILE) else None
     files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
         return  # reported by others
@@ -196,8 +195,8 @@ def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
 
 def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
     try:
-        weight_map = _read(folder / INDEX_FILE, prefix, INDEX).object("weight_map", default=None)
-        shards = sorted({weight_map.text(name) for name in weight_map}) if weight_map else []
+        index = _read(folder / INDEX_FILE, prefix, INDEX)
+        shards = sorted(set(index.table("weight_map").values())) if "weight_map" in index else []
     except ConfigError as error:
         yield str(error)
         return

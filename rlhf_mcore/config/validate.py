@@ -52,7 +52,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     problems = [*choice_problems(cfg), *out_of_range]
     problems += map(FileProblem, _path_problems(cfg))
     problems += checkpoint_problems(cfg)
-    shape, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
+    geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
     for role in role_layouts(cfg):
         if role.layout.cp != 1:
@@ -61,22 +61,22 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     in_range = not out_of_range
     if in_range:
         problems += [*world_problems(cfg, world_size), *_schedule_problems(cfg)]
-    if in_range and shape is not None:
-        problems += cut_problems("actor", cfg.actor.layout, shape, "model.path")
-        problems += balance_problems("actor", cfg.actor.moe.aux_loss_coef, shape, "model.path")
+    if in_range and geometry is not None:
+        problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
+        problems += balance_problems("actor", cfg.actor.moe.aux_loss_coef, geometry, "model.path")
     if kind.generates:
         problems += [*algorithm_problems(cfg), *rollout_problems(cfg), *reward_problems(cfg)]
-        problems += [*prompt_problems(cfg), *role_problems(cfg, shape if in_range else None)]
+        problems += [*prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]
         if in_range:
             problems += [
-                *engine_problems(cfg, world_size, shape),
+                *engine_problems(cfg, world_size, geometry),
                 *_batch_problems(cfg),
-                *_position_problems(cfg, shape),
+                *_position_problems(cfg, geometry),
             ]
     else:
         problems += example_problems(cfg)
         if in_range:
-            problems += _example_batch_problems(cfg, shape)
+            problems += _example_batch_problems(cfg, geometry)
     if not check_files:
         problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
@@ -175,22 +175,22 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def _position_problems(cfg: Config, shape: ModelGeometry | None) -> Iterator[str]:
+def _position_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
     """Whether the model has positions for the longest prompt and response."""
-    if shape is None:
+    if geometry is None:
         return
     longest = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
-    if longest > shape.max_positions:
+    if longest > geometry.max_positions:
         yield (
-            f"{_sum(cfg)}={longest} exceeds max_position_embeddings={shape.max_positions} of model.path; "
+            f"{_sum(cfg)}={longest} exceeds max_position_embeddings={geometry.max_positions} of model.path; "
             "lower data.max_prompt_tokens or the response length"
         )
     max_model_len = cfg.rollout.max_model_len
     if max_model_len is not None and max_model_len < longest:
         yield f"rollout.max_model_len={max_model_len} is less than {_sum(cfg)}={longest}; raise it or set it to null"
-    if max_model_len is not None and max_model_len > shape.max_positions:
+    if max_model_len is not None and max_model_len > geometry.max_positions:
         yield (
-            f"rollout.max_model_len={max_model_len} exceeds max_position_embeddings={shape.max_positions} of "
+            f"rollout.max_model_len={max_model_len} exceeds max_position_embeddings={geometry.max_positions} of "
             "model.path; lower it or set it to null"
         )
 
@@ -201,7 +201,7 @@ def _sum(cfg: Config) -> str:
     return f"data.max_prompt_tokens + {new}.max_new_tokens"
 
 
-def _example_batch_problems(cfg: Config, shape: ModelGeometry | None) -> Iterator[str]:
+def _example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:
     """Whether a step is one update, a microbatch has room for an example, and the model has positions for it."""
     trainer, kind = cfg.trainer, run_kind(cfg)
     if trainer.minibatch_size not in (None, trainer.prompts_per_step):
@@ -219,7 +219,7 @@ def _example_batch_problems(cfg: Config, shape: ModelGeometry | None) -> Iterato
             f"{kind.rows_per_example} rows of data.max_tokens={longest_example(cfg)}; raise it to {max(needed, 2)} or more"
         )
     longest = cfg.data.max_tokens  # null: what is too long is found out when data are read
-    if shape is not None and longest is not None and longest > shape.max_positions:
+    if geometry is not None and longest is not None and longest > geometry.max_positions:
         yield (
-            f"data.max_tokens={longest} exceeds max_position_embeddings={shape.max_positions} of model.path; lower it"
+            f"data.max_tokens={longest} exceeds max_position_embeddings={geometry.max_positions} of model.path; lower it"
         )

@@ -46,7 +46,9 @@ class Document:
         except RecursionError as error:
             raise ConfigError(f"{name}: not valid YAML: nested deeper than {MAX_DEPTH}; write it flat") from error
         except (yaml.YAMLError, ValueError) as error:  # ValueError: an escape that is no character
-            raise ConfigError(f"{name}{self._position(error)}: not valid YAML: {_reason(error)}") from error
+            mark = getattr(error, "problem_mark", None)
+            place = f"{name}:{mark.line + 1}" if is_file and mark is not None else name
+            raise ConfigError(f"{place}: not valid YAML: {_reason(error)}") from error
         if self.root is not None:
             self._measure(self.root, 1, {}, set())
 
@@ -92,10 +94,6 @@ class Document:
         active.remove(id(node))
         known[id(node)] = size, depth
         return size, depth
-
-    def _position(self, error: Exception) -> str:
-        mark = getattr(error, "problem_mark", None)
-        return f":{mark.line + 1}" if self._is_file and mark is not None else ""
 
 
 def load_yaml(text: str, name: str) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.data_rows import BAD_CHARACTERS, read_rows
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.data.recipes import RECIPES, PlacedRow, PreparedExample, RowError, recognise
 from rlhf_mcore.data.tokenizer import token_ids
 from rlhf_mcore.foreign import read_bytes
@@ -100,15 +100,16 @@ def _usable(rows: Iterable[PlacedRow], options: Options, report: Report) -> list
             report.bad.append(problem)
         elif isinstance(example, PreparedExample):
             if _fits_task(example, options):
-                found.append(_with_system(example, options.system))
+                if options.system and example.prompt[0]["role"] != "system":
+                    example.prompt = [{"role": "system", "content": options.system}, *example.prompt]
+                found.append(example)
             else:
                 report.counts["without what the task needs"] += 1
     report.counts["unusable"] = len(report.bad)
     if report.bad and not options.skip_bad:
-        more = f"\n  ... and {len(report.bad) - SHOWN} more" if len(report.bad) > SHOWN else ""
-        listed = "\n".join(f"  {problem}" for problem in report.bad[:SHOWN])
+        listed = shortened(report.bad, SHOWN, "\n  ")
         raise ConfigError(
-            f"{len(report.bad)} rows cannot be used:\n{listed}{more}\nMend them, or leave them out with --skip-bad"
+            f"{len(report.bad)} rows cannot be used:\n  {listed}\nMend them, or leave them out with --skip-bad"
         )
     return found
 
@@ -149,12 +150,6 @@ def _fits_task(example: PreparedExample, options: Options) -> bool:
     if options.lang is not None and example.extra.get("lang", options.lang) != options.lang:
         return False
     return all(getattr(example, name) for name in NEEDED[options.task])
-
-
-def _with_system(example: PreparedExample, system: str | None) -> PreparedExample:
-    if system and example.prompt[0]["role"] != "system":
-        example.prompt = [{"role": "system", "content": system}, *example.prompt]
-    return example
 
 
 def prompt_key(example: PreparedExample) -> str:

@@ -144,18 +144,15 @@ def preference(place: str, row: Mapping[str, Any]) -> PreparedExample:
 def _side(row: Mapping[str, Any], key: str) -> tuple[list[Message], str]:
     value = row.get(key)
     if isinstance(value, str) and _TURN.match(value):
-        value = _transcript(value)
+        _, *parts = _TURN.split(value)
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        value = [{"role": role, "content": content.strip()} for role, content in turns]
     if isinstance(value, str):
         return [], _text(row, key)
     prompt, response = _split(_messages(value))
     if response is None:
         raise RowError(f"{key!r} does not end with an answer of the assistant")
     return prompt, response
-
-
-def _transcript(text: str) -> list[Message]:
-    _, *parts = _TURN.split(text)
-    return [{"role": role, "content": content.strip()} for role, content in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def _messages(value: Any) -> list[Message]:

@@ -170,13 +170,19 @@ def has_infiniband() -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def check_memory(path: str = "/proc/meminfo") -> Finding:
-    """Host memory that is free for a run."""
+def memory_bytes(path: str = "/proc/meminfo") -> dict[str, int]:
+    """Sizes of this machine's memory under the kernel's names, such as MemAvailable; {} on a system that does not tell."""
     try:
         text = Path(path).read_text(encoding="ascii")
     except OSError:
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines() if line.endswith(" kB")}
+
+
+def check_memory(path: str = "/proc/meminfo") -> Finding:
+    """Host memory that is free for a run."""
+    if not (sizes := memory_bytes(path)):
         return Finding("memory", "note", "unknown on this system")
-    sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in text.splitlines() if line.endswith(" kB")}
     free, total = sizes["MemAvailable"], sizes["MemTotal"]
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB available"
     if free >= 4 * GIB:

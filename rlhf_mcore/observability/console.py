@@ -62,7 +62,11 @@ class Console:
         self._first_step = first_step
         self._request = ""
         self.mode = _resolve(mode)
-        self._output = output or _default_output(self.mode)
+        self._output = output or (
+            rich.console.Console(force_terminal=True)
+            if self.mode == "rich"
+            else rich.console.Console(force_terminal=False, no_color=True)
+        )
         self._clock = clock
         self._live: Live | None = None
         self._started = self._phase_started = self._step_ended = clock()
@@ -206,12 +210,6 @@ def _resolve(mode: str) -> str:
     if mode != "auto":
         return mode
     return "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
-
-
-def _default_output(mode: str) -> rich.console.Console:
-    if mode == "rich":
-        return rich.console.Console(force_terminal=True)
-    return rich.console.Console(force_terminal=False, no_color=True)
 
 
 def _hours(seconds: float) -> str:

@@ -100,8 +100,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if not finite:
         return " " * len(means)
     least, spread = min(finite), max(finite) - min(finite)
-    return "".join(_bar((mean - least) / spread if spread > 0 else 0.5) for mean in means)
-
-
-def _bar(height: float) -> str:
-    return BARS[min(int(height * len(BARS)), len(BARS) - 1)] if math.isfinite(height) else " "
+    heights = [(mean - least) / spread if spread > 0 else 0.5 for mean in means]
+    return "".join(BARS[min(int(h * len(BARS)), len(BARS) - 1)] if math.isfinite(h) else " " for h in heights)

@@ -17,16 +17,16 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_bytes
 from rlhf_mcore.observability.files import json_line, keep_steps, read_lines, write_atomically
+from rlhf_mcore.observability.trackers import TRACKERS
 from rlhf_mcore.own_files import open_own, own_directory, refuse_link
 from rlhf_mcore.types import Score, Trajectory
 
 METRICS = "metrics.jsonl"
 ROLLOUTS = "rollouts"
-TENSORBOARD = "tensorboard"
 LOGS = "logs"
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
-OWN_DIRECTORIES = (ROLLOUTS, TENSORBOARD, LOGS, "archive", "quarantine", "pins")
+OWN_DIRECTORIES = (ROLLOUTS, *TRACKERS, LOGS, "archive", "quarantine", "pins")
 
 
 class DirectoryLock:
@@ -115,11 +115,6 @@ class RunDirectory:
         """``metrics.jsonl``, one object per step."""
         return self.path / METRICS
 
-    @property
-    def tensorboard_path(self) -> Path:
-        """Where tensorboard's event files go."""
-        return self.path / TENSORBOARD
-
     def rollouts_path(self, step: int) -> Path:
         """``rollouts/step-000001.jsonl``; its folder is made."""
         folder = self.path / ROLLOUTS
@@ -130,19 +125,21 @@ class RunDirectory:
         write_atomically(self.path / "config.yaml", yaml_text.encode("utf-8"), mode)
 
     def set_aside_metrics(self) -> Path | None:
-        """Move what an earlier run has recorded out of the way: to ``metrics.<n>.jsonl``, ``rollouts.<n>`` and ``tensorboard.<n>``.
+        """Move what an earlier run has recorded out of the way: to ``metrics.<n>.jsonl``, ``rollouts.<n>``, ``tensorboard.<n>`` ...
 
         Returns where the metrics went; None where there were none. A start that ended before its first record leaves nothing.
         """
         if self.metrics_path.exists() and not self.metrics_path.stat().st_size:
             self.metrics_path.unlink()
-            shutil.rmtree(self.tensorboard_path, ignore_errors=True)
-        names = ([f"metrics.{n}.jsonl", f"{ROLLOUTS}.{n}", f"tensorboard.{n}"] for n in count(1))
+            for name in TRACKERS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+        folders = (ROLLOUTS, *TRACKERS)
+        names = ([f"metrics.{n}.jsonl", *(f"{folder}.{n}" for folder in folders)] for n in count(1))
         kept = ([self.path / name for name in group] for group in names)
-        metrics, *folders = next(paths for paths in kept if not any(path.exists() for path in paths))
-        for current, aside in zip((self.path / ROLLOUTS, self.tensorboard_path), folders, strict=True):
-            if current.is_dir():
-                current.rename(aside)
+        metrics, *set_aside = next(paths for paths in kept if not any(path.exists() for path in paths))
+        for folder, aside in zip(folders, set_aside, strict=True):
+            if (self.path / folder).is_dir():
+                (self.path / folder).rename(aside)
         return self.metrics_path.rename(metrics) if self.metrics_path.exists() else None
 
     def cut_metrics(self, last_step: int) -> None:

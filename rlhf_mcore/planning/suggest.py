@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -138,13 +139,9 @@ def changes(old: Config, new: Config) -> tuple[str, ...]:
     for group, before, after in pairs:
         for key, value in vars(after).items():
             if vars(before)[key] != value:
-                found.append(f"{group}.{key}={_yaml(value)}")
+                found.append(
+                    f"{group}.{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+                )
     if old.rollout.gpu_memory_utilization != new.rollout.gpu_memory_utilization:
         found.append(f"rollout.gpu_memory_utilization={new.rollout.gpu_memory_utilization:g}")
     return tuple(found)
-
-
-def _yaml(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")

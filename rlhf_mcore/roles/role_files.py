@@ -40,7 +40,7 @@ class RoleFiles:
         self._image: FileImage | None = None
 
     def num_bytes(self) -> int:
-        """CheckpointInfo the size of the files that this rank writes. Local."""
+        """Size of the files that this rank writes. Local."""
         state = self._state().layout
         return self._exporter.num_bytes + state.num_bytes + len(state.header)  # the index names what headers name
 
@@ -70,8 +70,12 @@ class RoleFiles:
         images = [(image, "") for image in self._exporter.snapshot()]
         state = self._state()
         if state.described:
-            state.copy_to(image := self._image_for(state))
-            images.append((image, TRAINING))
+            if self._image is None or self._image.layout.header != state.layout.header:
+                assert self._role.model is not None
+                pinned = self._role.model.platform.device().type == "cuda"
+                self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
+            state.copy_to(self._image)
+            images.append((self._image, TRAINING))
         if self._role.model is not None:
             self._role.model.platform.synchronize()
         index = self._gather_index(state)
@@ -124,13 +128,6 @@ class RoleFiles:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
             scalars = {**self._optimizer.scalars(), **counts}
         return gather_index(state.described, self._geometry, scalars, world_group())
-
-    def _image_for(self, state: RankState) -> FileImage:
-        if self._image is None or self._image.layout.header != state.layout.header:
-            assert self._role.model is not None
-            pinned = self._role.model.platform.device().type == "cuda"
-            self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
-        return self._image
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:

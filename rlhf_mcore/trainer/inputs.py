@@ -19,6 +19,7 @@ import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.user_functions import is_file_spec, parse_file
@@ -50,7 +51,7 @@ def fingerprints(cfg: Config) -> Inputs:
     for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         for number, file in enumerate(files):
             found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
-    values = dict(_leaves(asdict(cfg)))
+    values = dict(leaves(asdict(cfg)))
     for key, spec in values.items():
         if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             found[key] = _entry(spec, _code_digest(spec))
@@ -185,11 +186,3 @@ def _module_files(parts: Sequence[str], places: Sequence[Path]) -> Iterator[Path
             for candidate in (path.with_suffix(".py"), path / "__init__.py"):
                 if candidate.is_file():
                     yield candidate.resolve()
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -24,6 +24,7 @@ from rlhf_mcore.foreign import read_bytes, read_json, shorten
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 * 2**30
+_REMEDY = "Download or export the model again."
 
 
 class HFReader:
@@ -128,7 +129,7 @@ class HFReader:
         if not os.path.lexists(index):
             self._check_shard(SINGLE)
             return dict.fromkeys(self._names_in(SINGLE), SINGLE)
-        weight_map = _read_weight_map(index)
+        weight_map = read_json(index, limits=INDEX_LIMITS, remedy=_REMEDY).table("weight_map")
         for shard in sorted(set(weight_map.values())):
             self._check_shard(shard)
         return weight_map
@@ -148,13 +149,6 @@ class HFReader:
             )
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    """Shard of each tensor."""
-    remedy = "Download or export the model again."
-    weight_map = read_json(index, limits=INDEX_LIMITS, remedy=remedy).object("weight_map")
-    return {name: weight_map.text(name) for name in weight_map}
-
-
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:
     """What travels with the weights; of several sources the first that has a file gives it."""
     places = [[Path(source) / name for source in sources] for name in COMPANIONS]
@@ -169,7 +163,7 @@ def copy_companions(
     The copied config gets ``dtype`` and ``updates``.
     """
     for found in companion_files(sources):
-        data = read_bytes(found, limit=INDEX_LIMITS.num_bytes, remedy="Download or export the model again.")
+        data = read_bytes(found, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
         (directory / found.name).write_bytes(data)
     path = directory / "config.json"
     config = read_json(path).content

@@ -64,8 +64,11 @@ class Plan:
         state = blake2b(_FORMAT, digest_size=16)
         settings = [schedule.bucket_bytes, schedule.ranks_per_node]
         state.update(np.array(settings, dtype="<i8").tobytes())
-        for part in (self._sources, self._destinations):
-            _hash_places(state, part)
+        for places in (self._sources, self._destinations):
+            names = [f"{place.buffer} {' '.join([piece.hf_name for piece in place.pieces])}" for place in places]
+            numbers = np.fromiter(_numbers(places), dtype="<i8")
+            state.update(f"{len(places)} {len(numbers)}\n".encode() + "\n".join(names).encode())
+            state.update(numbers.tobytes())
         names = [f"{unit.pattern.item_bytes} {unit.hf_name}" for units in schedule.buckets for unit in units]
         state.update("\n".join(names).encode())
         state.update(np.array([len(units) for units in schedule.buckets], dtype="<i8").tobytes())
@@ -124,13 +127,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _hash_places(state: blake2b, places: Sequence[Place]) -> None:
-    names = [f"{place.buffer} {' '.join([piece.hf_name for piece in place.pieces])}" for place in places]
-    numbers = np.fromiter(_numbers(places), dtype="<i8")
-    state.update(f"{len(places)} {len(numbers)}\n".encode() + "\n".join(names).encode())
-    state.update(numbers.tobytes())
 
 
 def _numbers(places: Sequence[Place]) -> Iterator[int]:

@@ -209,15 +209,12 @@ class Schedule:
             have = frozenset(held[number] for number in cell.holders)
             want = frozenset(needed[number] for number in cell.needers)
             nbytes = item_bytes * prod(cell.shape)
+            if (have, want) not in self._routes:
+                self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.ranks_per_node)
             if (have, want, nbytes) not in groups:
-                groups[have, want, nbytes] = CellGroup(self._route(have, want), nbytes, have, want)
+                groups[have, want, nbytes] = CellGroup(self._routes[have, want], nbytes, have, want)
             groups[have, want, nbytes].cells.append(cell)
         return Pattern(item_bytes, list(groups.values()), frozenset(held) | frozenset(needed))
-
-    def _route(self, have: frozenset[int], want: frozenset[int]) -> Route:
-        if (have, want) not in self._routes:
-            self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.ranks_per_node)
-        return self._routes[have, want]
 
     def _no_load(self) -> Load:
         return np.zeros(2 * len(self._profiles), dtype=np.int64)

@@ -84,6 +84,7 @@ class Config:
         "of the order of prompts and of every sampled response",
         AT_LEAST_0,
         more="The seed of a response is derived from it, the step, the prompt and the sample.",
+        is_fixed=True,
     )
     deterministic: bool = key(
         False, "deterministic kernels on CUDA (slower); the CPU always is", more="Every library is asked for its own."

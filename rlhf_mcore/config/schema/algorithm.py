@@ -125,14 +125,16 @@ class AlgorithmConfig:
         "",
         Choices({kind.name: kind.purpose for kind in RUN_KINDS.values()}),
         more="The last two look at no key of `rollout`, `bridge`, `reward`, `critic` and `reference`.",
+        is_fixed=True,
     )
-    advantage: str = key("grpo", "estimator of advantages", function_or(ADVANTAGES))
-    policy_loss: str = key("ppo_clip", "loss of the policy", function_or(POLICY_LOSSES))
+    advantage: str = key("grpo", "estimator of advantages", function_or(ADVANTAGES), is_fixed=True)
+    policy_loss: str = key("ppo_clip", "loss of the policy", function_or(POLICY_LOSSES), is_fixed=True)
     use_critic: str = key(
         "auto",
         "",
         one_of(auto="with `gae`", true="", false=""),
         more="An estimator of yours that reads values needs `true`.",
+        is_fixed=True,
     )
     normalize_std: bool = key(True, "`grpo`: divide by the group's standard deviation")
     gamma: float = key(1.0, "`gae`, `reinforce`: discount of later rewards, per token", FROM_0_TO_1)

@@ -74,6 +74,9 @@ class Description:
     null: str = ""  # what null means
     unit: str = ""  # where the name of the key does not tell
     more: str = ""  # sentences for the documentation alone
+    is_fixed: bool = (
+        False  # a run that resumes has the same value: with another one it would be neither the old run nor a new one
+    )
 
 
 def key(
@@ -84,9 +87,10 @@ def key(
     null: str = "",
     unit: str = "",
     more: str = "",
+    is_fixed: bool = False,
 ) -> Any:
     """A field that a user may set. Arguments as of ``Description``; a list as default is copied."""
-    metadata = {"description": Description(help, allowed, null, unit, more)}
+    metadata = {"description": Description(help, allowed, null, unit, more, is_fixed)}
     if isinstance(default, list):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -66,7 +66,7 @@ class ModelConfig:
         "with `rollout.engine: hf` only",
         one_of(auto="as transformers decides", eager="", sdpa="", flash_attention_2="CUDA, the package flash-attn"),
     )
-    dtype: str = key("auto", "", _DTYPES, more="Master weights are fp32 always.")
+    dtype: str = key("auto", "", _DTYPES, more="Master weights are fp32 always.", is_fixed=True)
     layer_spec: str = key(
         "auto", "", one_of(auto="Transformer Engine where it is installed, else local", te="", local="")
     )

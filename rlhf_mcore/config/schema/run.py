@@ -14,26 +14,28 @@ MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are publi
 class DataConfig:
     """Prompts, from parquet or jsonl files."""
 
-    train: list[str] = key([], "parquet or jsonl files")
+    train: list[str] = key([], "parquet or jsonl files", is_fixed=True)
     eval: list[str] = key([], "held-out files, for `evaluate`")
     prompt_key: Any = key(
         "prompt",
         "column of the prompt: a string, or a list of `{role, content}`",
         more="A list, `[question, prompt]`, names one column for each file of `data.train`.",
+        is_fixed=True,
     )
     answer_key: Any = key(
         None,
         "column of the answer, or a list with one for each file of `data.train`",
         null="`reward_model.ground_truth`, else `answer`",
         more="`column.field` names a field of a column that holds objects.",
+        is_fixed=True,
     )
     eval_prompt_key: Any = key(
         None, "column of the prompt in the files of `data.eval`, or a list with one for each", null="`data.prompt_key`"
     )
     eval_answer_key: Any = key(None, "likewise for the answer", null="`data.answer_key`")
-    response_key: str = key("response", "`sft`: column of the response")
-    chosen_key: str = key("chosen", "`reward_model`: column of the better response")
-    rejected_key: str = key("rejected", "`reward_model`: column of the other one")
+    response_key: str = key("response", "`sft`: column of the response", is_fixed=True)
+    chosen_key: str = key("chosen", "`reward_model`: column of the better response", is_fixed=True)
+    rejected_key: str = key("rejected", "`reward_model`: column of the other one", is_fixed=True)
     apply_chat_template: str = key(
         "auto",
         "prompts that are strings, as one message of the user through the tokenizer's chat template",
@@ -49,16 +51,17 @@ class DataConfig:
         None,
         "`path/to/file.py:name`, called with every row as a dict; returns the row to use, or None to leave it out",
         null="none",
+        is_fixed=True,
     )
-    max_prompt_tokens: int = key(512, "longest prompt", AT_LEAST_1)
+    max_prompt_tokens: int = key(512, "longest prompt", AT_LEAST_1, is_fixed=True)
     max_tokens: Optional[int] = key(
         None,
         "`sft`, `reward_model`: longest prompt and response together, instead of `max_prompt_tokens`",
         Range(2),  # a prompt and a response
         null="as many as a microbatch has room for",
     )
-    overlong_prompts: str = key("error", "what happens to longer ones", one_of("error", "drop"))
-    shuffle: bool = key(True, "a new order of the prompts in every epoch")
+    overlong_prompts: str = key("error", "what happens to longer ones", one_of("error", "drop"), is_fixed=True)
+    shuffle: bool = key(True, "a new order of the prompts in every epoch", is_fixed=True)
     weights: Optional[list[float]] = key(
         None,
         "share of each file of `data.train` in what is trained on, as `[3, 1]`, in any unit",

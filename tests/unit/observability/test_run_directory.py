@@ -95,7 +95,7 @@ def test_metrics_of_earlier_runs_are_kept_apart(tmp_path: Path) -> None:
 def test_a_start_that_recorded_nothing_is_not_an_earlier_run(tmp_path: Path) -> None:
     directory = RunDirectory.create(str(tmp_path), "p", "e")
     directory.metrics_path.touch()
-    directory.tensorboard_path.mkdir()
+    (directory.path / "tensorboard").mkdir()
     assert directory.set_aside_metrics() is None
     assert [path.name for path in directory.path.iterdir()] == ["run.lock"]
     directory.close()

@@ -70,7 +70,9 @@ class Reading:
         self._since_release += stored.nbytes
         if self._since_release >= RELEASE_BYTES:
             self.source.release()
-            _trim()
+            # Give freed memory back to the system: glibc keeps the holes between what is still in use, and they add up.
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)
             self._since_release = 0
         return part
 
@@ -86,13 +88,6 @@ class Reading:
     def digests(self) -> dict[str, str]:
         """Of the tensors read so far."""
         return {name: found.hexdigest() for name, found in self._hashes.items()}
-
-
-def _trim() -> None:
-    """Give freed memory back to the system. glibc keeps the holes between what lives on, and they add up."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:

@@ -122,18 +122,20 @@ def _tiled(directory: Path, found: IndexedTensor, chunks: _Chunks) -> Tiled:
     return Tiled(found.dtype, found.shape, tiles)
 
 
-class _Place(NamedTuple):
+class _Content(NamedTuple):
+    """A Megatron parameter, or a half of one, in a tensor of a checkpoint."""
+
     parameter: str
-    lead: Index
+    lead: Index  # its place in the stack
     half: str  # "_w": the gate's rows only, "_v": the up projection's only
 
 
-def _places(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Place]:
+def _contents(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Content]:
     """The Megatron parameters in a tensor of a checkpoint."""
     name = _WRAPPERS.sub("", key, count=1) if _WRAPPERS.match(key) else key
     found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(\D.*)", name)
     if not found:
-        yield _Place(name, (), "")
+        yield _Content(name, (), "")
         return
     layers = (
         [(int(found.group(1)), ())]
@@ -149,15 +151,15 @@ def _places(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Place]
                 if found.group(2)[-2:] in ("_w", "_v")
                 else (found.group(2), "")
             )
-            yield _Place(prefix + tail, lead, half)
+            yield _Content(prefix + tail, lead, half)
             continue
         number, linear, half = expert.groups()
         one = f"{prefix}mlp.experts.{linear}.weight"
         if number is not None:
-            yield _Place(f"{one}{number}", lead, half or "")
+            yield _Content(f"{one}{number}", lead, half or "")
             continue
         for k in range(_stack(shape, len(lead), geometry.num_experts)):
-            yield _Place(f"{one}{k}", (*lead, k), half or "")
+            yield _Content(f"{one}{k}", (*lead, k), half or "")
 
 
 def _stack(shape: Index, axis: int, expected: int) -> int:
@@ -168,20 +170,20 @@ def _stack(shape: Index, axis: int, expected: int) -> int:
 
 def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Iterator[tuple[str, Rows]]:
     try:
-        for place in _places(key, shape, geometry):
-            found, full = row_runs(place.parameter, geometry)
-            if place.half:
-                found = [found["_w_v".index(place.half) // 2]]
+        for content in _contents(key, shape, geometry):
+            found, full = row_runs(content.parameter, geometry)
+            if content.half:
+                found = [found["_w_v".index(content.half) // 2]]
                 full = (found[0].count, *full[1:])
-            own = shape[len(place.lead) :]
-            padded = is_padded(place.parameter, geometry)
+            own = shape[len(content.lead) :]
+            padded = is_padded(content.parameter, geometry)
             if len(own) != len(full) or own[1:] != full[1:] or (own[0] < full[0] if padded else own[0] != full[0]):
                 raise ConfigError(
-                    f"shape {shape} is not that of config.json: {full} expected after {len(place.lead)} stacked axes"
+                    f"shape {shape} is not that of config.json: {full} expected after {len(content.lead)} stacked axes"
                 )
             for run in found:
-                row = run.row - (found[0].row if place.half else 0)
-                yield run.hf_name, Rows(run.hf_row, run.count, key, place.lead, row)
+                row = run.row - (found[0].row if content.half else 0)
+                yield run.hf_name, Rows(run.hf_row, run.count, key, content.lead, row)
     except (ConfigError, KeyError, IndexError) as error:
         text = error.args[0] if error.args else error
         raise ConfigError(f"{where}: tensor {key} does not belong to this model ({text}).") from error
