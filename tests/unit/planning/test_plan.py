@@ -125,7 +125,7 @@ def test_supervised_runs_have_one_model_and_generate_nothing(kind: str, rows: in
     validate(cfg, 2, check_files=False)
     plan = make_plan(cfg, 2, H100)
     assert [phase.phase for phase in plan.phases] == list(plan.seconds) == ["actor update"]
-    assert "engine" not in plan.phases[0].parts and plan.sync is None
+    assert "engine weights" not in plan.phases[0].parts and plan.sync is None
     assert plan.work.tokens == 64 * rows * 512  # half of the longest
     head = 896 if kind == "reward_model" else 0  # the embedding is the output layer of the language model
     assert plan.roles[0].parameters == 494_032_768 + head
@@ -183,17 +183,20 @@ def test_engines_of_their_own_share_no_memory_with_the_trainer() -> None:
     engine = phases[GENERATE]
     assert engine.rank == 4 and set(engine.parts) == {"reserve", "engine weights", "engine cache"}
     assert engine.parts["engine weights"] + engine.parts["engine cache"] == int(0.9 * H100.memory_bytes)
-    assert phases["sync"].rank == 4 and phases["sync"].parts["engine"] == int(0.9 * H100.memory_bytes)
+    assert phases["sync"].rank == 4 and set(phases["sync"].parts) == {*engine.parts, "bridge buckets"}
+    assert phases["sync"].parts["engine cache"] == engine.parts["engine cache"]  # it never sleeps
     beside = planned("Qwen2.5-7B", 4, "actor.layout.tp=2", "rollout.layout.tp=2", "rollout.sleep=false")
     update = next(phase for phase in beside.phases if phase.phase == "actor update")
-    assert {name: size for name, size in update.parts.items() if name != "engine"} == phases["actor update"].parts
+    assert {name: size for name, size in update.parts.items() if not name.startswith("engine ")} == phases[
+        "actor update"
+    ].parts
 
 
 def test_a_sync_of_engines_apart_is_planned_for_its_worse_side() -> None:
     """A trainer of 32B on one rank of two holds more than an engine that may use a tenth of a device."""
     apart = planned("Qwen2.5-32B", 2, *APART, "rollout.gpu_memory_utilization=0.1")
     sync = next(phase for phase in apart.phases if phase.phase == "sync")
-    assert sync.rank == 0 and "engine" not in sync.parts and "actor moments" in sync.parts
+    assert sync.rank == 0 and "engine weights" not in sync.parts and "actor moments" in sync.parts
 
 
 def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() -> None:
