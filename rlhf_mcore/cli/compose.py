@@ -53,6 +53,8 @@ def run(cfg: Config, announced: int = 0) -> bool:
         seed_process(cfg.seed, dist.get_rank())
         timers = Timers(process.platform.synchronize)
         record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog)
+        if cfg.reward.on_error == "drop":
+            record.without_score = "leave the step, with the other responses to their prompts"
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
         start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
         if start.is_over:

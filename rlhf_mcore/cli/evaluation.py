@@ -55,6 +55,7 @@ from rlhf_mcore.trainer.evaluation_results import (
     results_table,
     sources_table,
 )
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt
@@ -182,7 +183,9 @@ def _evaluate(
             def draw(prompts: Sequence[Prompt]) -> list[Sample]:
                 watchdog.progress("generate")
                 rows = grade(worker, reward, sampling, prompts)
-                causes.extend(score.cause or score.failure for _, score, _ in rows if score.failure is not None)
+                found = [score.cause or score.failure for _, score, _ in rows if score.failure is not None]
+                OnError.of(task.cfg.reward).refuse_too_many(len(found), len(rows), "".join(found[:1]))
+                causes.extend(found)
                 records = [(sample_record(*row), row[0]) for row in rows]
                 waits = task.cfg.reward.model.path is not None
                 return [with_tokens(record, drawn) if waits else record for record, drawn in records]

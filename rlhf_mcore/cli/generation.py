@@ -24,6 +24,7 @@ from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
@@ -56,13 +57,14 @@ def _colocated(
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
     worker = RolloutWorker(engine, engine.rank, data.decode)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
+    on_error = OnError.of(cfg.reward)
     source = SampledBatches(
         PromptBatches(data.train, sampler),
         worker,
         sampling,
         reward,
-        DynamicSampling(dynamic.max_batches) if dynamic.enabled else PlainSampling(),
-        RowExchange(sampling.n),
+        DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling(),
+        RowExchange(sampling.n, on_error=on_error),
         record,
     )
     canary = _build_canary(run, actor, worker, engine)

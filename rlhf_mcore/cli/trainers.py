@@ -42,6 +42,7 @@ from rlhf_mcore.trainer.example_learner import (
     preference,
     preference_metrics,
 )
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
@@ -103,6 +104,7 @@ def rl_trainer(run: RunContext) -> Trainer:
             cfg.evaluate.every,
             prompts_per_batch(cfg),
             record.note,
+            OnError.of(cfg.reward),
         ),
         checkpointer=checkpointer,
         recorder=record,

@@ -33,7 +33,6 @@ class FunctionReward:
     def __init__(self, cfg: RewardConfig) -> None:
         assert cfg.function is not None
         self._spec, self._on_error = cfg.function, cfg.on_error
-        self._max_error_share = 1.0 if cfg.on_error == "fail" else cfg.max_error_share
         limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
         self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
         self._pool.check()
@@ -65,12 +64,6 @@ class FunctionReward:
                 scores.append(Score(0.0, failure=kind, cause=problems[-1]))
             elif outcome is not None:
                 scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
-        if len(problems) > self._max_error_share * len(scores):
-            raise ConfigError(
-                f"{len(problems)} of {len(scores)} responses got no score, more than "
-                f"reward.max_error_share={self._max_error_share:g}; "
-                f"the first: {problems[0]}. Correct the function, or raise reward.max_error_share"
-            )
         if problems and self._on_error == "fail":
             raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
         return scores

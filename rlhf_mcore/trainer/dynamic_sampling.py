@@ -31,6 +31,7 @@ class Collected:
     num_batches: int = 1  # taken from the prompt source; their prompts are used up, dropped or not
     num_generated: int = 0  # prompts that responses were drawn for, where they are chosen from
     num_informative: int = 0  # those among them whose responses differ in score
+    left_out: list[Score] = field(default_factory=list)  # of what was drawn and is not in the step
 
     def metrics(self) -> dict[str, float]:
         """Of the choice, where there was one."""
@@ -64,6 +65,7 @@ class DynamicSampling:
 
     max_batches: int
     gather: Callable[[Any], list[Any]] = all_gather_json
+    drop: bool = False  # prompts that have a response without a score
 
     def collect(self, source: PromptSource, attempt: Attempt) -> Collected:
         """As many prompts as the first batch has. Collective: the decisions follow from the scores of all ranks.
@@ -88,12 +90,13 @@ class DynamicSampling:
     def _judge(self, prompts: Sequence[Prompt], rollouts: Rollouts, scores: Sequence[Score]) -> _Batch:
         rewarded = [sum(turn.reward for turn in trajectory.turns) for trajectory in rollouts.trajectories]
         outcomes = [score.value + reward for score, reward in zip(scores, rewarded, strict=True)]
-        mine = list(zip(rollouts.positions, outcomes, strict=True))
+        mine = list(zip(rollouts.positions, outcomes, [score.failure is not None for score in scores], strict=True))
         everyones = [entry for part in self.gather(mine) for entry in part]
-        places = torch.tensor([place for place, _ in everyones], dtype=torch.int64)
-        values = torch.tensor([value for _, value in everyones], dtype=torch.float64)
-        informative = set(places[groups_that_differ(values, places)].tolist())
-        return _Batch(prompts, rollouts, scores, sorted(informative), set(values.tolist()))
+        places = torch.tensor([place for place, *_ in everyones], dtype=torch.int64)
+        values = torch.tensor([value for _, value, _ in everyones], dtype=torch.float64)
+        dropped = {place for place, _, failed in everyones if failed and self.drop}
+        informative = set(places[groups_that_differ(values, places)].tolist()) - dropped
+        return _Batch(prompts, rollouts, scores, sorted(informative), dropped, set(values.tolist()))
 
 
 def sampling_of_batch(sampling: Sampling, number: int) -> Sampling:
@@ -110,6 +113,7 @@ class _Batch:
     rollouts: Rollouts
     scores: Sequence[Score]
     informative: list[int]  # places of prompts whose responses differ
+    dropped: set[int]  # places of prompts that are not taken, whatever else there is
     values: set[float] = field(default_factory=set)  # all scores that were given
 
 
@@ -117,7 +121,7 @@ def _assemble(batches: list[_Batch]) -> Collected:
     wanted = len(batches[0].prompts)
     chosen = _choose(batches, wanted)
     new_place = {old: place for place, old in enumerate(chosen)}
-    positions, trajectories, scores = [], [], []
+    positions, trajectories, scores, left_out = [], [], [], []
     for number, batch in enumerate(batches):
         rows = zip(batch.rollouts.positions, batch.rollouts.trajectories, batch.scores, strict=True)
         for place, trajectory, score in rows:
@@ -125,6 +129,8 @@ def _assemble(batches: list[_Batch]) -> Collected:
                 positions.append(new_place[number, place])
                 trajectories.append(trajectory)
                 scores.append(score)
+            else:
+                left_out.append(score)
     return Collected(
         prompts=[batches[number].prompts[place] for number, place in chosen],
         rollouts=Rollouts(positions, trajectories),
@@ -132,6 +138,7 @@ def _assemble(batches: list[_Batch]) -> Collected:
         num_batches=len(batches),
         num_generated=sum(len(batch.prompts) for batch in batches),
         num_informative=sum(len(batch.informative) for batch in batches),
+        left_out=left_out,
     )
 
 
@@ -140,7 +147,7 @@ def _choose(batches: list[_Batch], wanted: int) -> list[tuple[int, int]]:
     everything = [(number, place) for number, batch in enumerate(batches) for place in range(len(batch.prompts))]
     informative = [(number, place) for number, batch in enumerate(batches) for place in batch.informative]
     taken = set(informative)
-    others = [each for each in everything if each not in taken]
+    others = [each for each in everything if each not in taken and each[1] not in batches[each[0]].dropped]
     return sorted((informative + others)[:wanted])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rewards.graders import answer_of
 from rlhf_mcore.trainer import statistics
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.trainer.statistics import Graded
@@ -41,6 +42,7 @@ class PolicyEvaluator:
     every: int
     prompts_per_batch: int
     note: Callable[[str], None] = lambda text: None  # on the first rank: shows a line
+    on_error: OnError = field(default_factory=OnError)  # nothing is dropped here: what has no score counts as 0
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -55,7 +57,10 @@ class PolicyEvaluator:
 
         ``evaluate/accuracy`` is the share of responses with the full mark of every part (a score of at least 1 where a
         function of the user's gives none); a reward model counts in ``evaluate/reward`` only. ``evaluate/without_score`` is there
-        where the reward gave some response none (``reward.on_error: zero``): how many count as 0.
+        where the reward gave some response none (``reward.on_error: zero`` or ``drop``): how many count as 0.
+
+        Raises:
+            ConfigError: on every rank, there are too many of them.
         """
         mine: list[Graded] = []
         causes: list[str] = []
@@ -68,7 +73,10 @@ class PolicyEvaluator:
         found = metrics([Graded(*row) for part, _, _ in gathered for row in part])
         if without := sum(count for _, count, _ in gathered):
             found["evaluate/without_score"] = float(without)
-            self.note(without_score(f"evaluation after step {step}", without, [first for *_, first in gathered]))
+            line = without_score(f"evaluation after step {step}", without, firsts := [first for *_, first in gathered])
+            self.note(line)
+            total = sum(len(part) for part, *_ in gathered)
+            self.on_error.refuse_too_many(without, total, next(first[0] for first in firsts if first))
         return found
 
 

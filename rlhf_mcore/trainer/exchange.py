@@ -16,6 +16,7 @@ from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import flat_fields, token_versions, turn_rewards
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_rows
 from rlhf_mcore.parallel.rows import Rows, move_rows, owners_of, rows_by_rank
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory
 from rlhf_mcore.types import FAILURES, Prompt, Score, TrainBatch, Trajectory
 
@@ -28,8 +29,18 @@ class Exchanged:
     """A step's rows."""
 
     batch: TrainBatch
-    part_means: dict[str, float]  # mean of each named part of the scores
+    prompts: list[Prompt]  # of the rows
+    facts: ScoreFacts
+
+
+@dataclass(slots=True)
+class ScoreFacts:
+    """What the ranks together know of a step's scores, those of prompts that leave the step among them."""
+
+    part_means: dict[str, float] = field(default_factory=dict)  # of each named part
     failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
+    unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
+    num_dropped: int = 0  # prompts that have left the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +48,13 @@ class RowExchange:
     """How rows travel: numbers of a row to every rank, its tokens to the rank that is to own it, by ``move``.
 
     ``asynchronous``: tokens may be older than the weights that learn from them, so the policy version of each travels too.
+    ``on_error``: what becomes of prompts with a response that has no score.
     """
 
     samples_per_prompt: int
     move: Move = move_rows
     asynchronous: bool = False
+    on_error: OnError = field(default_factory=OnError)
 
     def __call__(
         self,
@@ -49,6 +62,7 @@ class RowExchange:
         positions: Sequence[int],
         trajectories: Sequence[Trajectory],
         scores: Sequence[Score],
+        left_out: Sequence[Score] = (),
     ) -> Exchanged:
         """Collective over the world.
 
@@ -56,11 +70,22 @@ class RowExchange:
             prompts: all prompts of the step, the same on every rank.
             positions: for each trajectory the place of its prompt in ``prompts``; a data set smaller than a step repeats prompts.
             trajectories, scores: those that this rank has drawn, maybe none.
+            left_out: scores of responses that this rank has drawn in vain; failures among them count.
 
         Raises:
+            ConfigError: on every rank, too many responses have no score, or no prompt is left.
             LostTrajectory: on every rank, a trajectory is missing, doubled, or arrives changed.
             RuntimeError: on every rank, a trajectory has no finite score.
         """
+        facts, failed, first = _gather_facts(positions, trajectories, scores, left_out, self.on_error)
+        kept = self.on_error.left(prompts, failed, first)
+        facts.num_dropped = len(prompts) - len(kept)
+        if facts.num_dropped:
+            place_of = {place: number for number, place in enumerate(kept)}
+            mine_left = [k for k, place in enumerate(positions) if place in place_of]
+            prompts = [prompts[place] for place in kept]
+            positions = [place_of[positions[k]] for k in mine_left]
+            trajectories, scores = [trajectories[k] for k in mine_left], [scores[k] for k in mine_left]
         num_samples = self.samples_per_prompt
         numbers = np.array([p * num_samples + t.sample for p, t in zip(positions, trajectories, strict=True)], np.int64)
         order = np.argsort(numbers, kind="stable").tolist()
@@ -73,7 +98,7 @@ class RowExchange:
             return f"prompt {prompts[place].prompt_id!r}, sample {sample}"
 
         batch = exchange_rows(numbers[order], mine, values, group_ids, name, self.move, self.asynchronous)
-        return Exchanged(batch, *_score_statistics(scores))
+        return Exchanged(batch, list(prompts), facts)
 
 
 def exchange_rows(
@@ -164,16 +189,41 @@ def _miscounted(rows: Sequence[int], num_rows: int, name: Callable[[int], str]) 
     return f"the engines returned {len(rows)} trajectories, {num_rows} different ones were asked for: {shortened(wrong)}. {REMEDY}"
 
 
-def _score_statistics(scores: Sequence[Score]) -> tuple[dict[str, float], dict[str, int]]:
-    """Mean of each named part, and how many responses got no score by kind of failure, over all ranks. Collective."""
-    names = {name for score in scores for name in score.parts}
-    held = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
-    sums = {name: (sum(values), len(values)) for name, values in held.items()}
-    failed = Counter(score.failure for score in scores if score.failure is not None)
-    totals, counts, failures = defaultdict[str, float](float), Counter[str](), Counter[str]()
-    for rank_sums, rank_failures in all_gather_json([sums, failed]):
-        failures.update(rank_failures)
-        for name, (total, count) in rank_sums.items():
+def _gather_facts(
+    positions: Sequence[int],
+    trajectories: Sequence[Trajectory],
+    scores: Sequence[Score],
+    left_out: Sequence[Score],
+    on_error: OnError,
+) -> tuple[ScoreFacts, set[int], str]:
+    """Facts, the places of prompts that have a response without a score, and the first cause. Collective over the world.
+
+    Raises:
+        ConfigError: on every rank, too many responses have no score.
+    """
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    for score in scores:
+        for name, value in score.parts.items():
+            parts[name].append(value)
+    failed = [score for score in (*scores, *left_out) if score.failure is not None]
+    mine = {
+        "sums": {name: (sum(values), len(values)) for name, values in parts.items()},
+        "failures": Counter(score.failure for score in failed),
+        "unread": Counter(t.prompt.data_source for t, s in zip(trajectories, scores, strict=True) if not s.answered),
+        "places": [place for place, score in zip(positions, scores, strict=True) if score.failure is not None],
+        "causes": [score.cause or score.failure for score in failed[:1]],
+        "total": len(scores) + len(left_out),
+    }
+    totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()
+    ranks = all_gather_json(mine)
+    for rank in ranks:
+        failures.update(rank["failures"])
+        unread.update(rank["unread"])
+        for name, (total, count) in rank["sums"].items():
             totals[name] += total
             counts[name] += count
-    return {name: totals[name] / counts[name] for name in counts}, {kind: failures[kind] for kind in FAILURES}
+    first = next((cause for rank in ranks for cause in rank["causes"]), "")
+    on_error.refuse_too_many(failures.total(), sum(rank["total"] for rank in ranks), first)
+    means = {name: totals[name] / counts[name] for name in counts}
+    facts = ScoreFacts(means, {kind: failures[kind] for kind in FAILURES}, dict(unread))
+    return facts, {place for rank in ranks for place in rank["places"]}, first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,15 +17,16 @@ from rlhf_mcore.types import TrainBatch
 
 def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
     """Rewards and lengths over all rows of the step."""
-    batch = exchanged.batch
+    batch, facts = exchanged.batch, exchanged.facts
     scores, lengths = batch.scores, batch.num_sampled.double()
     return {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
         "reward/max": float(scores.max()),
         "reward/min": float(scores.min()),
-        **{f"reward/{kind}s": float(count) for kind, count in exchanged.failures.items()},
-        **{f"reward/{name}_mean": mean for name, mean in exchanged.part_means.items()},
+        **{f"reward/{kind}s": float(count) for kind, count in facts.failures.items()},
+        **({"reward/dropped_prompts": float(facts.num_dropped)} if facts.num_dropped else {}),
+        **{f"reward/{name}_mean": mean for name, mean in facts.part_means.items()},
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(batch.truncated.double().mean()),
@@ -33,24 +34,34 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
     }
 
 
-def source_metrics(batch: TrainBatch, sources: Sequence[str]) -> dict[str, float]:
-    """Where scores teach nothing: the share of responses that score 0, and of prompts whose responses all score the same.
+def source_metrics(exchanged: Exchanged) -> dict[str, float]:
+    """Where scores teach nothing: shares of responses that score 0 or the most, of prompts whose responses all score the same.
 
-    ``sources``: the data source of each prompt of the step. Where there are several, each has its own mean and shares.
+    And the number of responses in which the reward found no answer. Where a step has several data sources, each has its own
+    mean, shares and number.
     """
-    scores = batch.scores.reshape(len(sources), -1)  # [P, G]
+    sources = [prompt.data_source for prompt in exchanged.prompts]
+    scores, unread = exchanged.batch.scores.reshape(len(sources), -1), exchanged.facts.unread  # scores: [P, G]
+    found = _shares(scores) | {"reward/parse_failures": float(sum(unread.values()))}
+    if len(names := sorted({*sources, *unread})) > 1:
+        for name in names:
+            held = scores[torch.tensor([source == name for source in sources])]
+            if len(held):
+                own = {"reward/mean": float(held.mean()), **_shares(held)}
+                found |= {f"{metric}/{name}": value for metric, value in own.items()}
+            found[f"reward/parse_failures/{name}"] = float(unread.get(name, 0))
+    return found
+
+
+def _shares(scores: torch.Tensor) -> dict[str, float]:
+    """Of the scores [P, G]. The highest one is that of these; where all are the same, there is none."""
     same = (scores == scores[:, :1]).all(dim=1)
-    found = {
+    highest = (scores == scores.max()) & (scores.max() > scores.min())
+    return {
         "reward/share_zero": float((scores == 0).double().mean()),
+        "reward/share_max": float(highest.double().mean()),
         "reward/share_same": float(same.double().mean()),
     }
-    if len(names := sorted(set(sources))) > 1:
-        for name in names:
-            held = torch.tensor([source == name for source in sources])
-            found[f"reward/mean/{name}"] = float(scores[held].mean())
-            found[f"reward/share_zero/{name}"] = float((scores[held] == 0).double().mean())
-            found[f"reward/share_same/{name}"] = float(same[held].double().mean())
-    return found
 
 
 def agreement_metrics(batch: TrainBatch) -> dict[str, float]:

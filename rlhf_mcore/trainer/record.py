@@ -37,6 +37,7 @@ class RunRecord:
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
+    without_score: str = "count as 0"  # what becomes of responses without a score
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def note(self, text: str) -> None:
@@ -77,7 +78,9 @@ class RunRecord:
         parts = gather_json([len(scores), len(causes), *causes[:1]])
         if first := [part[2] for part in parts if len(part) > 2]:
             without, total = sum(part[1] for part in parts), sum(part[0] for part in parts)
-            self.note(f"step {step}: {without} of {total} responses got no score and count as 0; the first: {first[0]}")
+            self.note(
+                f"step {step}: {without} of {total} responses got no score and {self.without_score}; the first: {first[0]}"
+            )
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Continue what a run that is resumed has recorded before, the numbers in it: null stands for one that was not finite."""

@@ -52,9 +52,10 @@ def scored_batch(
     rollouts, scores = collected.rollouts, collected.scores
     recorder.rollouts(step, rollouts.trajectories, scores)
     with recorder.phase("exchange"):
-        exchanged = exchange(collected.prompts, rollouts.positions, rollouts.trajectories, scores)
-    by_source = source_metrics(exchanged.batch, [prompt.data_source for prompt in collected.prompts])
-    return exchanged.batch, collected.metrics() | rollout_metrics(exchanged) | by_source
+        given = rollouts.positions, rollouts.trajectories, scores, collected.left_out
+        exchanged = exchange(collected.prompts, *given)
+    metrics = collected.metrics() | rollout_metrics(exchanged) | source_metrics(exchanged)
+    return exchanged.batch, metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,11 +202,17 @@ class RewardConfig:
         [], "environment variables that workers see beside `PATH`, `HOME`, `LANG`, `PYTHONPATH` and a few more"
     )
     on_error: str = key(
-        "fail", "a response without a score", one_of(fail="ends the run", zero="is scored 0, and counted")
+        "fail",
+        "a response without a score",
+        one_of(
+            fail="ends the run",
+            zero="is scored 0, and counted",
+            drop="leaves the step with all responses to its prompt, and is counted",
+        ),
     )
     max_error_share: float = key(
         1.0,
-        "`on_error: zero`: the run ends where more of the responses that a rank scores in a step have no score; 1: off",
+        "`on_error: zero` and `drop`: the run ends where a larger share of a step's responses has no score; 1: off",
         SHARE,
     )
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")

@@ -140,17 +140,6 @@ def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_run_ends_where_too_many_responses_get_no_score(reward: Callable[..., FunctionReward]) -> None:
-    body = "return 1 / (solution_str == 'good')"
-    scorer = reward(body, on_error="zero", max_error_share=0.5)
-    rows = [trajectory(text, index) for index, text in enumerate(["bad", "good", "bad", "good"])]
-    assert [score.value for score in scorer.score(rows)] == [0.0, 1.0, 0.0, 1.0]  # half of them: not more
-    with pytest.raises(
-        ConfigError, match=r"2 of 3 responses got no score, more than reward\.max_error_share=0\.5; .*'train-0'"
-    ):
-        scorer.score(rows[:3])
-
-
 HARMLESS = {
     "chdir": "os.chdir('/'); return 1",
     "prints": "print('x' * 100_000); os.write(1, b'y' * 100_000); return 1",

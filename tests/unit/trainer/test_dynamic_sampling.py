@@ -103,6 +103,22 @@ def test_what_is_missing_at_the_bound_is_filled_up() -> None:
     assert collected.rollouts.positions == [0, 0, 1, 1, 2, 2]
 
 
+def test_what_has_no_score_is_not_taken_where_it_drops_its_prompt() -> None:
+    """Prompt 1 differs in score, but one of its two is none; where nothing else is left, the step is smaller."""
+
+    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+        rollouts, scores = attempt_of(lambda index: index < 3)(prompts, number)
+        lost = [t.prompt.index in (1, 4) and t.sample == 0 for t in rollouts.trajectories]
+        return rollouts, [replace(s, failure="error" if bad else None) for s, bad in zip(scores, lost, strict=True)]
+
+    kept = DynamicSampling(2).collect(Source(3), attempt)
+    assert indices(kept) == [0, 1, 2] and kept.num_batches == 1
+    dropped = DynamicSampling(2, drop=True).collect(Source(3), attempt)
+    assert indices(dropped) == [0, 2, 3] and dropped.num_informative == 2
+    assert [score.failure for score in dropped.left_out] == ["error", None, "error", None, None, None]
+    assert indices(DynamicSampling(1, drop=True).collect(Source(3), attempt)) == [0, 2]
+
+
 @pytest.mark.parametrize("max_batches", [1, 3])
 def test_it_ends_where_every_group_has_zero_variance(max_batches: int) -> None:
     source = Source(4)

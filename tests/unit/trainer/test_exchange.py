@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.trainer.exchange import Exchanged, RowExchange
+from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -74,7 +77,7 @@ def test_scores_parts_and_truncation_follow_their_rows() -> None:
     batch = found.batch
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
     assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
-    assert found.part_means == {"format": 0.75, "answer": 0.0}
+    assert found.facts.part_means == {"format": 0.75, "answer": 0.0}
 
 
 def test_an_empty_response_keeps_its_row() -> None:
@@ -108,7 +111,7 @@ def test_rows_of_all_engines_are_spread_over_all_ranks(leads: list[int]) -> None
             mine = [k for k, place in enumerate(positions) if place % len(leads) == engine]
         parts = [Score(values[k].value, {"all": 1.0, **({"first": 2.0} if k == 0 else {})}) for k in mine]
         found = RowExchange(SAMPLES)(PROMPTS, [positions[k] for k in mine], [trajectories[k] for k in mine], parts)
-        return found.batch, rows_of(found.batch), found.part_means
+        return found.batch, rows_of(found.batch), found.facts.part_means
 
     ranks = run_ranks(4, body)
     ((alone, rows, _),) = run_ranks(1, lambda _: (b := call(positions, trajectories).batch, rows_of(b), None))
@@ -217,3 +220,69 @@ def test_what_an_engine_must_not_give_is_refused() -> None:
         single_turn(prompt(3), 1, [5, 6], [-1.0], "", "stop", 0)
     with pytest.raises(ValueError, match=r"'p3', sample 0: the prompt has no tokens"):
         single_turn(prompt(3, length=0), 0, [5], [-1.0], "", "stop", 0)
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_fault_24_a_prompt_with_a_response_without_a_score_leaves_the_step(world_size: int) -> None:
+    """What is left is what a step of the other prompts alone would have been, on every rank."""
+    positions, trajectories = made(7)
+    failed = {3: "timeout", 4: "error", 18: "error"}  # of prompts 1, 1 and 6
+
+    def body(group: ThreadGroup) -> tuple[Exchanged, list[Any]]:
+        mine = [k for k in range(24) if k % group.size() == group.rank()]
+        scores = [replace(score(trajectories[k]), failure=failed.get(k), cause=f"cause {k}") for k in mine]
+        given = [positions[k] for k in mine], [trajectories[k] for k in mine], scores
+        found = RowExchange(SAMPLES, on_error=OnError(drop=True))(PROMPTS, *given)
+        return found, rows_of(found.batch)
+
+    left = [k for k in range(24) if positions[k] not in (1, 6)]
+    fewer = [place for place in range(8) if place not in (1, 6)]
+    alone = (
+        [PROMPTS[place] for place in fewer],
+        [fewer.index(positions[k]) for k in left],
+        [trajectories[k] for k in left],
+        [score(trajectories[k]) for k in left],
+    )
+    (expected,) = run_ranks(1, lambda _: rows_of(RowExchange(SAMPLES)(*alone).batch))
+    for found, rows in run_ranks(world_size, body):
+        assert rows == expected and len(rows) == 18
+        assert [p.index for p in found.prompts] == fewer
+        assert (found.facts.failures, found.facts.num_dropped) == ({"error": 2, "timeout": 1}, 2)
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize(
+    ("on_error", "message"),
+    [
+        (
+            OnError(max_share=0.1),
+            r"3 of 25 responses got no score, more than reward\.max_error_share=0\.1; the first: cause",
+        ),
+        (
+            OnError(drop=True),
+            r"each of the 8 prompts .* reward\.on_error=drop leaves nothing to learn from; the first: cause",
+        ),
+    ],
+)
+def test_the_share_of_failures_is_that_of_all_ranks(on_error: OnError, message: str) -> None:
+    """No rank has more than a tenth of its own, or all of its prompts; the first has drawn one response in vain."""
+    positions, trajectories = made()
+    failing = range(3) if not on_error.drop else range(0, 24, SAMPLES)
+
+    def body(group: ThreadGroup) -> str:
+        mine = [k for k in range(24) if k % 3 == group.rank()]
+        scores = [Score(0.0, failure="error" if k in failing else None, cause=f"cause {k}") for k in mine]
+        given = [positions[k] for k in mine], [trajectories[k] for k in mine], scores
+        with pytest.raises(ConfigError, match=message) as error:
+            RowExchange(SAMPLES, on_error=on_error)(PROMPTS, *given, [Score(0.0)] * (group.rank() == 0))
+        return str(error.value)
+
+    assert len(set(run_ranks(3, body))) == 1  # one message
+
+
+def test_what_has_no_score_counts_as_zero_by_default() -> None:
+    positions, trajectories = made()
+    scores = [replace(score(t), value=0.0, failure="error") for t in trajectories]
+    found = RowExchange(SAMPLES)(PROMPTS, positions, trajectories, scores)
+    assert found.batch.num_rows == 24 and found.facts.failures == {"error": 24, "timeout": 0}

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rlhf_mcore.trainer.exchange import Exchanged
+from rlhf_mcore.trainer.exchange import Exchanged, ScoreFacts
 from rlhf_mcore.trainer.metrics import Counters, agreement_metrics, rollout_metrics, source_metrics
 from rlhf_mcore.types import TrainBatch
 from tests.rows import Row, batch_of, flat
+from tests.unit.trainer.records import prompt
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -22,8 +24,12 @@ def test_rewards_and_lengths_by_hand() -> None:
     # Prompts are of different lengths, and do not count.
     responses = {2: 1.0, 4: 0.0, 6: 0.0, 8: 3.0}
     rows = [Row([7] * (10 - n), [1] * n, [0.0] * n, score, truncated=n == 8) for n, score in responses.items()]
-    exchanged = Exchanged(batch_of(rows, [0, 0, 1, 1]), part_means={"format": 0.25})
+    facts = ScoreFacts({"format": 0.25}, {"error": 2, "timeout": 0}, num_dropped=3)
+    exchanged = Exchanged(batch_of(rows, [0, 0, 1, 1]), [prompt(0), prompt(1)], facts)
     assert rollout_metrics(exchanged) == {
+        "reward/errors": 2.0,
+        "reward/timeouts": 0.0,
+        "reward/dropped_prompts": 3.0,
         "reward/mean": 1.0,
         "reward/std": pytest.approx(math.sqrt(1.5)),  # squares of 0, 1, 1, 2 over 4
         "reward/max": 3.0,
@@ -39,14 +45,31 @@ def test_rewards_and_lengths_by_hand() -> None:
 def test_what_teaches_nothing_is_counted_per_source_by_hand() -> None:
     scores = [1.0, 0.0, 0.0, 0.0, 2.0, 2.0]  # three prompts of two responses
     made = batch_of([Row([1], [2], [0.0], score) for score in scores], [0, 0, 1, 1, 2, 2])
-    assert source_metrics(made, ["a", "a", "a"]) == pytest.approx(
-        {"reward/share_zero": 0.5, "reward/share_same": 2 / 3}
+
+    def metrics(*sources: str, **unread: int) -> dict[str, float]:
+        prompts = [replace(prompt(number), data_source=source) for number, source in enumerate(sources)]
+        return source_metrics(Exchanged(made, prompts, ScoreFacts(unread=unread)))
+
+    assert metrics("a", "a", "a", a=4) == pytest.approx(
+        {
+            "reward/share_zero": 0.5,
+            "reward/share_max": 1 / 3,
+            "reward/share_same": 2 / 3,
+            "reward/parse_failures": 4.0,
+        }
     )
-    found = source_metrics(made, ["a", "b", "a"])
+    found = metrics("a", "b", "a", a=1, c=2)  # all prompts of c have left the step
     assert found == pytest.approx(
         {
             "reward/share_zero": 0.5,
+            "reward/share_max": 1 / 3,
             "reward/share_same": 2 / 3,
+            "reward/parse_failures": 3.0,
+            "reward/parse_failures/a": 1.0,
+            "reward/parse_failures/b": 0.0,
+            "reward/parse_failures/c": 2.0,
+            "reward/share_max/a": 0.5,
+            "reward/share_max/b": 0.0,
             "reward/mean/a": 1.25,
             "reward/share_zero/a": 0.25,
             "reward/share_same/a": 0.5,
