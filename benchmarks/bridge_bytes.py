@@ -19,7 +19,7 @@ from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, model_b
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.types import ModelGeometry
 
 BUCKET_BYTES = 256 * 2**20
@@ -81,7 +81,7 @@ def measure(case: Case) -> dict[str, Any]:
         element_sizes=dict.fromkeys(known, ITEM_BYTES),
         bucket_bytes=BUCKET_BYTES,
         order=spread_order(list(known), held),
-        ranks_per_node=RANKS_PER_NODE,
+        nodes=even_nodes(case.ranks, RANKS_PER_NODE),
     )
     samples = sorted({0, 1, case.ranks // 2 + 1, case.ranks - 1})
     row = {**described(case), **sampled(plan, held, needed, samples, model_bytes(case.model)), **whole(plan)}

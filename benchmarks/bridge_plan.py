@@ -17,7 +17,7 @@ from benchmarks.common import Timing, report, timed
 from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes, sources, trainer_layout
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 
 GOAL_S, GOAL_EXPONENT = 1.0, 1.05
 BUCKET_BYTES = 256 * 2**20
@@ -45,12 +45,12 @@ def measure(model: Model, world: int, repeats: int) -> dict[str, Any]:
     (held, needed), describing = timed(
         lambda: (sources(model, layout), destinations(model, ENGINE_TP, world // ENGINE_TP))
     )
-    order = spread_order(list(shapes(model)), held)
+    order, nodes = spread_order(list(shapes(model)), held), even_nodes(world, 8)
     by_rank = {}
     for rank in (0, world // 2 + 3, world - 1):
-        times = [time_rank(held, needed, order, rank) for _ in range(repeats)]
+        times = [time_rank(held, needed, order, nodes, rank) for _ in range(repeats)]
         by_rank[rank] = (statistics.median(t.wall_s for t in times), statistics.median(t.cpu_s for t in times))
-    _, hashing = timed(lambda: plan_rank(held, needed, order, 0).digest)
+    _, hashing = timed(lambda: plan_rank(held, needed, order, nodes, 0).digest)
     row = {
         "model": model.name,
         "ranks": world,
@@ -64,16 +64,16 @@ def measure(model: Model, world: int, repeats: int) -> dict[str, Any]:
     return row
 
 
-def time_rank(held: list[Place], needed: list[Place], order: list[str], rank: int) -> Timing:
+def time_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Timing:
     """One measurement, with no garbage of the one before it."""
     gc.collect()
-    return timed(lambda: plan_rank(held, needed, order, rank))[1]
+    return timed(lambda: plan_rank(held, needed, order, nodes, rank))[1]
 
 
-def plan_rank(held: list[Place], needed: list[Place], order: list[str], rank: int) -> Plan:
+def plan_rank(held: list[Place], needed: list[Place], order: list[str], nodes: list[int], rank: int) -> Plan:
     """What one rank does before its first sync."""
     plan = build_plan(
-        held, needed, element_sizes=dict.fromkeys(order, 2), bucket_bytes=BUCKET_BYTES, order=order, ranks_per_node=8
+        held, needed, element_sizes=dict.fromkeys(order, 2), bucket_bytes=BUCKET_BYTES, order=order, nodes=nodes
     )
     plan.rank_view(rank)
     return plan

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from rlhf_mcore.cli.rendezvous import listener
+from rlhf_mcore.parallel.addresses import listener
 
 NAME = "bound"
 TIMEOUT_S = 300  # for all nodes to arrive

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
@@ -101,11 +99,11 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         bucket_bytes=cfg.bridge.bucket_bytes,
         verify=cfg.bridge.verify,
         gatherer=gatherer,
-        ranks_per_node=ranks_per_node(),
+        nodes=nodes(),
     )
 
 
-def ranks_per_node() -> int | None:
-    """Ranks of each machine as torchrun has started them; None on a single machine, and where machines have different numbers."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return local if local < dist.get_world_size() and len(set(all_gather_json(local))) == 1 else None
+def nodes() -> list[int] | None:
+    """The machine of every rank, as torchrun has numbered them; None on a single one. Collective over the world."""
+    numbers: list[int] = all_gather_json(int(os.environ.get("GROUP_RANK", 0)))
+    return numbers if len(set(numbers)) > 1 else None

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
-from rlhf_mcore.cli.rendezvous import LOOPBACK
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all
+from rlhf_mcore.parallel.addresses import LOOPBACK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"

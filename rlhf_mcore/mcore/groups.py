@@ -40,11 +40,6 @@ class ModelGroups:
     def dp_rank(self) -> int:
         return self.collection.dp.rank()
 
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage of this rank's pipeline."""
-        return dist.get_process_group_ranks(self.collection.pp)[-1]
-
 
 class GroupPool:
     """Process groups by the ranks that they join: axes with the same ranks share one group, also those of different models.

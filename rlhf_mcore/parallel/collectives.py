@@ -65,13 +65,14 @@ def union(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """The JSON-able value of global rank ``source``, on every rank of the group."""
-    data = _encode(value if dist.get_rank() == source else None)
+    """The JSON-able value of group rank ``source``, on every rank of the group."""
+    is_source = (group or world_group()).rank() == source
+    data = _encode(value if is_source else None)
     size = torch.tensor([data.numel()])
-    dist.broadcast(size, source, group=group)
-    if dist.get_rank() != source:
+    dist.broadcast(size, group=group, group_src=source)
+    if not is_source:
         data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, source, group=group)
+    dist.broadcast(data, group=group, group_src=source)
     return _decode(data)
 
 
@@ -96,7 +97,7 @@ def gather_bytes(value: bytes, group: dist.ProcessGroup | None = None) -> list[b
     sizes = _gather_sizes(data.numel(), group)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: data.numel()] = data
-    out = [torch.empty_like(padded) for _ in sizes] if dist.get_rank(group) == 0 else None
+    out = [torch.empty_like(padded) for _ in sizes] if (group or world_group()).rank() == 0 else None
     dist.gather(padded, out, group=group, group_dst=0)
     return [part[:size].numpy().tobytes() for part, size in zip(out or [], sizes if out else [], strict=True)]
 
@@ -113,8 +114,7 @@ def all_gather_unique_json(value: Any, group: dist.ProcessGroup | None = None) -
     holders: dict[bytes, list[int]] = {}
     for rank, seen in enumerate(digests):
         holders.setdefault(bytes(seen.tolist()), []).append(rank)
-    every = group or world_group()
-    return [(broadcast_json(value, dist.get_global_rank(every, ranks[0]), group), ranks) for ranks in holders.values()]
+    return [(broadcast_json(value, ranks[0], group), ranks) for ranks in holders.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +139,15 @@ class RanksFailed(RuntimeError):
         super().__init__("; ".join(str(failure) for failure in failures))
 
 
-def gather_failures(error: Exception | None) -> list[RankFailure]:
+def gather_failures(error: Exception | None, group: dist.ProcessGroup | None = None) -> list[RankFailure]:
     """What went wrong on any rank, in rank order and the same on all; [] when every rank passes None. Collective."""
     mine = None
     if error is not None:
         mine = (type(error).__name__, error.errno if isinstance(error, OSError) else None, str(error))
-    return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(mine)) if parts is not None]
+    return [RankFailure(rank, *parts) for rank, parts in enumerate(all_gather_json(mine, group)) if parts is not None]
 
 
-def on_every_rank(action: Callable[[], T]) -> T:
+def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run a part that may fail on some ranks only, and raise on all of them, so that none waits for another. Collective.
 
     The action itself must not wait for other ranks once it has failed on one.
@@ -161,7 +161,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         caught = error
-    failures = gather_failures(caught)
+    failures = gather_failures(caught, group)
     if not failures:
         return result
     if all(failure.kind == ConfigError.__name__ for failure in failures):

@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
@@ -163,7 +163,7 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
     """The plan of a sync, without a model and without an engine."""
     geometry, layout = actor.geometry, actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
-    tp, shapes = cfg.rollout.layout.tp, hf_shapes(geometry)
+    tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)
     needed = (
         whole_model_places(geometry, world_size)
         if cfg.rollout.engine == "hf"
@@ -175,7 +175,7 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
         element_sizes=dict.fromkeys(shapes, BYTES[actor.dtype]),
         bucket_bytes=cfg.bridge.bucket_bytes,
         order=spread_order(list(shapes), sources, keep_layers=False),
-        ranks_per_node=ranks_per_node if num_devices(cfg, world_size) > ranks_per_node else None,
+        nodes=even_nodes(devices, ranks_per_node) if devices > ranks_per_node else None,
     )
 
 

@@ -272,7 +272,7 @@ class TrainedModel(RoleModel):
             local = {name: float(sum(m[name] for m in metrics)) for name in metrics[0]}
             sums = reduce_sums(local, groups.collection.dp)
         if groups.layout.pp > 1:
-            sums = broadcast_json(sums, groups.last_stage_rank, groups.collection.pp)
+            sums = broadcast_json(sums, groups.layout.pp - 1, groups.collection.pp)
         return sums
 
 

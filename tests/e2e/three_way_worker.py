@@ -137,8 +137,8 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings())
         GatherBridge(gatherer(model), engine).sync(3 * number)
         before = live_tensors(engine)
-        nodes = 2 if layout in TWO_NODES else None
-        found = planned(model, engine, 3 * number + 1, ranks_per_node=nodes)
+        nodes = [0, 0, 1, 1] if layout in TWO_NODES else None
+        found = planned(model, engine, 3 * number + 1, nodes=nodes)
         if generates(layout, tp):
             found |= compare(engine, actor, world.prompts, path, step=number)
         found["live"] = float(min(all_gather_json(len(before))) > 0)

@@ -44,7 +44,7 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
         for group, first, turns in _runs(units):
             received[group.route.receivers] += group.nbytes * turns
             if len(group.route.far):
-                total.imported[group.route.far] += _add_far(sent, group, first, turns)
+                total.imported[group.route.imports.ranks] += _add_far(sent, group, first, turns)
             if len(group.route.near):  # what holders send to ranks of their own node
                 near = group.route.near_holders
                 each = near.spread(group.route.near_receivers.sizes)
@@ -78,12 +78,12 @@ def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: R
 
 
 def _add_far(sent: Bytes, group: CellGroup, first: int, turns: int) -> Bytes:
-    """Adds what holders send to importing nodes and what importers forward; returns what each of ``route.far`` imports."""
+    """Adds what holders send to importing nodes and what importers forward; returns what each of ``imports.ranks`` imports."""
     route, nodes = group.route, group.route.imports
     holders = np.arange(len(route.holders))
     sent[route.holders] += group.nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
     imported = group.nbytes * _round_robin(nodes.local_ranks, nodes.local_sizes, first, turns)
-    sent[route.far] += imported * (nodes.local_sizes - 1)
+    sent[nodes.ranks] += imported * (nodes.local_sizes - 1)
     return imported
 
 

@@ -62,8 +62,7 @@ class Plan:
         """Hash of all that determines the plan. Ranks with equal digests send and receive matching messages."""
         schedule = self._schedule
         state = blake2b(_FORMAT, digest_size=16)
-        settings = [schedule.bucket_bytes, schedule.ranks_per_node]
-        state.update(np.array(settings, dtype="<i8").tobytes())
+        state.update(np.array([schedule.bucket_bytes, *schedule.nodes], dtype="<i8").tobytes())
         for places in (self._sources, self._destinations):
             names = [f"{place.buffer} {' '.join([piece.hf_name for piece in place.pieces])}" for place in places]
             numbers = np.fromiter(_numbers(places), dtype="<i8")
@@ -82,7 +81,7 @@ def build_plan(
     element_sizes: Mapping[str, int],
     bucket_bytes: int,
     order: Sequence[str],
-    ranks_per_node: int | None = None,
+    nodes: Sequence[int] | None = None,
     only: Collection[str] | None = None,
 ) -> Plan:
     """Plan the transfer of every tensor that a destination needs.
@@ -93,11 +92,12 @@ def build_plan(
         element_sizes: bytes of an element on the wire by Hugging Face name: 1, 2, 4 or 8.
         bucket_bytes: limit of what a rank sends, and of what it receives, per bucket.
         order: Hugging Face names in the order in which they travel, usually that of the network.
-        ranks_per_node: consecutive ranks of a node; then a cell is imported to a node once and forwarded inside.
+        nodes: the number of the node of every rank; then a cell is imported to a node once and forwarded inside.
         only: transfer these tensors alone.
 
     Raises:
-        ValueError: a needed tensor is missing in ``order``, an element has no source, or ``bucket_bytes`` is too small.
+        ValueError: a needed tensor is missing in ``order``, an element has no source, ``bucket_bytes`` is too small, or ``nodes``
+            lacks a rank.
     """
     needed = {piece.hf_name for place in destinations for piece in place.pieces}
     wanted = needed if only is None else set(only)
@@ -107,14 +107,22 @@ def build_plan(
         raise ValueError(f"only names {len(unknown)} tensors that no destination needs, among them {min(unknown)}")
     if bad := sorted({element_sizes[name] for name in needed} - {1, 2, 4, 8}):
         raise ValueError(f"element_sizes must be 1, 2, 4 or 8 bytes, got {bad}")
-    for field, value in (("bucket_bytes", bucket_bytes), ("ranks_per_node", ranks_per_node or 1)):
-        if value < 1:
-            raise ValueError(f"{field} must be positive, got {value}")
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
     chosen = [name for name in dict.fromkeys(order) if name in wanted]
     with _collector_paused():
         tensors, sets = gather_tensors(sources, destinations, element_sizes, chosen)
-        schedule = Schedule(tensors, sets, bucket_bytes, ranks_per_node or 1)
+        size = sets.world_size
+        if nodes is not None and len(nodes) < size:
+            raise ValueError(f"nodes has those of {len(nodes)} ranks, but rank {size - 1} takes part")
+        each = np.arange(size) if nodes is None else np.array(nodes, dtype=np.int64)
+        schedule = Schedule(tensors, sets, bucket_bytes, each)
     return Plan(schedule, sources, destinations)
+
+
+def even_nodes(num_ranks: int, ranks_per_node: int) -> list[int]:
+    """The node of every rank, where each has as many consecutive ranks."""
+    return [rank // ranks_per_node for rank in range(num_ranks)]
 
 
 @contextmanager

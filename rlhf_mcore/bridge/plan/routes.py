@@ -70,29 +70,29 @@ class RankSets:
 class Route:
     """Between the ranks that hold a cell and those that need it (both ascending). Cells with the same ranks share a route."""
 
-    def __init__(self, holders: Ranks, needers: Ranks, ranks_per_node: int):
+    def __init__(self, holders: Ranks, needers: Ranks, nodes: Ranks):
+        """``nodes`` has the node of every rank."""
         self.holders = holders
-        self.ranks_per_node = ranks_per_node
+        self.nodes = nodes
         self.receivers = needers[~_found(needers, holders)]
-        node = self.receivers // ranks_per_node
-        is_near = _found(node, holders // ranks_per_node)
+        is_near = _found(nodes[self.receivers], np.unique(nodes[holders]))
         self.near, self.far = self.receivers[is_near], self.receivers[~is_near]
 
     @cached_property
     def imports(self) -> NodeGroups:
         """The receivers of the nodes that have to import, by node."""
-        return NodeGroups.by_node(self.far, self.ranks_per_node)
+        return NodeGroups.by_node(self.far, self.nodes)
 
     @cached_property
     def near_receivers(self) -> NodeGroups:
         """The receivers that share a node with a holder, by node."""
-        return NodeGroups.by_node(self.near, self.ranks_per_node)
+        return NodeGroups.by_node(self.near, self.nodes)
 
     @cached_property
     def near_holders(self) -> NodeGroups:
         """The holders on the nodes of ``near_receivers``; same number of groups, same order."""
-        wanted = _found(self.holders // self.ranks_per_node, self.near_receivers.nodes)
-        return NodeGroups.by_node(self.holders[wanted], self.ranks_per_node)
+        wanted = _found(self.nodes[self.holders], self.near_receivers.nodes)
+        return NodeGroups.by_node(self.holders[wanted], self.nodes)
 
     def most_sent(self, count: int) -> int:
         """Upper bound on the copies that one holder sends over ``count`` consecutive cells."""
@@ -109,7 +109,7 @@ class Route:
 
 @dataclass
 class NodeGroups:
-    """Ascending ranks, cut into runs of the same node."""
+    """Ranks in order of their nodes, on each ascending, cut into runs of the same node."""
 
     ranks: Ranks
     nodes: Ranks
@@ -118,9 +118,10 @@ class NodeGroups:
     distinct_sizes: list[int]
 
     @classmethod
-    def by_node(cls, ranks: Ranks, ranks_per_node: int) -> NodeGroups:
-        """NodeGroups of the ranks that share a node."""
-        node = ranks // ranks_per_node
+    def by_node(cls, ranks: Ranks, nodes: Ranks) -> NodeGroups:
+        """The ranks that share a node, of ascending ``ranks``. ``nodes`` has the node of every rank."""
+        ranks = ranks[np.argsort(nodes[ranks], kind="stable")]
+        node = nodes[ranks]
         starts = np.flatnonzero(np.diff(node, prepend=-1))
         sizes = np.diff(starts, append=len(ranks))
         return cls(ranks, node[starts], starts, sizes, sorted(set(sizes.tolist())))
@@ -172,7 +173,7 @@ class RankRoute:
         self._rank, self._holders, self._imports = rank, route.holders, route.imports
         at = int(np.searchsorted(route.holders, rank))
         self._holder = at if at < len(route.holders) and route.holders[at] == rank else None
-        node = rank // route.ranks_per_node
+        node = int(route.nodes[rank])
         near = route.near_receivers.find(node) if len(route.near) else None
         self._near_receivers = [] if near is None else route.near_receivers.members(near)
         self._near_holders = [] if near is None else route.near_holders.members(near)

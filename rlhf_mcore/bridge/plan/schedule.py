@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import Cell, Index, Rectangle, bounding_box, cut_into_cells
-from rlhf_mcore.bridge.plan.routes import RankSets, Route
+from rlhf_mcore.bridge.plan.routes import Ranks, RankSets, Route
 
 Load = NDArray[np.int64]  # [2 * profiles]: bytes sent, then bytes received, by ranks of each profile
 # Of the pieces of a tensor on one side: numbers of their rank sets, starts, shapes.
@@ -105,10 +105,10 @@ class Schedule:
         ValueError: a needed element has no source, or one element's messages do not fit a bucket.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorPieces], sets: RankSets, bucket_bytes: int, ranks_per_node: int):
+    def __init__(self, tensors: Mapping[str, TensorPieces], sets: RankSets, bucket_bytes: int, nodes: Ranks):
         self.sets = sets
         self.bucket_bytes = bucket_bytes
-        self.ranks_per_node = ranks_per_node
+        self.nodes = nodes
         self._profiles = sets.profiles()
         self._routes: dict[tuple[frozenset[int], frozenset[int]], Route] = {}
         self._geometries: dict[object, list[Cell]] = {}
@@ -210,7 +210,7 @@ class Schedule:
             want = frozenset(needed[number] for number in cell.needers)
             nbytes = item_bytes * prod(cell.shape)
             if (have, want) not in self._routes:
-                self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.ranks_per_node)
+                self._routes[have, want] = Route(self.sets.union(have), self.sets.union(want), self.nodes)
             if (have, want, nbytes) not in groups:
                 groups[have, want, nbytes] = CellGroup(self._routes[have, want], nbytes, have, want)
             groups[have, want, nbytes].cells.append(cell)

@@ -115,8 +115,8 @@ class PlannedBridge:
         verify: "off"; "digest": hash every tensor on both sides after every sync; "full", for debugging: load all weights again the
             plain way, through ``gatherer``, and compare every engine parameter bit for bit.
         gatherer: of the same tensors; needed for "full" only.
-        ranks_per_node: consecutive ranks of a machine, where there are several: what crosses machines is then brought to each once
-            and forwarded inside.
+        nodes: the number of the machine of every rank of the group, where there are several: what crosses machines is then brought to
+            each once and forwarded inside.
         poison: fill the engine with NaN before each sync (a test mode: what is not written shows).
     """
 
@@ -131,7 +131,7 @@ class PlannedBridge:
         sources: Sources | None = None,
         verify: str = "off",
         gatherer: Gatherer | None = None,
-        ranks_per_node: int | None = None,
+        nodes: Sequence[int] | None = None,
         poison: bool = False,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
@@ -140,7 +140,7 @@ class PlannedBridge:
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
         shapes = hf_shapes(geometry)
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
-        self._bucket_bytes, self._ranks_per_node = bucket_bytes, ranks_per_node
+        self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
         self._group = group
         self._map = engine_map(target.model, shapes)
@@ -179,7 +179,7 @@ class PlannedBridge:
             bucket_bytes=self._bucket_bytes,
             # With live parameters all stages may send at once; a repacked layer has to come whole before the next ones.
             order=spread_order(list(described.shapes), described.sources, keep_layers=bool(self._together)),
-            ranks_per_node=self._ranks_per_node,
+            nodes=self._nodes,
             only=names,
         )
         digests = all_gather_json(plan.digest, self._group)

@@ -20,7 +20,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
 from rlhf_mcore.bridge.run.execute import Executor
@@ -165,7 +165,7 @@ def make_plan(sources: list[Place], destinations: list[Place], per_node: int | N
         element_sizes={name: dtype.itemsize for name, dtype in DTYPES.items()},
         bucket_bytes=BUCKET,
         order=spread_order(list(SHAPES), sources, keep_layers=False),
-        ranks_per_node=per_node,
+        nodes=per_node and even_nodes(4, per_node),
     )
 
 

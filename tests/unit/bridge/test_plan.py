@@ -7,7 +7,7 @@ import pytest
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage, padding_of
 from rlhf_mcore.bridge.map.layouts import engine_places, replicas, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, Copy, LocalCopy, Message, Phase
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
@@ -151,7 +151,7 @@ def test_larger_elements_come_first_so_that_nothing_is_misaligned() -> None:
 def test_a_holder_on_the_same_node_is_preferred() -> None:
     sources = [Place("s", (whole_rows("w", 0, 4),), (0, 4, 8))]
     destinations = [Place("d", (whole_rows("w", 0, 4),), (5, 9, 10))]
-    plan = plan_of(sources, destinations, ranks_per_node=4)
+    plan = plan_of(sources, destinations, nodes=even_nodes(12, 4))
     peers = {rank: plan.rank_view(rank).buckets[0].phases[0].receives[0].peer for rank in (5, 9, 10)}
     assert peers == {5: 4, 9: 8, 10: 8}
     assert plan.bytes().imported.sum() == 0
@@ -162,7 +162,7 @@ def test_a_node_imports_once_and_hands_on() -> None:
     names = [f"w{number}" for number in range(8)]
     sources = [Place(name, (whole_rows(name, 0, 4),), (0,)) for name in names]
     destinations = [Place(name, (whole_rows(name, 0, 4),), range(4, 8)) for name in names]
-    plan = plan_of(sources, destinations, ranks_per_node=4)
+    plan = plan_of(sources, destinations, nodes=even_nodes(12, 4))
     assert plan.rank_view(0).sent_bytes == 8 * 16
     for rank in range(4, 8):
         (bucket,) = plan.rank_view(rank).buckets
@@ -196,8 +196,8 @@ def test_refusals_name_the_field_and_the_tensor() -> None:
         plan_of(sources, destinations, only=["a", "c"])
     with pytest.raises(ValueError, match=r"bucket_bytes is 2, but .* element of b take 4 bytes"):
         plan_of(sources, destinations, bucket_bytes=2)
-    with pytest.raises(ValueError, match="ranks_per_node must be positive"):
-        plan_of(sources, destinations, ranks_per_node=-1)
+    with pytest.raises(ValueError, match="nodes has those of 1 ranks, but rank 3 takes part"):
+        plan_of(sources, destinations, nodes=[0])
     with pytest.raises(ValueError, match="element_sizes must be"):
         plan_of(sources, destinations, element_sizes={"a": 3, "b": 2})
     with pytest.raises(ValueError, match=r"b: no source holds the elements from \(2, 0\)"):

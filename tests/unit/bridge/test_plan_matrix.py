@@ -12,7 +12,7 @@ from benchmarks.models import LLAMA_70B, QWEN_235B, Model, destinations, shapes,
 from rlhf_mcore.bridge.map.coverage import CoverageError, check_coverage
 from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 from rlhf_mcore.parallel.layout import ParallelLayout
 
@@ -48,13 +48,14 @@ def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: in
 
 def plan_of(model: Model, held: list[Place], needed: list[Place], ranks_per_node: int | None = 8) -> Plan:
     names = list(shapes(model))
+    size = 1 + max(place.ranks[-1] for place in (*held, *needed))
     return build_plan(
         held,
         needed,
         element_sizes=dict.fromkeys(names, 2),
         bucket_bytes=BUCKET,
         order=spread_order(names, held),
-        ranks_per_node=ranks_per_node,
+        nodes=None if ranks_per_node is None else even_nodes(size, ranks_per_node),
     )
 
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.plan.build import Plan, build_plan
+from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 
+MOST_RANKS = 12
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -183,18 +184,18 @@ def random_world(seed: int, max_ranks: int = 6) -> tuple[World, random.Random]:
     return world, rng
 
 
-def plan_of(world: World, bucket_bytes: int, ranks_per_node: int | None) -> Plan:
+def plan_of(world: World, bucket_bytes: int, nodes: list[int] | None) -> Plan:
     return build_plan(
         world.sources,
         world.destinations,
         element_sizes=world.sizes,
         bucket_bytes=bucket_bytes,
-        ranks_per_node=ranks_per_node,
+        nodes=nodes,
         order=list(world.full),
     )
 
 
-def check(world: World, plan: Plan, ranks_per_node: int | None) -> None:
+def check(world: World, plan: Plan, nodes: list[int] | None) -> None:
     ranks = world.ranks()
     views = {rank: plan.rank_view(rank) for rank in ranks}
     execute(world, views)
@@ -210,60 +211,67 @@ def check(world: World, plan: Plan, ranks_per_node: int | None) -> None:
         )
         for depth in (1, 2, 3):
             assert view.peak_bytes(depth) <= counted.peak(depth) <= 2 * depth * plan.bucket_bytes
-    check_nodes(world, views, ranks_per_node or 1)
-    assert counted.imported.sum() == imported(views, ranks_per_node or 1)
+    each = nodes or list(range(MOST_RANKS))
+    check_nodes(world, views, each)
+    assert counted.imported.sum() == imported(views, each)
 
 
-def imported(views: dict[int, RankPlan], size: int) -> int:
+def imported(views: dict[int, RankPlan], nodes: list[int]) -> int:
     return sum(
         message.nbytes
         for rank, view in views.items()
         for bucket in view.buckets
         for phase in bucket.phases
         for message in phase.receives
-        if message.peer // size != rank // size
+        if nodes[message.peer] != nodes[rank]
     )
 
 
-def check_nodes(world: World, views: dict[int, RankPlan], size: int) -> None:
+def check_nodes(world: World, views: dict[int, RankPlan], nodes: list[int]) -> None:
     """Each node imports what its ranks need and none of them holds, once."""
-    for node in {rank // size for rank in views}:
-        inside = [rank for rank in views if rank // size == node]
-        assert imported({rank: views[rank] for rank in inside}, size) == world.lower_bound(inside)
+    for node in set(nodes):
+        inside = [rank for rank in views if nodes[rank] == node]
+        assert imported({rank: views[rank] for rank in inside}, nodes) == world.lower_bound(inside)
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), ranks_per_node=st.sampled_from((None, 1, 2, 3, 8)))
-def test_any_two_tilings_arrive_whole_at_the_lower_bound(seed: int, ranks_per_node: int | None) -> None:
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(("none", "even", "any")))
+def test_any_two_tilings_arrive_whole_at_the_lower_bound(seed: int, kind: str) -> None:
+    """Nodes have equal numbers of consecutive ranks, or any of any."""
     world, rng = random_world(seed)
+    nodes = None
+    if kind != "none":
+        nodes = even_nodes(MOST_RANKS, rng.choice((1, 2, 3, 8)))
+    if kind == "any":
+        rng.shuffle(nodes)
     check_coverage(world.sources, world.destinations, {name: full.shape for name, full in world.full.items()})
     for bucket_bytes in (rng.randrange(64, 128), rng.randrange(128, 512), 10**6):
         try:
-            plan = plan_of(world, bucket_bytes, ranks_per_node)
+            plan = plan_of(world, bucket_bytes, nodes)
         except ValueError as error:
             assert bucket_bytes < 128 and "bucket_bytes larger" in str(error)
             continue
-        check(world, plan, ranks_per_node)
+        check(world, plan, nodes)
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 4])
-def test_many_replicas_and_tiny_buckets(ranks_per_node: int | None) -> None:
-    world, _ = random_world(7, max_ranks=12)
-    check(world, plan_of(world, 96, ranks_per_node), ranks_per_node)
+@pytest.mark.parametrize("nodes", [None, even_nodes(MOST_RANKS, 4), [0, 1, 2] * 4])
+def test_many_replicas_and_tiny_buckets(nodes: list[int] | None) -> None:
+    world, _ = random_world(7, max_ranks=MOST_RANKS)
+    check(world, plan_of(world, 96, nodes), nodes)
 
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_tensors_travel_in_order_and_digests_tell_plans_apart(seed: int) -> None:
     world, _ = random_world(seed)
-    plan = plan_of(world, 256, 2)
-    again = plan_of(world, 256, 2)
+    plan = plan_of(world, 256, even_nodes(MOST_RANKS, 2))
+    again = plan_of(world, 256, even_nodes(MOST_RANKS, 2))
     assert plan.digest == again.digest
-    assert plan.digest != plan_of(world, 257, 2).digest
-    assert plan.digest != plan_of(world, 256, 3).digest
-    moved = [Place(p.buffer, p.pieces, (*p.ranks, 99), p.numel, p.padding) for p in world.sources]
+    assert plan.digest != plan_of(world, 257, even_nodes(MOST_RANKS, 2)).digest
+    assert plan.digest != plan_of(world, 256, even_nodes(MOST_RANKS, 3)).digest
+    moved = [Place(p.buffer, p.pieces, (*p.ranks, MOST_RANKS - 1), p.numel, p.padding) for p in world.sources]
     world.sources = moved
-    assert plan.digest != plan_of(world, 256, 2).digest
+    assert plan.digest != plan_of(world, 256, even_nodes(MOST_RANKS, 2)).digest
     assert {name for bucket in plan.bucket_names for name in bucket} <= set(world.full)
     for bucket, following in pairwise(plan.bucket_names):
         assert max(int(name[1:]) for name in bucket) <= min(int(name[1:]) for name in following)

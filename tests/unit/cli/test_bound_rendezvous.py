@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
 
 from rlhf_mcore.cli import bound_rendezvous
-from rlhf_mcore.cli.rendezvous import free_port
+from rlhf_mcore.parallel.addresses import free_port
 
 
 def arrive(port: int, rank: int, nodes: int = 2) -> RendezvousInfo:

@@ -16,8 +16,8 @@ import pytest
 from rlhf_mcore.cli import launch, torchrun
 from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child, torchrun_command, with_restarts
 from rlhf_mcore.cli.rank_reports import Failed, Rank, RankReports
-from rlhf_mcore.cli.rendezvous import interface_of, listener, source_address
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
+from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
 from tests.processes import descendants, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from rlhf_mcore.cli.rendezvous import connect, listener, torchrun_world_size
+from rlhf_mcore.cli.rendezvous import connect, torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.parallel.addresses import listener
 
 GOOD = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -38,23 +38,22 @@ def test_a_bad_reward_function_is_found_before_data_and_models(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("world", "local_sizes", "expected"),
+    ("numbers", "expected"),
     [
-        (4, [4, 4, 4, 4], None),  # one machine
-        (4, [2, 2, 2, 2], 2),
-        (4, [3, 3, 3, 1], None),  # consecutive ranks cannot be told apart by one number
+        ([0, 0, 0, 0], None),  # one machine
+        ([0, 0, 1, 1], [0, 0, 1, 1]),
+        ([0, 0, 0, 1], [0, 0, 0, 1]),
     ],
 )
-def test_machines_are_told_apart_where_they_are_equal(
-    monkeypatch: pytest.MonkeyPatch, world: int, local_sizes: list[int], expected: int | None
+def test_machines_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, numbers: list[int], expected: list[int] | None
 ) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_sizes[0]))
-    monkeypatch.setattr(generation.dist, "get_world_size", lambda: world)
-    monkeypatch.setattr(generation, "all_gather_json", lambda mine: local_sizes)
-    assert generation.ranks_per_node() == expected
+    monkeypatch.setenv("GROUP_RANK", str(numbers[0]))
+    monkeypatch.setattr(generation, "all_gather_json", lambda mine: numbers if mine == 0 else [])
+    assert generation.nodes() == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(generation.dist, "get_world_size", lambda: 4)
-    assert generation.ranks_per_node() is None
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    monkeypatch.setattr(generation, "all_gather_json", lambda mine: [mine] * 4)
+    assert generation.nodes() is None

@@ -115,7 +115,7 @@ def test_a_mistake_that_this_rank_finds_is_raised() -> None:
 def test_a_mistake_that_another_rank_finds_is_raised_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
     theirs = [["ConfigError", None, "tensor b is missing"], ["ConfigError", None, "tensor c is missing"]]
-    monkeypatch.setattr(collectives, "all_gather_json", lambda mine: [mine, *theirs])
+    monkeypatch.setattr(collectives, "all_gather_json", lambda mine, group: [mine, *theirs])
     with pytest.raises(ConfigError, match="tensor b is missing"):
         on_every_rank(lambda: done.append("loaded"))
     assert done == ["loaded"]

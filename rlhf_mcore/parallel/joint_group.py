@@ -1,0 +1,128 @@
+"""Process groups of processes that have no world in common: the trainer's ranks are one world, those of an engine another.
+
+torch makes groups inside of a world only (``new_group``), so this file makes one as ``init_process_group`` does, from a store of its
+own, and enters it in torch's tables. It then is an argument of every function of ``torch.distributed``, as any other group. What it
+uses of torch is private, and alike in 2.11 to 2.13; tests/unit/parallel/test_joint_group.py fails where that changes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rlhf_mcore.parallel.addresses import interface_of, source_address
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.protocols import GroupSpec, PeersLost
+
+_BREAK_TAG = (1 << 31) - 1  # of a message that nobody sends
+# How gloo and NCCL begin or end what they say about a connection; what they raise has no class of its own.
+_CONNECTION = ("gloo/", "pair closure", "NCCL", "Connection", "Socket Timeout", "wait timeout")
+
+
+class JointGroup:
+    """A group, from joining it to leaving it. ``group`` is what functions of ``torch.distributed`` take.
+
+    Its members are known by group ranks (``group_src=``, ``group.rank()``): there is no world that would number them all.
+    """
+
+    def __init__(self, spec: GroupSpec, listening: socket.socket | None = None) -> None:
+        """Join the others. Collective over all processes with a specification of the same name.
+
+        Args:
+            spec: this process's.
+            listening: of rank 0: the socket at the address and port that all specifications have, see ``addresses.listener``. It is
+                taken over.
+
+        Raises:
+            PeersLost: the others have not come within ``spec.timeout_s``, or one is lost.
+        """
+        assert (listening is not None) == (spec.rank == 0), "rank 0 has the store"
+        limit = timedelta(seconds=spec.timeout_s)
+        with connections():
+            self._store: dist.Store | None = dist.TCPStore(
+                spec.address,
+                spec.port,
+                is_master=listening is not None,
+                timeout=limit,
+                wait_for_workers=False,
+                master_listen_fd=None if listening is None else listening.detach(),  # the store closes it
+            )
+            _meet(self._store, spec)
+            self.group = _made(self._store, spec, limit)
+            if "cuda" in current_platform().collective_backend:
+                # NCCL's first operation has to be one of all ranks; a plan's messages are between some.
+                dist.all_reduce(torch.zeros(1, device=current_platform().device()), group=self.group)
+                torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Leave. Whoever still waits for this rank is told: its connections are closed, even if something refers to the group."""
+        if self._store is None:
+            return
+        self._store = None
+        if self.group.size() > 1:
+            # gloo closes the connections of a group where an operation runs out of time, and not by any call.
+            peer = (self.group.rank() + 1) % self.group.size()
+            with suppress(RuntimeError):
+                self.group.recv([torch.empty(1)], peer, _BREAK_TAG).wait(timedelta(milliseconds=1))
+        if "cuda" in current_platform().collective_backend:
+            with suppress(RuntimeError):
+                self.group.abort()
+        dist.destroy_process_group(self.group)
+
+
+@contextmanager
+def connections() -> Iterator[None]:
+    """What is raised inside because of other ranks is raised as PeersLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_plain = type(error) is RuntimeError and any(word in str(error) for word in _CONNECTION)
+        if is_plain or isinstance(error, dist.DistError):
+            raise PeersLost(str(error).partition("\n")[0]) from error
+        raise
+
+
+def _meet(store: dist.Store, spec: GroupSpec) -> None:
+    """Wait until all are there, so that nobody waits for a connection to one that never comes."""
+    if store.add(f"{spec.name}/arrived", 1) == spec.world_size:
+        store.set(f"{spec.name}/complete", "")
+    store.wait([f"{spec.name}/complete"], timedelta(seconds=spec.timeout_s))
+
+
+def _made(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessGroup:
+    backend = current_platform().collective_backend
+    # gloo would listen where the host's name points to.
+    settings = {"GLOO_SOCKET_IFNAME": interface_of(source_address(spec.address))}
+    if "nccl" in backend:  # an operation that runs out of time has to raise; it would end the process
+        settings |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    with _environment(settings):
+        name: Any = spec.name  # 2.13 has a type of its own for names
+        group, _ = c10d._new_process_group_helper(spec.world_size, spec.rank, [], backend, store, name, timeout=limit)
+    # torch translates between ranks of a group and of the world. Members of other worlds get numbers behind those of this one.
+    own, others = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (spec.rank, spec.world_size)
+    numbers = {others + rank: rank for rank in range(spec.world_size) if rank != spec.rank}
+    c10d._world.pg_group_ranks[group] = {own: spec.rank, **numbers}
+    return group
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    changed = {name: value for name, value in values.items() if before[name] != value}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            if (value := before[name]) is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
