@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlhf_mcore.checkpoint.commit import Permissions, abandon, prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.commit import Permissions, prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.delta import choose_base, encode
 from rlhf_mcore.checkpoint.disk import TRANSIENT, Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import remove_partials
@@ -132,7 +132,8 @@ class CheckpointWriter:
         room = ""
         if _is_first():
             if partial is not None:
-                _caught(lambda: abandon(partial, self._disk))  # what cannot be removed is cleared away by the next run
+                # On a full disk it is in the way of everything else; what cannot be removed is cleared away by the next run.
+                _caught(lambda: self._disk.remove_tree(partial))
             free = self._disk.free_bytes(self.run) if isinstance(failure, DiskFullError) else None
             if free is not None and self._num_bytes:
                 room = f" {self.run} needs {self._num_bytes:,} bytes for it, {free:,} bytes are free."

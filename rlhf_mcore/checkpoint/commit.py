@@ -92,11 +92,6 @@ def publish(run: Path, step: int, partial: Path, disk: Disk) -> Path:
     return target
 
 
-def abandon(partial: Path, disk: Disk) -> None:
-    """Remove what a failed save has written: on a full disk it is in the way of everything else."""
-    disk.remove_tree(partial)
-
-
 @dataclass(frozen=True, slots=True)
 class Permissions:
     """``setting``: null leaves everything to the umask; an octal mode is that of every file; ``private`` gives optimizer state, run

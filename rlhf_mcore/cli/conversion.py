@@ -29,9 +29,9 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.families.sizes import rope_type
+from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.types import ModelGeometry
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROMPT_TOKENS = 8  # whose logits are compared
 
 

@@ -13,8 +13,8 @@ from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.mcore.model_spec import DTYPES
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import RewardFunction, WeightBridge, WeightTarget
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine

@@ -22,10 +22,8 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import ARCHITECTURES, architecture_name
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.platform import Platform
+from rlhf_mcore.platform import DTYPES, Platform
 from rlhf_mcore.types import ModelGeometry
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # of models, by their names in a configuration
+
 
 class Platform:
     """A kind of device. One instance serves a process."""

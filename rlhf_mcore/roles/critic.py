@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rlhf_mcore.algorithms.rows import OwnedRows
 from rlhf_mcore.algorithms.value_loss import MAX_DEVIATIONS, ReturnNormalizer, value_loss
-from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
 from rlhf_mcore.parallel.rows import merge_rows
-from rlhf_mcore.roles.model import TrainedModel, Update
+from rlhf_mcore.roles.model import Objective, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """Squared error of the values, clipped around those before the update (``clip``; None: plain)."""
-
-    rows_per_unit: ClassVar[int] = 1
 
     clip: float | None
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
         assert batch.old_values is not None and batch.returns is not None
         return {"old_values": batch.old_values, "returns": batch.returns}
-
-    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         values = scalar_outputs(outputs, microbatch)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -148,20 +148,17 @@ class RoleModel:
 
 
 class Objective(Protocol):
-    """What a model is trained for."""
+    """What a model is trained for. By default it reads no field, takes the aggregation's token weights, and rows are independent."""
 
-    @property
-    def rows_per_unit(self) -> int:
-        """So many consecutive rows of a batch stay together in a microbatch."""
-        ...
+    rows_per_unit: ClassVar[int] = 1  # so many consecutive rows of a batch stay together in a microbatch
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        """The tensors [N] of the batch that the loss looks at; they travel with the tokens."""
-        ...
+        """The tensors [N] of the batch that the loss reads; they travel with the tokens."""
+        return {}
 
     def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
         """Token weights [N] of the loss, from those of the aggregation. ``num_rows``: of the minibatch, over all ranks."""
-        ...
+        return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Loss of a microbatch, summed with ``microbatch.fields["weights"]``, and detached sums over its trainable tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,9 +12,9 @@ from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
-from rlhf_mcore.data.collate import RowTokens, sequence_ids
+from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
-from rlhf_mcore.roles.model import RoleModel, TrainedModel, Update
+from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
@@ -54,10 +53,8 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """A policy-gradient loss with the rollout correction, minus the entropy bonus, plus the KL term where it is in the loss."""
-
-    rows_per_unit: ClassVar[int] = 1
 
     algorithm: AlgorithmConfig
     policy_loss: PolicyLoss
@@ -69,9 +66,6 @@ class PolicyObjective:
         optional = {"ref_logprobs": batch.ref_logprobs, "correction": batch.correction}
         present = {name: value for name, value in optional.items() if value is not None}
         return {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages, **present}
-
-    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Weighted sums throughout."""
@@ -131,16 +125,8 @@ class Actor:
 
 
 @dataclass(frozen=True, slots=True)
-class ImitationObjective:
+class ImitationObjective(Objective):
     """Negative log-likelihood of the responses."""
-
-    rows_per_unit: ClassVar[int] = 1
-
-    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        return {}
-
-    def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
-        return weights
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_mcore.algorithms.supervised import bradley_terry_loss
 from rlhf_mcore.data.collate import RowTokens, last_positions
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, scalar_outputs
-from rlhf_mcore.roles.model import RoleModel, TrainedModel, Update
+from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
 
@@ -28,7 +28,7 @@ class RewardModel:
 
 
 @dataclass(frozen=True, slots=True)
-class PairwiseObjective:
+class PairwiseObjective(Objective):
     """Bradley-Terry: rows 2k and 2k + 1 of a batch are the chosen and the rejected response of a pair.
 
     The score of a row is the model's output at its last token, as ``RewardModel`` takes it.
@@ -37,9 +37,6 @@ class PairwiseObjective:
     rows_per_unit: ClassVar[int] = 2
 
     centering: float
-
-    def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        return {}
 
     def weights(self, held: RowTokens, weights: Tensor, num_rows: int) -> Tensor:
         """1 / pairs at the last token of each row, and nothing elsewhere."""
@@ -66,15 +63,11 @@ class PairwiseObjective:
 
 
 @dataclass(slots=True)
-class RewardModelTrainer:
+class RewardModelTrainer(RewardModel):
     """A reward model that learns from pairs."""
 
     model: TrainedModel
     centering: float
-
-    def compute_scores(self, batch: TrainBatch) -> Tensor:
-        """[B] fp32, on every rank. Collective over the world."""
-        return self.model.per_row(batch, scalar_outputs)
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """One update. See :meth:`TrainedModel.deliver_update`."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.platform import current_platform
+from rlhf_mcore.platform import DTYPES, current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import preserved_rng
@@ -21,8 +21,6 @@ from rlhf_mcore.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class HFEngine(Engine):
@@ -186,7 +184,7 @@ def _build_model(model: EngineModel) -> torch.nn.Module:
     with preserved_rng():
         torch.manual_seed(model.seed)
         kernel = {} if model.attention == "auto" else {"attn_implementation": model.attention}
-        dtype = _DTYPES[model.dtype]
+        dtype = DTYPES[model.dtype]
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **kernel).eval()
         except (ImportError, ValueError) as error:

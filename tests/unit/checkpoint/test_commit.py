@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_mcore.checkpoint.commit import abandon, prepare, publish, seal, seal_files
+from rlhf_mcore.checkpoint.commit import prepare, publish, seal, seal_files
 from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import recover, set_aside, steps_after
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
@@ -192,7 +192,7 @@ def test_fault_09_a_full_disk_leaves_the_earlier_checkpoint_and_no_partial(tmp_p
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 20, disk=disk)
     assert disk.pauses == []  # waiting does not make room
-    abandon(tmp_path / ".checkpoint-20.partial-0a1b", disk)
+    disk.remove_tree(tmp_path / ".checkpoint-20.partial-0a1b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "latest"]
     assert verify(tmp_path / "checkpoint-10") == []
 

@@ -102,6 +102,7 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
     assert printed["trainer"] == {
         "num_steps": 7,
         "prompts_per_step": 32,
+        "max_staleness": 0,
         "minibatch_size": 32,
         "ppo_epochs": 1,
         "max_tokens_per_microbatch": 8192,
