@@ -160,6 +160,42 @@ def test_fault_11_and_23_a_resume_falls_back_says_why_and_keeps_it_aside(
     assert [path.name.startswith("checkpoint-2-") for path in (run / "quarantine").iterdir()] == [True]
 
 
+def test_without_values_a_nan_is_passed_and_a_shape_is_not(run: Path) -> None:
+    """``checkpoint.verify=false``: names, shapes and places are read, no tensor is."""
+    checkpoint = run / "checkpoint-2"
+    weights = {model: checkpoint / model for model in ("actor", "critic")}
+    DAMAGES["NaN in the weights"][0](checkpoint)
+    check_saved(checkpoint, weights, values=False)
+    with pytest.raises(ConfigError, match="not finite"):
+        check_saved(checkpoint, weights)
+    damage, message = DAMAGES["another shape"]
+    damage(checkpoint)
+    with pytest.raises(ConfigError, match=message):
+        check_saved(checkpoint, weights, values=False)
+
+
+def test_a_tensor_in_two_shards_is_damage(run: Path) -> None:
+    """The sample as a run with a larger model would have saved it, in two files, and as none would have."""
+    actor = run / "checkpoint-2" / "actor"
+    tensors = load_file(actor / "model.safetensors")
+    (actor / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (actor / "model.safetensors.index.json").write_text(json.dumps(index))
+    for shard, held in shards.items():
+        save_file({name: tensors[name] for name in held}, actor / shard)
+    seal_again(run / "checkpoint-2")
+    assert start(run).step == 2
+    save_file(
+        {name: tensors[name] for name in [names[0], *shards["model-2.safetensors"]]}, actor / "model-2.safetensors"
+    )
+    seal_again(run / "checkpoint-2")
+    found = start(run)
+    assert found.step == 1
+    assert f"tensor {names[0]} is in model-1.safetensors and in model-2.safetensors" in " ".join(found.notes)
+
+
 def test_links_that_lead_to_themselves_are_damage(run: Path) -> None:
     for name in ("actor/training/index.json", "dataloader.json"):
         (run / "checkpoint-2" / name).unlink()
