@@ -1,0 +1,325 @@
+"""What runs in the sandbox's own interpreter: it builds the walls, then forks a confined process for every program it is given.
+
+Started by ``rlhf_mcore.sandbox.run``, which it obeys over a socket. It is the first process of its pid namespace, or else adopts what
+loses its parent, so nothing that a program starts survives the program. When its starter ends, it kills everything and ends too.
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_mcore.sandbox import kernel, programs
+from rlhf_mcore.sandbox.processes import descendants, kill_below, tasks_of
+
+SCRATCH = "/scratch"
+NOBODY = 65534
+MAX_MESSAGE_BYTES = 2**16
+STOP = b"stop"
+_OLD = "/.old"
+_SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/alternatives",
+)
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_FAILED = programs.CHANNEL + 1  # the descriptor through which a program that could not be confined says why
+_STACK_BYTES = (
+    64 * 2**20
+)  # of the main thread: recursion through C needs more than the usual 8 MiB; 128 MiB are kept free for it
+
+
+@dataclass(slots=True)
+class Walls:
+    """What stands around a program."""
+
+    isolated: bool  # in namespaces of its own
+    readable: list[str]  # below which it may read and execute
+    landlock: int = 0  # version of the interface; 0: not used
+    filter: bytes = b""  # of seccomp; empty: none
+    nobody: bool = False  # it gets the user id of nobody
+    missing: list[str] = field(default_factory=list)  # walls that the machine does not give, with the reason
+
+
+def main(descriptor: int, options: dict[str, Any]) -> None:
+    """Build the walls, report, and run programs until the socket ``descriptor`` is closed.
+
+    ``options``: "level" (rlimits | filters | namespaces) to build, "readable" (directories beside those of the interpreter).
+    The first message back is {"level", "walls", "missing"}, or {"failed": why}.
+    """
+    control = socket.socket(fileno=descriptor)
+    starter = os.pidfd_open(os.getppid())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        walls = _build(options, control)
+        control.send(json.dumps(_report(walls)).encode())
+    except OSError as error:
+        control.send(json.dumps({"failed": str(error.strerror or error)}).encode())
+        return
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(starter, select.POLLIN)
+    while starter not in [ready for ready, _ in poll.poll()]:
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 8)
+        if not data:
+            return
+        if data == STOP:  # for a program that has ended in the meantime
+            continue
+        answer = _run(json.loads(data), descriptors, walls, control, starter)
+        if answer is None:
+            return
+        control.send(json.dumps(answer).encode())
+
+
+def _report(walls: Walls) -> dict[str, Any]:
+    names = ["user, mount, pid, network, ipc and uts namespaces"] if walls.isolated else []
+    names += [f"Landlock {walls.landlock}"] if walls.landlock else []
+    names += ["seccomp"] if walls.filter else []
+    level = "namespaces" if walls.isolated else "filters" if walls.landlock and walls.filter else "rlimits"
+    return {"level": level, "walls": [*names, "rlimits"], "missing": walls.missing}
+
+
+def _build(options: dict[str, Any], control: socket.socket) -> Walls:
+    """Raises OSError if namespaces are asked for and cannot be had; the filters are left out where they cannot."""
+    readable = sorted(
+        {os.path.realpath(path) for path in [sys.base_prefix, sys.base_exec_prefix, *options["readable"]]}
+    )
+    walls = Walls(options["level"] == "namespaces", [*readable, *filter(os.path.exists, _SYSTEM)])
+    if walls.isolated:
+        kernel.enter_namespaces()
+        if (child := os.fork()) != 0:
+            control.close()
+            _, status = os.waitpid(child, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        kernel.end_with_parent()
+        _build_root(readable)
+    else:
+        kernel.adopt_orphans()
+    kernel.hide_memory()
+    walls.nobody = os.geteuid() == 0 and _can_be_nobody()
+    if options["level"] == "rlimits":
+        return walls
+    walls.landlock = kernel.landlock_version()
+    if not walls.landlock:
+        walls.missing.append("Landlock: not in this kernel, or not switched on")
+    may_signal = walls.isolated or walls.landlock >= 6
+    # The kernel does not count processes of root, so that it may not have any beside its own.
+    may_fork = os.geteuid() != 0 or walls.nobody
+    try:
+        walls.filter = kernel.seccomp_filter(signals=may_signal, forks=may_fork)
+    except OSError as error:
+        walls.missing.append(f"seccomp: {error}")
+    return walls
+
+
+def _build_root(readable: list[str]) -> None:
+    """A root directory in memory that shows the interpreter, system programs and a few devices, all read-only, and ``SCRATCH``."""
+    kernel.leave_shared_mounts()
+    base = "/tmp"
+    kernel.mount("tmpfs", base, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, "size=1m,mode=0755")
+    os.mkdir(base + _OLD)
+    kernel.pivot_root(base, base + _OLD)
+    os.chdir("/")
+    for path in _SYSTEM:
+        if os.path.islink(_OLD + path):  # /lib -> usr/lib
+            os.symlink(os.readlink(_OLD + path), path)
+        elif os.path.exists(_OLD + path):
+            _show(path)
+    for path in [*readable, *_DEVICES]:
+        if not os.path.exists(path):
+            _show(path)
+    os.makedirs(SCRATCH)
+    for path in ("/tmp", "/dev/shm"):
+        if not os.path.exists(path):
+            os.symlink(SCRATCH, path)
+    kernel.unmount(_OLD)
+    os.rmdir(_OLD)
+    kernel.make_read_only("/")
+
+
+def _show(path: str) -> None:
+    if os.path.isdir(_OLD + path):
+        os.makedirs(path)
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.close(os.open(path, os.O_CREAT, 0o644))
+    if path in _DEVICES:
+        kernel.bind(_OLD + path, path)
+    else:
+        kernel.bind_read_only(_OLD + path, path, _OLD + "/proc/self/mountinfo")
+
+
+def _can_be_nobody() -> bool:
+    """Whether the user nobody exists here and may read the interpreter's files."""
+    if (child := os.fork()) == 0:
+        with suppress(OSError):
+            _become_nobody()
+            with open(os.__file__, "rb"):
+                os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+# --------------------------------------------------------------------------------------------------------- one program
+def _run(
+    order: dict[str, Any], descriptors: list[int], walls: Walls, control: socket.socket, starter: int
+) -> dict[str, Any] | None:
+    """Run a program until it ends or is to be stopped, and end whatever it has left. None: the starter is gone.
+
+    Returns {"status", "cpu_s"}, or {"failed": why} where it could not be confined.
+    """
+    scratch = _make_scratch(walls, order["limits"]["scratch_bytes"])
+    try:
+        passed, failed = os.pipe()
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            _become(order, descriptors, walls, scratch, failed)
+        os.close(failed)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with open(passed, encoding="utf-8", errors="replace") as pipe:
+            problem = pipe.read()  # until the program begins
+        alive = _wait(child, control, starter) if not problem else True
+        _end_all(walls)
+        _, status, usage = os.wait4(child, 0)
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        if problem:
+            return {"failed": problem}
+        return {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime} if alive else None
+    finally:
+        _remove_scratch(walls, scratch)
+
+
+def _wait(child: int, control: socket.socket, starter: int) -> bool:
+    """Until the program has ended or is to be stopped. False: the starter is gone."""
+    program = os.pidfd_open(child)
+    poll = select.poll()
+    for each in (control, starter, program):
+        poll.register(each, select.POLLIN)
+    try:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if starter in ready:
+            return False
+        return control.fileno() not in ready or bool(control.recv(MAX_MESSAGE_BYTES))
+    finally:
+        os.close(program)
+
+
+def _end_all(walls: Walls) -> None:
+    if walls.isolated:
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all of the pid namespace but its first process, which this is
+        return
+    while any(not _is_dead(pid) for pid in descendants(os.getpid())):
+        kill_below(os.getpid())
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def _make_scratch(walls: Walls, size: int) -> str:
+    if walls.isolated:
+        owner = f"uid={NOBODY},gid={NOBODY}" if walls.nobody else f"uid={os.geteuid()},gid={os.getegid()}"
+        options = f"size={size},nr_inodes=4096,mode=0700,{owner}"
+        kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.NO_SUID | kernel.NO_DEVICES, options)
+        return SCRATCH
+    path = tempfile.mkdtemp(prefix="rlhf_mcore-sandbox-")
+    if walls.nobody:
+        os.chown(path, NOBODY, NOBODY)
+    return path
+
+
+def _remove_scratch(walls: Walls, scratch: str) -> None:
+    if walls.isolated:
+        with suppress(OSError):
+            kernel.unmount(scratch)
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _become(order: dict[str, Any], descriptors: list[int], walls: Walls, scratch: str, failed: int) -> None:
+    """Turn this forked process into the program. Never returns."""
+    code = 1
+    try:
+        try:
+            _confine(order["limits"], walls, scratch, [*descriptors, failed])
+        except BaseException as error:
+            os.write(_FAILED, f"{type(error).__name__}: {error}".encode(errors="replace"))
+            os._exit(1)
+        os.close(_FAILED)
+        code = programs.run(order)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: list[int]) -> None:
+    """Put up the walls around this process. Its descriptors become those of ``programs`` and ``_FAILED``."""
+    os.setsid()
+    kernel.end_with_parent()
+    for number, descriptor in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD, _FAILED + 1) for each in descriptors]):
+        os.dup2(descriptor, number)
+    os.closerange(_FAILED + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.chdir(scratch)
+    os.umask(0o077)
+    os.environ.update(HOME=scratch, TMPDIR=scratch)
+    others = 2 if walls.isolated else 0  # in the user namespace: the two processes of the sandbox itself
+    if walls.nobody:
+        _become_nobody()
+        with suppress(OSError):  # processes are counted by user and user namespace
+            kernel.unshare(kernel.NEW_USERS)
+            others = 0
+        kernel.end_with_parent()  # forgotten with the user id
+    elif not walls.isolated:
+        others = tasks_of(os.geteuid())
+    for which, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["files"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + others),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_STACK, _STACK_BYTES),
+    ):
+        kernel.limit(which, value)
+    kernel.drop_privileges()
+    if walls.landlock:
+        kernel.landlock(walls.readable, [scratch, *filter(os.path.exists, _DEVICES)], walls.landlock)
+    if walls.filter:
+        kernel.load_seccomp(walls.filter)

@@ -1,0 +1,130 @@
+"""Values of Python as lines of JSON, between a test and the code that it tests. Nothing is pickled or evaluated.
+
+Plain values travel as copies, so that the other side gets nothing of a class that it does not know: a subclass of ``int`` whose
+``__eq__`` is always true arrives as an int. What is not plain stays where it is, and a number travels in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Set
+from decimal import Decimal
+from fractions import Fraction
+from types import ModuleType
+from typing import Any, BinaryIO
+
+MAX_LINE_BYTES = 2**26
+_SAFE_INT = 2**53
+Keep = Callable[[Any], Any]  # what to send for an object that is not plain
+
+
+def refuse(value: Any) -> Any:
+    """A ``Keep`` for a side that has no objects to lend."""
+    raise TypeError(f"a {type(value).__name__} cannot be passed to the code under test")
+
+
+def to_json(value: Any, keep: Keep = refuse) -> Any:
+    """A value as JSON has it; what JSON does not have is an object with one key, which names its type."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int.__int__(value)
+        return number if -_SAFE_INT <= number <= _SAFE_INT else {"int": hex(number)}
+    if isinstance(value, float):
+        real = float.__float__(value)
+        return real if math.isfinite(real) else {"float": repr(real)}
+    for name, kind in _SEQUENCES.items():
+        if isinstance(value, kind):
+            items = [to_json(item, keep) for item in kind.__iter__(value)]
+            return items if name == "list" else {name: items}
+    if isinstance(value, dict):
+        return {"dict": [[to_json(key, keep), to_json(item, keep)] for key, item in dict.items(value)]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [to_json(value.real), to_json(value.imag)]}
+    if isinstance(value, Decimal):
+        return {"Decimal": str(value)}
+    if isinstance(value, Fraction):
+        return {"Fraction": [to_json(value.numerator), to_json(value.denominator)]}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, ModuleType):
+        return {"module": value.__name__}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcU":
+        return to_json(value.item(), keep)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcU":
+        return {"array": [value.dtype.str, to_json(value.tolist(), keep)]}
+    return keep(value)
+
+
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
+    """The value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here."""
+    if isinstance(value, list):
+        return [from_json(item, kept) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((name, content),) = value.items()
+    if name in ("tuple", "set", "frozenset"):
+        return _SEQUENCES[name](from_json(item, kept) for item in content)
+    if name == "dict":
+        return {from_json(key, kept): from_json(item, kept) for key, item in content}
+    if name == "int":
+        return int(content, 16)
+    if name == "float":
+        return float(content)
+    if name == "bytes":
+        return bytes.fromhex(content)
+    if name in ("complex", "Fraction", "range"):
+        kind: Any = {"complex": complex, "Fraction": Fraction, "range": range}[name]
+        return kind(*(from_json(item, kept) for item in content))
+    if name == "Decimal":
+        return Decimal(content)
+    if name == "module":
+        return importlib.import_module(content)
+    if name == "array":
+        return importlib.import_module("numpy").array(from_json(content[1], kept), dtype=content[0])
+    return kept(name, content)
+
+
+def update(value: Any, now: Any) -> None:
+    """Make a mutable container what it is now, after a call that may have changed it."""
+    if isinstance(value, list) and isinstance(now, list):
+        value[:] = now
+    elif isinstance(value, dict | set) and isinstance(now, Mapping | Set):
+        value.clear()
+        value.update(now)
+
+
+class Channel:
+    """Lines of JSON to and from the other side."""
+
+    def __init__(self, stream_in: BinaryIO, stream_out: BinaryIO) -> None:
+        self._in, self._out = stream_in, stream_out
+
+    def send(self, message: Any) -> None:
+        self._out.write(json.dumps(message).encode("ascii") + b"\n")
+        self._out.flush()
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: the other side has ended, or has sent what is no message.
+        """
+        line = self._in.readline(MAX_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise EOFError("the code under test has ended")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise EOFError("the code under test has sent something else") from error
