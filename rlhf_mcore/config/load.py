@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest, type_name
+from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest, type_name, value_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import FromEnvironment, redact_arguments
 from rlhf_mcore.config.yaml_text import (
@@ -48,28 +48,84 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     reader.read_file(Path(path))
     for override in overrides:
         reader.read_override(override)
-    cfg = copy.deepcopy(_defaults())
-    problems = reader.problems + [problem for setting in reader.settings for problem in _apply(cfg, setting)]
+    values = _Values(reader.settings)
+    problems = reader.problems + [problem for setting in reader.settings for problem in _apply(values, setting)]
     if problems:
         raise ConfigError.many(problems)
-    problems = list(_missing(OmegaConf.to_container(cfg)))
+    problems = list(_missing(values.unresolved()))
     last = _last_of_each(reader.settings)
     problems += list(_too_many_references(last)) or [
-        problem for setting in last for problem in _unresolved(cfg, setting)
+        problem for setting in last for problem in _unresolved(values, setting)
     ]
     if problems:
         raise ConfigError.many(problems)
-    _fill_preset(cfg, reader.settings)
-    typed = OmegaConf.to_object(cfg)
-    assert isinstance(typed, Config)
-    _mark_environment(typed, _last_of_each(reader.settings))
-    return typed
+    _fill_preset(values)
+    cfg = Config()
+    for key in values.trees:
+        group, name = _owner(cfg, key)
+        setattr(group, name, values.typed(key))
+    _mark_environment(cfg, last)
+    return cfg
+
+
+class _Values:
+    """The values that are set, in trees of omegaconf, which checks, converts and resolves them.
+
+    Each key has a small tree of its own: to copy the tree of all keys takes longer than all else that is done to a configuration.
+    Keys that refer to others need that one, and very many keys are faster in it.
+    """
+
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        refers = any(any(interpolated_texts(setting.value)) for setting in settings)
+        self._whole = copy.deepcopy(_tree_of_all()) if refers or len(settings) > _MANY else None
+        self.trees: dict[str, DictConfig] = {}
+
+    def write(self, key: str, value: Any) -> None:
+        if key not in self.trees:
+            self.trees[key] = self._whole if self._whole is not None else copy.deepcopy(_tree_of_one(key))
+        OmegaConf.update(self.trees[key], self._name(key), value, merge=True)
+
+    def select(self, key: str) -> Any:
+        """A value, converted and resolved; a list or a table is one of omegaconf, which converts and resolves its items later."""
+        return OmegaConf.select(self.trees[key], self._name(key))
+
+    def typed(self, key: str) -> Any:
+        """A value in the types of the schema."""
+        value = self.select(key)
+        return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+    def unresolved(self) -> Any:
+        """Plain values by key, or as a tree, references as they are written; "???" where a mandatory one is not set."""
+        if self._whole is not None:
+            return OmegaConf.to_container(self._whole)
+        plain: dict[str, Any] = {key: OmegaConf.to_container(tree) for key, tree in self.trees.items()}
+        return _mandatory() | {key: value[_ONE] for key, value in plain.items()}
+
+    def _name(self, key: str) -> str:
+        return _ONE if self._whole is None else key
+
+
+_MANY = 100
+_ONE = "value"
 
 
 @cache
-def _defaults() -> DictConfig:
+def _tree_of_all() -> DictConfig:
     """Built once: omegaconf needs seven times as long to build the tree as to copy it."""
     return OmegaConf.structured(Config)
+
+
+@cache
+def _tree_of_one(key: str) -> DictConfig:
+    default = value_of(Config(), key)
+    one = field(default_factory=lambda: copy.deepcopy(default))
+    return OmegaConf.structured(make_dataclass("One", [(_ONE, KEYS[key], one)]))
+
+
+@cache
+def _mandatory() -> dict[str, Any]:
+    cfg = Config()
+    return {key: MISSING for key in KEYS if value_of(cfg, key) == MISSING}
 
 
 def _mark_environment(cfg: Config, settings: Sequence[Setting]) -> None:
@@ -106,8 +162,8 @@ def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:
     return list({setting.key: setting for setting in settings}.values())
 
 
-def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
-    """Write one setting into the tree; yields what is wrong with it."""
+def _apply(values: _Values, setting: Setting) -> Iterator[str]:
+    """Write one setting; yields what is wrong with it."""
     try:
         if forbidden := sorted(examine(setting.value).resolvers.difference(ALLOWED_RESOLVERS)):
             yield (
@@ -115,7 +171,7 @@ def _apply(cfg: DictConfig, setting: Setting) -> Iterator[str]:
                 f"only ${{other.key}} and ${{{ALLOWED_RESOLVERS[0]}:NAME}} are allowed"
             )
             return
-        OmegaConf.update(cfg, setting.key, setting.value, merge=True)
+        values.write(setting.key, setting.value)
     except OmegaConfBaseException as error:
         expected = type_name(KEYS[setting.key])
         reason = f" ({_first_line(error)})" if "${" in str(setting.value) else ""
@@ -139,14 +195,13 @@ def _too_many_references(settings: Sequence[Setting]) -> Iterator[str]:
             )
 
 
-def _fill_preset(cfg: DictConfig, settings: Sequence[Setting]) -> None:
-    preset = cfg.algorithm.preset
+def _fill_preset(values: _Values) -> None:
+    preset = values.typed("algorithm.preset") if "algorithm.preset" in values.trees else Config().algorithm.preset
     if preset not in PRESETS:
         raise ConfigError(f"algorithm.preset={preset!r} is unknown; choose one of: {', '.join(PRESETS)}")
-    taken = {setting.key for setting in settings}
     for name, value in PRESETS[preset].items():
-        if f"algorithm.{name}" not in taken:
-            OmegaConf.update(cfg, f"algorithm.{name}", value, merge=True)
+        if f"algorithm.{name}" not in values.trees:
+            values.write(f"algorithm.{name}", value)
 
 
 def _missing(value: Any, key: str = "") -> Iterator[str]:
@@ -161,12 +216,12 @@ def _missing(value: Any, key: str = "") -> Iterator[str]:
         yield f"{key} is not set; give it a value, as in {key}=..."
 
 
-def _unresolved(cfg: DictConfig, setting: Setting) -> Iterator[str]:
+def _unresolved(values: _Values, setting: Setting) -> Iterator[str]:
     key = setting.key
     if not any(interpolated_texts(setting.value)):
         return
     try:
-        value = OmegaConf.select(cfg, key)
+        value = values.select(key)
         if OmegaConf.is_config(value):
             OmegaConf.to_container(value, resolve=True)
     except InterpolationValidationError:  # its text quotes the value, which may come from the environment
