@@ -66,6 +66,11 @@ class Generator(Protocol):
 class StreamingGenerator(Generator, Protocol):
     """Draws responses while the caller does something else."""
 
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were submitted and have neither finished nor been cancelled."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin to draw. Request ids are unique among those that are neither collected nor cancelled."""
         ...

@@ -24,9 +24,17 @@ from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
-from rlhf_mcore.trainer.reinforcement import EnginePublisher, SampledBatches
+from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Who scores: ``graders`` as responses finish, then a reward model, for all ranks together."""
+
+    graders: RewardFunction
+    add_model: AddScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +48,15 @@ class Generation:
 
 
 def build_generation(
-    run: RunContext, actor: Actor, reward: RewardFunction, sampler: ResumableSampler, data: Data[Prompt]
+    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
 ) -> Generation:
     """Start the engines of a run. Collective over the world."""
     with run.record.phase("start_engine"):
-        return _colocated(run, actor, reward, sampler, data)
+        return _colocated(run, actor, rewards, sampler, data)
 
 
 def _colocated(
-    run: RunContext, actor: Actor, reward: RewardFunction, sampler: ResumableSampler, data: Data[Prompt]
+    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
 ) -> Generation:
     """Engines in the trainer's processes, which sample and learn in turns."""
     cfg, record, dynamic = run.cfg, run.record, run.cfg.algorithm.dynamic_sampling
@@ -60,10 +68,11 @@ def _colocated(
         PromptBatches(data.train, sampler),
         worker,
         sampling,
-        reward,
+        rewards.graders,
         DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling(),
         RowExchange(sampling.n, on_error=on_error),
         record,
+        rewards.add_model,
     )
     canary = _build_canary(run, actor, worker, engine)
     return Generation(source, EnginePublisher(engine, _build_bridge(cfg, actor, engine), record, canary), worker)

@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
-from rlhf_mcore.cli.generation import build_generation
+from rlhf_mcore.cli.generation import Rewards, build_generation
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
@@ -25,7 +25,6 @@ from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.reward import build_reward, check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
@@ -47,7 +46,7 @@ from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import Roles
-from rlhf_mcore.trainer.reinforcement import PolicyLearner
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, keep_scores
 from rlhf_mcore.types import Prompt, TrainBatch
 
 
@@ -64,15 +63,16 @@ def rl_trainer(run: RunContext) -> Trainer:
     """Reinforcement learning from responses that engines draw and graders or a reward model score."""
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
-        reward: RewardFunction = on_every_rank(lambda: build_reward(cfg.reward))
+        graders = on_every_rank(lambda: build_reward(cfg.reward))
     data = _load_data(run, _load_prompts)
     with record.phase("build_model"):
         models = ModelBuilder(cfg, run.platform, run.start.weights)
         actor = models.actor()
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if cfg.algorithm.kl.coef else None
+        model_reward = None
         if cfg.reward.model.path is not None:
-            reward = ModelReward(reward, models.reward_model(), cfg.reward.model.weight)
+            model_reward = ModelReward(graders, models.reward_model(), cfg.reward.model.weight)
     sampler, counters, estimation = _prompt_sampler(cfg, data.train), Counters(), AdvantageComputer(cfg.algorithm)
     saved = [SavedModel("actor", actor.model, cfg.model.path)]
     holders: dict[str, Stateful] = {"counters": counters, "kl_controller": estimation.kl_controller}
@@ -82,7 +82,8 @@ def rl_trainer(run: RunContext) -> Trainer:
             holders["return_normalizer"] = critic.normalizer
     if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
-    generation = build_generation(run, actor, reward, sampler, data)
+    rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
+    generation = build_generation(run, actor, rewards, sampler, data)
     checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead)
 
     roles = Roles(
@@ -99,7 +100,7 @@ def rl_trainer(run: RunContext) -> Trainer:
         evaluator=PolicyEvaluator(
             data.held_out,
             generation.worker,
-            reward,
+            model_reward or graders,
             evaluation_sampling(cfg),
             cfg.evaluate.every,
             prompts_per_batch(cfg),

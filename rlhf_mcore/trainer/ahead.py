@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Condition, Event, Thread
 from typing import Any
 
 from rlhf_mcore.data.episodes import episode
@@ -16,7 +18,12 @@ from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.protocols import StreamingGenerator
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
+from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+
+POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
+_KEPT = ("number", "place", "step", "attempt")  # of a group, in a checkpoint
+# Trajectories -> what waits for their scores, in order.
+BeginScores = Callable[["Sequence[Trajectory]"], "Callable[[], list[Score]]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Group:
     requests: dict[int, Request] = field(default_factory=dict)  # that are not answered yet, by request id
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
     trajectories: list[Trajectory] = field(default_factory=list)  # of all samples, when the last one has finished
+    scores: Callable[[], list[Score]] | None = None  # waits for those of the trajectories
 
     @property
     def oldest_version(self) -> int | None:
@@ -63,12 +71,15 @@ class Group:
 
 
 class SamplingAhead:
-    """Keeps a generator busy with the prompts of coming steps.
+    """Keeps a generator busy with the prompts of coming steps, and begins to score what has finished.
+
+    A thread takes what finishes while the trainer learns; ``run`` is around that.
 
     Args:
         prompts: of the data, in the order that ``sampler`` counts.
         sampler: draws ``schedule.prompts_per_step`` at a time. What it has drawn is answered here or learned from.
         decode: token ids of responses -> their texts without special tokens.
+        begin_scores: trajectories -> what waits for their scores.
     """
 
     def __init__(
@@ -79,15 +90,54 @@ class SamplingAhead:
         decode: Callable[[Sequence[Sequence[int]]], list[str]],
         sampling: Sampling,
         schedule: Schedule,
+        begin_scores: BeginScores,
     ) -> None:
         self.schedule, self.redrawn = schedule, 0
+        self._begin_scores = begin_scores
         self._prompts, self._sampler, self._generator = prompts, sampler, generator
         self._decode, self._sampling = decode, sampling
         self._drawn = 0
         self._groups: list[Group] = []  # by rising number
         self._finished: list[Group] = []  # in the order in which they have finished
         self._asked: dict[int, tuple[Group, int]] = {}  # request id -> its group and sample
+        self._cancelled: set[int] = set()
         self._next_id = 0
+        self._changed = Condition()  # its lock is of everything above
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Take what finishes, in a thread of its own, until the end of the block."""
+        ended = Event()
+
+        def take() -> None:
+            try:
+                while not ended.is_set():
+                    if not self.num_in_flight or not self.poll(POLL_S):
+                        ended.wait(IDLE_S)
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+
+        thread = Thread(target=take, name="sampling-ahead", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait for ``is_done``, inside ``run``, but no longer than ``timeout_s``.
+
+        Raises:
+            LostTrajectory, RuntimeError: as ``poll``, or what ended the engines.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or is_done(), timeout_s)
+            if self._error is not None:
+                raise self._error
 
     @property
     def num_in_flight(self) -> int:
@@ -96,7 +146,10 @@ class SamplingAhead:
 
     def fill(self, step: int) -> None:
         """Begin with everything that may be sampled by the policy that step ``step`` starts from, whose version is ``step - 1``."""
-        version = step - 1
+        with self._changed:
+            self._fill(step - 1)
+
+    def _fill(self, version: int) -> None:
         stale = [
             group
             for group in self._groups
@@ -135,31 +188,41 @@ class SamplingAhead:
     def _begin_again(self, group: Group) -> None:
         """What was sampled for it is too old to be learned from."""
         self._generator.cancel(group.requests.keys())
+        self._cancelled |= group.requests.keys()
         for request_id in group.requests:
             del self._asked[request_id]
         if group in self._finished:
             self._finished.remove(group)
-        group.requests, group.completions, group.trajectories = {}, {}, []
+        group.requests, group.completions, group.trajectories, group.scores = {}, {}, [], None
         group.version, group.attempt = None, group.attempt + 1
         self.redrawn += 1
 
-    def poll(self, timeout_s: float) -> None:
-        """Take what has been drawn; waits for something, but no longer than ``timeout_s``.
+    def poll(self, timeout_s: float) -> int:
+        """Take what has been drawn; waits for something, but no longer than ``timeout_s``. Returns how many responses there were.
 
         Raises:
             LostTrajectory: an answer to what was not asked for.
             RuntimeError: a response that must not be trained on.
         """
-        for completion in self._generator.collect(timeout_s) if self._asked else ():
-            if completion.request_id not in self._asked:
-                raise LostTrajectory(
-                    f"the engines answered request {completion.request_id}, which was not made or had its answer. {REMEDY}"
-                )
-            group, sample = self._asked.pop(completion.request_id)
-            check_completion(group.requests.pop(completion.request_id), completion)
-            group.completions[sample] = completion
-            if not group.requests:
-                self._finish(group)
+        completions = self._generator.collect(timeout_s)
+        with self._changed:
+            for completion in completions:
+                self._accept(completion)
+            self._changed.notify_all()
+        return len(completions)
+
+    def _accept(self, completion: Completion) -> None:
+        if completion.request_id in self._cancelled:
+            return  # it finished while it was cancelled
+        if completion.request_id not in self._asked:
+            raise LostTrajectory(
+                f"the engines answered request {completion.request_id}, which was not made or had its answer. {REMEDY}"
+            )
+        group, sample = self._asked.pop(completion.request_id)
+        check_completion(group.requests.pop(completion.request_id), completion)
+        group.completions[sample] = completion
+        if not group.requests:
+            self._finish(group)
 
     def _finish(self, group: Group) -> None:
         samples = sorted(group.completions.items())
@@ -168,7 +231,7 @@ class SamplingAhead:
             episode(group.prompt, sample, [completion], text)
             for (sample, completion), text in zip(samples, texts, strict=True)
         ]
-        group.completions = {}
+        group.completions, group.scores = {}, self._begin_scores(group.trajectories)
         self._finished.append(group)
 
     def is_ready(self) -> bool:
@@ -180,23 +243,19 @@ class SamplingAhead:
 
     def take(self) -> list[Group]:
         """The groups of a step, by rising number: the first ones, or those that have finished first. They are no longer kept here."""
-        assert self.is_ready(), "poll until it is"
-        wanted = self.schedule.prompts_per_step
-        taken = sorted((self._groups if self.schedule.in_order else self._finished)[:wanted], key=lambda g: g.number)
-        self._finished = [group for group in self._finished if group not in taken]
-        self._groups = [group for group in self._groups if group not in taken]
-        return taken
+        with self._changed:
+            assert self.is_ready(), "wait until it is"
+            source, wanted = self._groups if self.schedule.in_order else self._finished, self.schedule.prompts_per_step
+            taken = sorted(source[:wanted], key=lambda group: group.number)
+            numbers = {group.number for group in taken}
+            self._finished = [group for group in self._finished if group.number not in numbers]
+            self._groups = [group for group in self._groups if group.number not in numbers]
+            return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Which prompts have been drawn and not learned from; plain JSON values. Their tokens: see ``finished``."""
         described = [
-            {
-                "number": group.number,
-                "place": group.place,
-                "occurrence": group.prompt.occurrence,
-                "step": group.step,
-                "attempt": group.attempt,
-            }
+            {name: getattr(group, name) for name in _KEPT} | {"occurrence": group.prompt.occurrence}
             for group in self._groups
         ]
         return {"drawn": self._drawn, "redrawn": self.redrawn, "groups": described}
@@ -206,18 +265,16 @@ class SamplingAhead:
         self._drawn, self.redrawn = state["drawn"], state["redrawn"]
         self._groups = [
             Group(
-                group["number"],
-                group["place"],
-                replace(self._prompts[group["place"]], occurrence=group["occurrence"]),
-                group["step"],
-                group["attempt"],
+                prompt=replace(self._prompts[group["place"]], occurrence=group["occurrence"]),
+                **{name: group[name] for name in _KEPT},
             )
             for group in state["groups"]
         ]
 
     def finished(self) -> dict[int, list[Trajectory]]:
         """By number of their group the responses that wait to be learned from, in the order in which they have finished."""
-        return {group.number: group.trajectories for group in self._finished}
+        with self._changed:
+            return {group.number: group.trajectories for group in self._finished}
 
     def prompts_by_number(self) -> dict[int, Prompt]:
         """The prompt of each group."""
@@ -228,6 +285,6 @@ class SamplingAhead:
         by_number = {group.number: group for group in self._groups}
         for number, trajectories in finished.items():
             group = by_number[number]
-            group.trajectories = trajectories
+            group.trajectories, group.scores = trajectories, self._begin_scores(trajectories)
             group.version = group.oldest_version
             self._finished.append(group)

@@ -54,9 +54,11 @@ class Canary:
 
     def _difference(self, version: int) -> float:
         """Largest mean difference of a response, over all engines; the same on every rank."""
-        rollouts = self.worker.rollouts(self.prompts, self.sampling, step=version)
-        scores = [Score(0.0) for _ in rollouts.trajectories]
-        batch = RowExchange(1)(self.prompts, rollouts.positions, rollouts.trajectories, scores).batch
+        engine = self.worker.engine
+        mine = range(engine.engine_index, len(self.prompts), engine.num_engines)
+        trajectories = self.worker.generate([self.prompts[place] for place in mine], self.sampling, step=version)
+        scores = [Score(0.0) for _ in trajectories]
+        batch = RowExchange(1)(self.prompts, list(mine) if engine.is_lead else [], trajectories, scores).batch
         gaps = (self.actor.compute_logprobs(batch) - batch.rollout_logprobs).abs()
         rows = OwnedRows(batch.rows, batch.lengths, merge_rows)
         means = (rows.sums(gaps, batch.loss_mask) / batch.num_sampled).tolist()

@@ -29,13 +29,14 @@ class ModelReward:
     def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
         """The graders begin. What is returned is collective over the world, and calls the model."""
         others = self.graders.submit(trajectories)
-        return lambda: self._add_model(trajectories, others())
+        return lambda: self.add(trajectories, others())
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Collective over the world: every rank calls it, with none or some trajectories of its own."""
         return self.submit(trajectories)()
 
-    def _add_model(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
+    def add(self, trajectories: Sequence[Trajectory], others: Sequence[Score]) -> list[Score]:
+        """The scores ``others`` of graders, with that of the model. Collective over the world."""
         counts = all_gather_json(len(trajectories))
         if not sum(counts):
             return []

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.dynamic_sampling import Collected
-from rlhf_mcore.trainer.reinforcement import scored_batch
+from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
-    from rlhf_mcore.protocols import RewardFunction, WeightBridge
-    from rlhf_mcore.trainer.ahead import SamplingAhead
+    from rlhf_mcore.protocols import WeightBridge
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import Recorder
@@ -40,10 +40,10 @@ class PipelinedBatches:
 
     prompts: Sequence[Prompt]
     first: FirstRank | None
-    reward: RewardFunction
     exchange: RowExchange
     recorder: Recorder
     resync: Callable[[int], object]
+    add_model: AddScores = keep_scores
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """The scored rows of a step, and metrics of them. Collective over the world."""
@@ -51,13 +51,14 @@ class PipelinedBatches:
         with self.recorder.phase("generate"):
             if first is not None:
                 first.ahead.fill(step)
-            self._wait(step, lambda ahead: ahead.is_ready())
+            self._wait(step, SamplingAhead.is_ready)
         taken = first.ahead.take() if first is not None else []
         named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
         trajectories = [trajectory for group in taken for trajectory in group.trajectories]
         positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
         with self.recorder.phase("score"):
-            scores = self.reward.score(trajectories)
+            scores = [score for group in taken if group.scores is not None for score in group.scores()]
+            scores = self.add_model(trajectories, scores)
         prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
         collected = Collected(prompts, Rollouts(positions, trajectories), scores)
         batch, metrics = scored_batch(step, collected, self.exchange, self.recorder)
@@ -75,13 +76,9 @@ class PipelinedBatches:
         def turn() -> str:
             if self.first is None:
                 return ""
-            ahead = self.first.ahead
-            if is_done(ahead):
-                return "done"
-            if self.first.needs_weights():
-                return "publish"
-            ahead.poll(TURN_S)
-            return "done" if is_done(ahead) else ""
+            ahead, needs_weights = self.first.ahead, self.first.needs_weights
+            ahead.wait(lambda: is_done(ahead) or needs_weights(), TURN_S)
+            return "done" if is_done(ahead) else "publish" if needs_weights() else ""
 
         while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
             if found == "publish":
@@ -91,8 +88,17 @@ class PipelinedBatches:
 class NoGenerator:
     """Of a rank that does not talk to the engines."""
 
+    num_in_flight = 0
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         return []
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        return []
+
+    def cancel(self, request_ids: Collection[int]) -> None: ...
 
 
 @dataclass(slots=True)

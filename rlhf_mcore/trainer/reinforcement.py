@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,23 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
-    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
+    from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
+
+# Trajectories that this rank has drawn, and their scores by graders -> the scores with what is added to them.
+AddScores = Callable[["Sequence[Trajectory]", "list[Score]"], "list[Score]"]
+
+
+def keep_scores(trajectories: Sequence[Trajectory], scores: list[Score]) -> list[Score]:
+    """Nothing is added."""
+    return scores
 
 
 @dataclass(frozen=True, slots=True)
 class SampledBatches:
-    """Synchronous: a step's responses are drawn and scored when the step asks for them."""
+    """Synchronous: a step's responses are drawn when the step asks for them, and scored while others are drawn.
+
+    ``add_model`` adds to the scores of ``reward`` those of a reward model, which needs the device. Collective.
+    """
 
     prompt_source: PromptSource
     worker: RolloutWorker
@@ -32,15 +43,23 @@ class SampledBatches:
     collector: Collector
     exchange: RowExchange
     recorder: Recorder
+    add_model: AddScores = keep_scores
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """The scored rows of a step, and metrics of them. Collective over the world."""
 
         def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+            waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
+
+            def finished(position: int, trajectories: Sequence[Trajectory]) -> None:
+                waits[position] = self.reward.submit(trajectories)
+
             with self.recorder.phase("generate"):
-                rollouts = self.worker.rollouts(prompts, sampling_of_batch(self.sampling, number), step=step)
+                sampling = sampling_of_batch(self.sampling, number)
+                rollouts = self.worker.rollouts(prompts, sampling, step=step, finished=finished)
             with self.recorder.phase("score"):
-                return rollouts, self.reward.score(rollouts.trajectories)
+                scores = [score for position in sorted(waits) for score in waits[position]()]
+                return rollouts, self.add_model(rollouts.trajectories, scores)
 
         return scored_batch(step, self.collector.collect(self.prompt_source, attempt), self.exchange, self.recorder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
-from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.protocols import EngineRank, StreamingGenerator
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
@@ -35,39 +36,74 @@ class Rollouts:
 class RolloutWorker:
     """This rank's engine, as the trainer uses it. ``decode``: token ids of responses -> their texts without special tokens."""
 
-    generator: Generator
+    generator: StreamingGenerator
     engine: EngineRank
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
 
-    def rollouts(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> Rollouts:
+    def rollouts(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        step: int,
+        finished: Callable[[int, list[Trajectory]], None] = lambda position, trajectories: None,
+    ) -> Rollouts:
         """Every engine takes each ``num_engines``-th prompt with all its samples, so that they share the prompt's cache.
 
-        ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses.
-        """
-        numbered = number_occurrences(prompts)
-        mine = range(self.engine.engine_index, len(prompts), self.engine.num_engines)
-        trajectories = self.generate([numbered[place] for place in mine], sampling, step=step)
-        positions = [place for place in mine for _ in range(sampling.n)] if self.engine.is_lead else []
-        return Rollouts(positions, trajectories)
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
-        """``sampling.n`` responses to each prompt, in this order; [] on ranks that do not lead their engine.
+        ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses. ``finished`` gets the
+        position of a prompt and its trajectories while those of others are still drawn.
 
         Raises:
             LostTrajectory: a response is missing, doubled, or was not asked for.
             RuntimeError: a response that must not be trained on.
         """
-        samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
-        requests = [
-            request_of(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)
-        ]
-        expected = requests if self.engine.is_lead else []
-        completions = matched(expected, self.generator.generate(requests))
-        texts = self.decode([completion.token_ids.tolist() for completion in completions]) if completions else []
+        numbered = number_occurrences(prompts)
+        mine = list(range(self.engine.engine_index, len(prompts), self.engine.num_engines))
+        requests = _requests([numbered[place] for place in mine], sampling, step)
+        self.generator.submit(requests)
+        completions: list[Completion] = []
+        groups: dict[int, list[Completion]] = {}  # by their place in ``mine``
+        rollouts: dict[int, list[Trajectory]] = {}
+        while self.generator.num_in_flight:
+            for completion in self.generator.collect(math.inf):
+                completions.append(completion)
+                place = completion.request_id // sampling.n
+                groups.setdefault(place, []).append(completion)
+                if len(groups[place]) == sampling.n and place < len(mine):
+                    own = requests[place * sampling.n : (place + 1) * sampling.n]
+                    position = mine[place]
+                    rollouts[position] = self._trajectories([numbered[position]], own, groups.pop(place))
+                    finished(position, rollouts[position])
+        matched(requests if self.engine.is_lead else [], completions)
+        positions = [position for position in mine for _ in rollouts.get(position, ())]
+        return Rollouts(positions, [t for position in mine for t in rollouts.get(position, ())])
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
+        """``sampling.n`` responses to each prompt, in this order; [] on ranks that do not lead their engine.
+
+        Raises:
+            LostTrajectory, RuntimeError: as ``rollouts``.
+        """
+        requests = _requests(prompts, sampling, step)
+        completions = self.generator.generate(requests)
+        return self._trajectories(prompts, requests if self.engine.is_lead else [], completions)
+
+    def _trajectories(
+        self, prompts: Sequence[Prompt], requests: Sequence[Request], completions: Sequence[Completion]
+    ) -> list[Trajectory]:
+        """``requests``: of each prompt as many."""
+        found = matched(requests, completions)
+        texts = self.decode([completion.token_ids.tolist() for completion in found]) if found else []
+        num_samples = len(requests) // max(len(prompts), 1)
         return [
-            episode(prompt, sample, [completion], text)
-            for (prompt, sample), completion, text in zip(samples, completions, texts, strict=False)
+            episode(prompts[number // num_samples], number % num_samples, [completion], text)
+            for number, (completion, text) in enumerate(zip(found, texts, strict=True))
         ]
+
+
+def _requests(prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Request]:
+    samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
+    return [request_of(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)]
 
 
 def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:

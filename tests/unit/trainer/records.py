@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from rlhf_mcore.protocols import EngineRank, Generator
+from rlhf_mcore.protocols import EngineRank, StreamingGenerator
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -37,7 +37,35 @@ def completions(
     return drawn
 
 
-def worker(generator: Generator, engine: EngineRank | None = None) -> RolloutWorker:
+class Streaming:
+    """A StreamingGenerator that answers what was submitted last by ``draw``, all at once."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Completion] | None = None
+
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
+        return completions(requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.drawn is not None
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.drawn = self.draw(requests)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        assert self.drawn is not None
+        drawn, self.drawn = self.drawn, None
+        return drawn
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        raise AssertionError("nothing is cancelled")
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return self.draw(requests)
+
+
+def worker(generator: StreamingGenerator, engine: EngineRank | None = None) -> RolloutWorker:
     """It decodes what ``completions`` has as ``trajectory`` does."""
     return RolloutWorker(
         generator, engine or EngineRank(), lambda rows: [f"answer {ids[0] % 1000 // 100}" for ids in rows]

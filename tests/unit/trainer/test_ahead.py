@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.trainer.ahead import Group, SamplingAhead, Schedule
 from rlhf_mcore.trainer.rollouts import LostTrajectory
-from rlhf_mcore.types import Completion, Request, Sampling
+from rlhf_mcore.types import Completion, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import prompt
 
 SAMPLES = 2
@@ -48,6 +48,10 @@ class Engines:
         ids = self.order.sample(sorted(self.begun), min(self.at_once, len(self.begun)))
         return [completion(*self.begun.pop(request_id)) for request_id in ids]
 
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.begun)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise AssertionError("it samples ahead by submit and collect")
 
@@ -58,10 +62,16 @@ def completion(request: Request, versions: list[int]) -> Completion:
     return Completion(request.request_id, ids, np.full(len(ids), -0.5, np.float32), runs, "stop")
 
 
+def scores_of(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+    return lambda: [Score(float(t.sampled_ids[0])) for t in trajectories]
+
+
 def ahead_of(engines: Engines, schedule: Schedule) -> tuple[SamplingAhead, PromptSampler]:
     sampler = PromptSampler(len(PROMPTS), schedule.prompts_per_step, seed=5, shuffle=True)
     sampling = Sampling(n=SAMPLES, seed=9)
-    return SamplingAhead(PROMPTS, sampler, engines, lambda rows: ["text"] * len(rows), sampling, schedule), sampler
+    return SamplingAhead(
+        PROMPTS, sampler, engines, lambda rows: ["text"] * len(rows), sampling, schedule, scores_of
+    ), sampler
 
 
 def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[Group]:
@@ -110,7 +120,8 @@ def test_every_prompt_is_learned_from_once_and_soon(schedule: Schedule, seed: in
         assert len(taken) == schedule.prompts_per_step
         learned += [group.number for group in taken]
         for group in taken:
-            assert [t.sample for t in group.trajectories] == list(range(SAMPLES))
+            assert [t.sample for t in group.trajectories] == list(range(SAMPLES)) and group.scores is not None
+            assert [score.value for score in group.scores()] == [t.sampled_ids[0] for t in group.trajectories]
             versions = [version for t in group.trajectories for _, version in t.versions]
             assert step - 1 - max(versions) >= 0 and step - 1 - min(versions) <= schedule.max_staleness
     waiting = [group["number"] for group in ahead.state_dict()["groups"]]
@@ -181,6 +192,24 @@ def test_what_is_too_old_is_begun_again_with_other_seeds() -> None:
         for asked in ahead.prompts_by_number().values()
         for sample in range(SAMPLES)
     }
+
+
+def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, Schedule(2, 1, drain=True))
+    with ahead.run():
+        ahead.fill(1)
+        ahead.wait(lambda: not ahead.num_in_flight, 30.0)
+        assert ahead.is_ready() and len(ahead.finished()) == 4
+
+        def lose(timeout_s: float) -> list[Completion]:
+            raise RuntimeError("all engines are lost")
+
+        engines.collect = lose  # type: ignore[method-assign]
+        ahead.take()
+        ahead.fill(2)
+        with pytest.raises(RuntimeError, match="all engines are lost"):
+            ahead.wait(lambda: not ahead.num_in_flight, 30.0)
 
 
 def test_an_answer_to_nothing_ends_the_run() -> None:

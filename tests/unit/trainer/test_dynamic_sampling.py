@@ -15,7 +15,7 @@ from rlhf_mcore.trainer.dynamic_sampling import Collected, DynamicSampling, samp
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.rollouts import Rollouts, request_seed
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score
-from tests.unit.trainer.records import completions, prompt, rows_of, trajectory, worker
+from tests.unit.trainer.records import Streaming, completions, prompt, rows_of, trajectory, worker
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -223,8 +223,8 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
     """The attempt that the loop makes of ``generate`` and a reward; a prompt that comes again gets other responses."""
     seen: list[int] = []
 
-    class Engine:
-        def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    class Engine(Streaming):
+        def draw(self, requests: Sequence[Request]) -> list[Completion]:
             seen.append(requests[0].seed)
             return completions(requests)
 

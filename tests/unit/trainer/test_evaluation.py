@@ -28,18 +28,19 @@ from rlhf_mcore.trainer.model_reward import PART
 from rlhf_mcore.trainer.rollouts import RolloutWorker, request_seed
 from rlhf_mcore.trainer.statistics import Graded
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
-from tests.unit.trainer.records import completions, prompt, trajectory, worker
+from tests.unit.trainer.records import Streaming, completions, prompt, trajectory, worker
 
 
-class Engine:
+class Engine(Streaming):
     """Answers prompt i with i + 1 tokens; prompt 3 runs into the limit."""
 
     def __init__(self, is_lead: bool = True) -> None:
+        super().__init__()
         self.is_lead = is_lead
         self.asked: list[list[int]] = []
         self.seeds: list[int] = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
         self.asked.append(list(dict.fromkeys(request.prompt_ids[0] - 100 for request in requests)))
         self.seeds += [request.seed for request in requests]
         return completions(requests, lambda index: index + 1, truncated=[3]) if self.is_lead else []

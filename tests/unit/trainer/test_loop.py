@@ -26,20 +26,21 @@ from rlhf_mcore.trainer.parts import Roles
 from rlhf_mcore.trainer.reinforcement import EnginePublisher, PolicyLearner, SampledBatches
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Completion, Request, Sampling, Score, TrainBatch, Trajectory
-from tests.unit.trainer.records import completions, prompt, worker
+from tests.unit.trainer.records import Streaming, completions, prompt, worker
 
 pytestmark = pytest.mark.usefixtures("world")
 
 Log = list[tuple[Any, ...]]
 
 
-class Generating:
-    """A Generator: nothing but what the loop calls."""
+class Generating(Streaming):
+    """A StreamingGenerator that writes down what it is asked for, and loses a completion."""
 
     def __init__(self, log: Log, lose: int) -> None:
+        super().__init__()
         self.log, self.lose, self.calls = log, lose, 0
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
         self.log.append(("generate", [request.prompt_ids[0] - 100 for request in requests[::2]]))
         self.calls += 1
         return completions(requests)[: -1 if self.calls == self.lose else None]
@@ -72,9 +73,12 @@ class Reward:
         self.log = log
         self.value: Callable[[Trajectory], float] = lambda trajectory: float(trajectory.sample)
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
         self.log.append(("score", len(trajectories)))
-        return [Score(self.value(t)) for t in trajectories]
+        return lambda: [Score(self.value(t)) for t in trajectories]
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        return self.submit(trajectories)()
 
 
 class Model:
@@ -237,8 +241,9 @@ def step_of(number: int, prompts: list[int], *beside_the_actor: str) -> Log:
     return [
         ("phase", "generate"),
         ("generate", prompts),
+        ("score", 2),  # of a prompt, while others are drawn
+        ("score", 2),
         ("phase", "score"),
-        ("score", 4),
         ("rollouts", number, 4, 4),
         ("phase", "exchange"),
         ("sleep", 2),  # the models need the device

@@ -12,6 +12,7 @@ from rlhf_mcore.data.sampler import WeightedSampler
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.trainer.rollouts import LostTrajectory, RolloutWorker, check_completion, matched, request_seed
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling
+from tests.unit.trainer.records import Streaming
 
 SIZES, BATCH, SAMPLES = [40, 8], 64, 8  # half of a step is from the second file, each of its rows four times
 
@@ -20,14 +21,15 @@ def completion(request_id: int, ids: Sequence[int], logprobs: Sequence[float], r
     return Completion(request_id, np.array(ids, np.int32), np.array(logprobs, np.float32), ((0, 4),), reason)
 
 
-class Generating:
+class Generating(Streaming):
     """Keeps what it is asked, and answers each request with the token that is its number, after ``change``."""
 
     def __init__(self, change: Callable[[list[Completion]], list[Completion]] = lambda drawn: drawn) -> None:
+        super().__init__()
         self.change = change
         self.asked: list[Request] = []
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
         self.asked += requests
         return self.change([completion(request.request_id, [request.request_id], [0.0]) for request in requests])
 
