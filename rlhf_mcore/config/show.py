@@ -69,10 +69,15 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
+def is_secret_variable(name: str) -> bool:
+    """Whether an environment variable holds a secret, by its name."""
+    return _SECRET_VARIABLE.search(name) is not None
+
+
 def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """A text without logins inside URLs, and without the values of environment variables that are named as secrets are."""
     for name, value in environment.items():
-        if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(name):
+        if len(value) >= _SHORTEST and is_secret_variable(name):
             text = text.replace(value, f"<redacted: {name}>")
     return _URL_LOGIN.sub(REDACTED, text)
 

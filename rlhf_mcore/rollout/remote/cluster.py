@@ -1,0 +1,272 @@
+"""Ray, as the fleet of engines uses it: a connection, processes that are placed and called, and what is wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.show import is_secret_variable, without_secrets
+from rlhf_mcore.rollout.environment import DEBUG_VARIABLE
+from rlhf_mcore.rollout.remote.head import SETTINGS
+from rlhf_mcore.rollout.remote.host import EngineHost
+
+_START_S = 120.0  # for Ray on this machine
+_PROBE_S = 2.0  # between two looks at whether Ray's head is there, and for one of them
+# Methods of EngineHost that wait keep no others waiting: those of a group are carried out one after the other, in their order.
+_GROUP_OF = {
+    "listen": "weights",
+    "start": "weights",
+    "submit": "orders",
+    "cancel": "orders",
+    "report": "reports",
+    "pause": "weights",
+    "join": "weights",
+    "sync": "weights",
+    "leave": "weights",
+    "resume": "weights",
+}
+_AUTH = "RAY_AUTH_TOKEN"
+
+
+class ProcessLost(RuntimeError):
+    """A process of an engine is gone, or Ray could not start it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayCall:
+    """A call of a method in another process."""
+
+    reference: Any
+
+    def is_done(self) -> bool:
+        """Whether there is a result, or an error."""
+        import ray
+
+        return bool(ray.wait([self.reference], timeout=0)[0])
+
+    def result(self) -> Any:
+        """The result of a call that is done.
+
+        Raises:
+            ProcessLost: the process is gone.
+            Exception: what the method has raised.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+        try:
+            return ray.get(self.reference, timeout=_PROBE_S)
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
+        except (RayError, GetTimeoutError) as error:
+            raise ProcessLost(_first_lines(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class RayProcess:
+    """A rank of an engine: an actor."""
+
+    process: str
+    actor: Any
+
+    def call(self, method: str, *arguments: Any) -> RayCall:
+        """Begin a method of :class:`EngineHost`."""
+        return RayCall(getattr(self.actor, method).options(concurrency_group=_GROUP_OF[method]).remote(*arguments))
+
+
+@dataclass(slots=True)
+class Cluster:
+    """A connection to Ray, which is started on this machine where no address is given.
+
+    ``cores`` and ``gpus`` are what a process of an engine asks for; ``own_gpus`` are the devices of this machine that engines may
+    have, where Ray is started here.
+    """
+
+    address: str | None
+    cores: int
+    gpus: int = 0
+    own_gpus: Sequence[str] = ()
+    _head: subprocess.Popen[bytes] | None = None
+    _line: socket.socket | None = None
+    _joined: str = ""
+    _looked: float = 0.0
+    _answered: float = 0.0
+    _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of what is in them
+
+    def connect(self) -> None:
+        """Join the cluster, or start one first. Takes seconds; not on the main thread, where Ray would set signal handlers.
+
+        Raises:
+            ConfigError: nobody listens at the address, or it wants another token.
+            RuntimeError: Ray did not start on this machine.
+        """
+        address = self._start() if self.address is None else self.address
+        if self.address is not None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            _require_token()
+        if address != "auto":
+            _refuse_unless_listening(address)
+        if DEBUG_VARIABLE not in os.environ:
+            logging.getLogger("ray").setLevel(logging.CRITICAL)
+        import ray
+        from ray._private import worker
+
+        try:
+            ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
+        except Exception as error:
+            raise ConfigError(
+                f"rollout.ray.address={self.address}: Ray does not take this connection ({_first_lines(error)}); check the address, "
+                f"the version of Ray ({ray.__version__} here) and {_AUTH}"
+            ) from error
+        if DEBUG_VARIABLE not in os.environ:
+            worker.print_to_stdstream = lambda *_, **__: None  # what Ray tells of its own end: the fleet tells it once
+        self._joined = str(ray.get_runtime_context().gcs_address)
+        self._answered = time.monotonic()
+
+    def _start(self) -> str:
+        os.environ.update(SETTINGS)
+        os.environ[_AUTH] = secrets.token_hex(32)
+        environment = {
+            name: value for name, value in os.environ.items() if name == _AUTH or not is_secret_variable(name)
+        }
+        if self.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.own_gpus)
+        self._line, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as errors:
+            self._head = subprocess.Popen(
+                [sys.executable, "-m", "rlhf_mcore.rollout.remote.head"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for the trainer
+            )
+            theirs.close()
+            self._line.settimeout(_START_S)
+            with contextlib.suppress(OSError, ValueError):
+                self._line.sendall(json.dumps({"gpus": len(self.own_gpus)}).encode() + b"\n")
+                return str(json.loads(self._line.makefile().readline())["address"])
+            self.close()
+            errors.seek(0)
+            text = errors.read().decode(errors="replace").strip().splitlines()[-3:]
+        raise RuntimeError(
+            "Ray did not start on this machine: " + without_secrets(" | ".join(text) or "no reason given")
+        )
+
+    def problem(self) -> str | None:
+        """Why there is no Ray any more. Looks every few seconds."""
+        now = time.monotonic()
+        if self._head is not None and self._head.poll() is not None:
+            return "Ray on this machine has ended"
+        if now - self._looked > _PROBE_S and self._joined:
+            self._looked = now
+            host, _, port = self._joined.rpartition(":")
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_PROBE_S):
+                self._answered = time.monotonic()
+        return f"Ray's head at {self._joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
+
+    def capacity_problem(self, engines: int, tp: int) -> str | None:
+        """Why so many engines can never run here."""
+        import ray
+
+        found, ranks = ray.cluster_resources(), engines * tp
+        for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus)):
+            if found.get(name, 0) < needed:
+                return (
+                    f"rollout.num_engines={engines}: with rollout.layout.tp={tp} the engines need {needed} {name}s, and Ray has "
+                    f"{found.get(name, 0):g}; lower it, or give Ray more"
+                )
+        return None
+
+    def spawn(self, name: str, tp: int) -> list[RayProcess]:
+        """Processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = {"CPU": float(self.cores), **({"GPU": float(self.gpus)} if self.gpus else {})}
+        group = self._groups[name] = placement_group([bundle] * tp, strategy="STRICT_PACK")
+        host = ray.remote(concurrency_groups=dict.fromkeys(set(_GROUP_OF.values()), 1))(EngineHost)
+        return [
+            RayProcess(
+                f"{name}.{rank}",
+                host.options(
+                    num_cpus=self.cores,
+                    num_gpus=self.gpus,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                ).remote(),
+            )
+            for rank in range(tp)
+        ]
+
+    def end(self, name: str, processes: Sequence[RayProcess]) -> None:
+        """Kill the processes of an engine, whatever they are doing, and give up their place."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for found in processes:
+            ray.kill(found.actor)
+        remove_placement_group(self._groups.pop(name))
+
+    def wait(self, calls: Sequence[RayCall], timeout_s: float, *, every: bool = False) -> None:
+        """Until one of the calls is done, or every one; no longer than ``timeout_s``."""
+        import ray
+
+        if calls:
+            number = len(calls) if every else 1
+            ray.wait([call.reference for call in calls], num_returns=number, timeout=timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def close(self) -> None:
+        """End all engines, and Ray where it was started here."""
+        if self._joined:
+            import ray
+
+            ray.shutdown()
+        if self._line is not None and self._head is not None:
+            self._line.close()
+            self._head.wait()
+
+
+def _refuse_unless_listening(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.ray.address={address}: nobody answers there ({error}); give the host and port that ray start --head has "
+            "printed, or null to start Ray on this machine"
+        ) from error
+
+
+def _require_token() -> None:
+    """A cluster that takes orders from anybody runs anybody's code."""
+    known = [os.environ.get(_AUTH), os.environ.get(f"{_AUTH}_PATH")]
+    if os.environ.get("RAY_AUTH_MODE") is None:
+        if not any(known) and not (Path.home() / ".ray" / "auth_token").is_file():
+            raise ConfigError(
+                "rollout.ray.address is set, and there is no token of that cluster; start Ray with RAY_AUTH_MODE=token and set "
+                f"{_AUTH} or {_AUTH}_PATH here (RAY_AUTH_MODE=disabled joins a cluster that has none)"
+            )
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return without_secrets(" ".join(lines[:3])[:400])

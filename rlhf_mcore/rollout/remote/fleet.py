@@ -1,0 +1,538 @@
+"""The engines of a run that are processes of their own: who draws what, who is well, and who has which weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
+from rlhf_mcore.rollout.remote.host import EngineOrder, Meeting, Report
+
+if TYPE_CHECKING:
+    from rlhf_mcore.protocols import GroupSpec
+    from rlhf_mcore.types import Completion, Request
+
+START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: imports, memory, graphs
+_TICK_S = 0.25
+_CLOSE_S = 30.0
+
+
+class Call(Protocol):
+    """A method of an :class:`EngineHost` in another process, under way."""
+
+    def is_done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+
+class Process(Protocol):
+    """A rank of an engine in another process. ``process`` is unique in a run."""
+
+    @property
+    def process(self) -> str: ...
+
+    def call(self, method: str, *arguments: Any) -> Call: ...
+
+
+class Machines(Protocol):
+    """Where processes come from: :class:`rlhf_mcore.rollout.remote.cluster.Cluster`."""
+
+    def connect(self) -> None: ...
+
+    def problem(self) -> str | None: ...
+
+    def capacity_problem(self, engines: int, tp: int) -> str | None: ...
+
+    def spawn(self, name: str, tp: int) -> Sequence[Process]: ...
+
+    def end(self, name: str, processes: Sequence[Any]) -> None: ...
+
+    def wait(self, calls: Sequence[Any], timeout_s: float, *, every: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EnginesLost(RuntimeError):
+    """There is nothing left to sample with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """How many engines there are to be, what each is, and when it is given up."""
+
+    order: EngineOrder
+    num_engines: int
+    tp: int
+    threads: int  # compute threads of a process
+    timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
+    restarts: int  # failures in a row that an engine may have before the run ends
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine as ``rlhf-mcore rollouts RUN_DIR list`` shows it."""
+
+    name: str
+    state: str
+    version: int
+    requests: int
+    tokens: int
+    failures: int
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    name: str
+    state: str = "due"  # due | starting | ready (built, waits for weights) | serving
+    attempt: int = 0
+    failures: int = 0  # in a row
+    draining: bool = False
+    since: float = 0.0
+    processes: Sequence[Process] = ()
+    starting: list[Call] = field(default_factory=list)
+    reports: list[Call] = field(default_factory=list)  # one of each process, under way
+    answered: list[float] = field(default_factory=list)
+    requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
+    seen: Report | None = None
+    progressed: float = 0.0  # when it last drew a token, or had nothing to draw
+
+    @property
+    def key(self) -> str:
+        """Its name and its start."""
+        return f"{self.name}.{self.attempt}"
+
+
+class Fleet:
+    """A StreamingGenerator over all engines, and RemoteEngines for the bridge.
+
+    One thread of its own talks to the engines, all but the calls that submit and transfer. ``clock`` counts seconds.
+
+    Every request is answered once. Those of an engine that fails are drawn again by another one, from their start and with the same
+    seeds. An engine that was started, or started again, has no requests before it has weights, which it gets at the next sync.
+    """
+
+    def __init__(
+        self,
+        machines: Machines,
+        plan: FleetPlan,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._machines, self._plan, self._note, self._clock = machines, plan, note, clock
+        self._changed = threading.Condition(threading.RLock())
+        self._numbers = count()
+        self._engines: list[_Engine] = [self._new() for _ in range(plan.num_engines)]
+        self._backlog: deque[Request] = deque()
+        self._finished: list[Completion] = []
+        self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
+        self._participants: list[tuple[_Engine, Process]] | None = None  # while paused
+        self._calls: list[tuple[_Engine, Process, str, Call]] = []
+        self._ended: list[tuple[str, Sequence[Process]]] = []  # processes to be killed
+        self._notes: list[str] = []
+        self._error: Exception | None = None
+        self._last_tick = clock()
+        self._begun = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------ life
+    def start(self) -> None:
+        """Begin to start the engines, in the background."""
+        self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all engines, and what was started for them."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)  # Ray without a head may keep it waiting
+
+    def _run(self) -> None:
+        try:
+            self._machines.connect()
+            if problem := self._machines.capacity_problem(self._plan.num_engines, self._plan.tp):
+                raise ConfigError(problem)
+            while not self._closing.is_set():
+                self.tick()
+                self._machines.wait(self._under_way(), _TICK_S)
+        except Exception as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+        finally:
+            with suppress(Exception):
+                self._machines.close()
+
+    def _under_way(self) -> list[Call]:
+        with self._changed:
+            return [call for engine in self._engines for call in (*engine.starting, *engine.reports)]
+
+    def tick(self) -> None:
+        """Look at every engine once: what it has drawn, whether it is well, what it needs."""
+        for engine in list(self._engines):
+            if engine.state == "due":
+                self._spawn(engine)  # without the lock: Ray may keep it waiting
+        with self._changed:
+            now = self._clock()
+            if now - self._last_tick > self._plan.timeout_s / 2:  # this process stood still, not the engines
+                for engine in self._engines:
+                    engine.answered = [now] * len(engine.answered)
+                    engine.progressed = engine.since = now
+            self._last_tick = now
+            for engine in list(self._engines):
+                try:
+                    self._advance(engine, now)
+                except ConfigError:
+                    raise
+                except Exception as error:
+                    self._fail(engine, f"{error}" or type(error).__name__)
+            ended, self._ended = self._ended, []
+            self._dispatch()
+            self._changed.notify_all()
+        for name, processes in ended:
+            with suppress(Exception):  # the machine that they were on may be gone with them
+                self._machines.end(name, processes)
+
+    def _spawn(self, engine: _Engine) -> None:
+        processes = self._machines.spawn(engine.key, self._plan.tp)
+        with self._changed:
+            if engine not in self._engines:  # it was removed meanwhile
+                self._ended.append((engine.key, processes))
+                return
+            engine.processes, engine.state, engine.since = processes, "starting", self._clock()
+            engine.starting, engine.reports, engine.seen = [processes[0].call("listen")], [], None
+
+    def _advance(self, engine: _Engine, now: float) -> None:
+        if engine.state == "starting":
+            self._advance_start(engine, now)
+        elif engine.state in ("ready", "serving"):
+            self._hear(engine, now)
+
+    def _advance_start(self, engine: _Engine, now: float) -> None:
+        done = [call for call in engine.starting if call.is_done()]
+        results = [call.result() for call in done]
+        if len(done) < len(engine.starting):
+            if now - engine.since > START_TIMEOUT_S:
+                raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
+            return
+        plan = self._plan
+        if not engine.reports and results[0] is not None:
+            address, port = results[0]
+            engine.starting = [
+                process.call("start", plan.order, Meeting(address, port, rank, plan.tp), plan.threads)
+                for rank, process in enumerate(engine.processes)
+            ]
+            return
+        engine.starting, engine.state = [], "ready"
+        engine.reports = [self._ask(process) for process in engine.processes]
+        engine.answered, engine.progressed = [now] * len(engine.reports), now
+
+    def _ask(self, process: Process) -> Call:
+        return process.call("report", min(1.0, self._plan.timeout_s / 4))
+
+    def _hear(self, engine: _Engine, now: float) -> None:
+        for rank, call in enumerate(engine.reports):
+            if call.is_done():
+                report = call.result()
+                engine.answered[rank] = now
+                engine.reports[rank] = self._ask(engine.processes[rank])
+                if rank == 0:
+                    self._take(engine, report, now)
+            elif now - engine.answered[rank] > self._plan.timeout_s:
+                raise EnginesLost(f"{engine.processes[rank].process} has not answered for {self._plan.timeout_s:g} s")
+        if engine.state != "serving" or self._participants is not None or not engine.requests:
+            engine.progressed = now
+        elif now - engine.progressed > self._plan.timeout_s:
+            raise EnginesLost(f"it has drawn no token for {self._plan.timeout_s:g} s, although it has requests")
+        if engine.draining and not engine.requests:
+            self._leave(engine)
+
+    def _take(self, engine: _Engine, report: Report, now: float) -> None:
+        if engine.seen is None or report.tokens_drawn != engine.seen.tokens_drawn:
+            engine.progressed = now
+        engine.seen = report
+        for completion in report.completions:
+            if engine.requests.pop(completion.request_id, None) is not None:  # or it was cancelled
+                self._finished.append(completion)
+                engine.failures = 0
+
+    def _fail(self, engine: _Engine, reason: str) -> None:
+        if problem := self._machines.problem():
+            raise EnginesLost(problem)
+        engine.failures += 1
+        if engine.failures > self._plan.restarts:
+            raise EnginesLost(
+                f"engine {engine.name} has failed {engine.failures} times in a row (rollout.engine_restarts={self._plan.restarts}); "
+                f"the last time: {reason}"
+            )
+        if engine.draining:
+            self._leave(engine)
+            return
+        self._notes.append(f"engine {engine.name} has failed and is started again: {reason}")
+        self._release(engine)
+        engine.state, engine.attempt = "due", engine.attempt + 1
+
+    def _release(self, engine: _Engine) -> None:
+        """Its processes are killed, and its requests are drawn by others."""
+        if engine.processes:
+            self._ended.append((engine.key, engine.processes))
+        engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
+        self._backlog.extendleft(reversed(engine.requests.values()))
+        engine.requests = {}
+
+    def _leave(self, engine: _Engine) -> None:
+        self._release(engine)
+        self._engines.remove(engine)
+        self._notes.append(f"engine {engine.name} has left")
+
+    # ------------------------------------------------------------------------------------------ generation
+    rank = EngineRank()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See :class:`rlhf_mcore.protocols.Generator`. Request ids may be those of requests in flight."""
+        own = {next(self._own_ids): request for request in requests}
+        mine: dict[int, Completion] = {}
+        others: list[Completion] = []
+        self.submit([replace(request, request_id=number) for number, request in own.items()])
+        try:
+            while len(mine) < len(own):
+                if self.needs_weights():
+                    raise EnginesLost("all engines were lost in the middle of a generation that cannot be begun again")
+                for completion in self.collect(_TICK_S * 4):
+                    if completion.request_id in own:
+                        mine[completion.request_id] = completion
+                    else:
+                        others.append(completion)
+        finally:
+            self.cancel(own.keys() - mine.keys())
+            with self._changed:
+                self._finished += others
+        for number, completion in mine.items():
+            completion.request_id = own[number].request_id
+        return [mine[number] for number in own]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to draw. All samples of a prompt go to one engine, the one with the fewest requests."""
+        with self._checked():
+            self._backlog.extend(requests)
+            self._dispatch()
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """Those that have finished since the last call; none after ``timeout_s``, or where weights have to come first.
+
+        Raises:
+            EnginesLost: an engine has failed too often, or Ray is gone.
+        """
+        end = self._clock() + timeout_s
+        with self._checked():
+            while not self._finished and (left := end - self._clock()) > 0 and not self.needs_weights():
+                self._changed.wait(min(left, 1.0))
+                self._check()
+            finished, self._finished = self._finished, []
+            return finished
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Stop to draw these."""
+        dropped = set(request_ids)
+        with self._changed:
+            self._backlog = deque(request for request in self._backlog if request.request_id not in dropped)
+            self._finished = [found for found in self._finished if found.request_id not in dropped]
+            for engine in self._engines:
+                if mine := dropped & engine.requests.keys():
+                    for request_id in mine:
+                        del engine.requests[request_id]
+                    engine.processes[0].call("cancel", sorted(mine))
+
+    def needs_weights(self) -> bool:
+        """Whether engines wait for weights, and none has any."""
+        with self._changed:
+            states = [engine.state for engine in self._engines]
+            return self._begun and self._participants is None and "serving" not in states and "ready" in states
+
+    def _dispatch(self) -> None:
+        """Requests that no engine has, to those that serve."""
+        serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
+        if self._participants is not None or not serving or not self._backlog:
+            return
+        given: dict[str, list[Request]] = {}
+        for _, group in groupby(self._backlog, key=lambda request: list(request.prompt_ids)):
+            engine = min(serving, key=lambda engine: len(engine.requests))
+            samples = list(group)
+            engine.requests |= {request.request_id: request for request in samples}
+            given.setdefault(engine.name, []).extend(samples)
+        self._backlog.clear()
+        for engine in serving:
+            if engine.name in given:
+                engine.processes[0].call("submit", given[engine.name])
+
+    # ------------------------------------------------------------------------------------------ weights
+    def pause(self) -> list[EngineProcess]:
+        """See :class:`rlhf_mcore.protocols.RemoteEngines`, as those that follow. The first call waits until all engines are ready."""
+        with self._checked():
+            if not self._begun:
+                while any(engine.state in ("due", "starting") for engine in self._engines):
+                    self._changed.wait(1.0)
+                    self._check()
+                self._begun = True
+            self._participants = []
+            asked = [
+                (engine, "pause", engine.processes[0].call("pause"))
+                for engine in self._engines
+                if engine.state == "serving"
+            ]
+            self._calls = asked
+        self.finish(self._plan.timeout_s)
+        with self._checked():
+            self._participants = [
+                (engine, process)
+                for engine in self._engines
+                if engine.state in ("ready", "serving")
+                for process in engine.processes
+            ]
+            return [EngineProcess(engine.name, process.process) for engine, process in self._participants]
+
+    def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
+        """Let every paused process join its group."""
+        with self._checked():
+            assert self._participants is not None and len(specs) == len(self._participants), "of the last pause"
+            self._begin(self._participants, "join", [(spec, bridge) for spec in specs])
+
+    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+        """Let every process receive weights."""
+        with self._checked():
+            assert self._participants is not None, "pause comes first"
+            self._begin(self._participants, "sync", [(version, only)] * len(self._participants))
+
+    def _begin(
+        self,
+        processes: Sequence[tuple[_Engine, Process]],
+        name: str,
+        arguments: Sequence[tuple[Any, ...]] | None = None,
+    ) -> None:
+        given = arguments if arguments is not None else [()] * len(processes)
+        self._calls = [
+            (engine, process, name, process.call(name, *values))
+            for (engine, process), values in zip(processes, given, strict=True)
+        ]
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Wait for what was begun last; what went wrong, by engine."""
+        end, problems = self._clock() + timeout_s, []
+        with self._changed:
+            calls, self._calls = self._calls, []
+        while (left := end - self._clock()) > 0 and not all(call.is_done() for *_, call in calls):
+            self._machines.wait([call for *_, call in calls], min(left, 1.0), every=True)
+            with self._checked():
+                pass
+        with self._changed:
+            for engine, process, name, call in calls:
+                try:
+                    if not call.is_done():
+                        raise EnginesLost(f"its {name} did not end within {timeout_s:g} s")
+                    call.result()
+                except PeersLost as error:
+                    problems.append(f"engine {engine.name}: {error}")
+                except Exception as error:
+                    problems.append(f"engine {engine.name}: {error}")
+                    if process in engine.processes:  # else it has failed already
+                        self._fail_or_end(engine, str(error))
+        return problems
+
+    def _fail_or_end(self, engine: _Engine, reason: str) -> None:
+        try:
+            self._fail(engine, reason)
+        except EnginesLost as error:
+            self._error = error
+
+    def resume(self) -> None:
+        """Let those that were paused draw again."""
+        with self._checked():
+            paused, self._participants = self._participants or [], None
+            for engine, process in paused:
+                if process in engine.processes:
+                    process.call("resume")
+                    engine.state, engine.progressed = "serving", self._clock()
+            self._dispatch()
+
+    # ------------------------------------------------------------------------------------------ members
+    def status(self) -> list[EngineStatus]:
+        """All engines."""
+        with self._changed:
+            return [
+                EngineStatus(
+                    engine.name,
+                    "draining" if engine.draining else {"due": "starting"}.get(engine.state, engine.state),
+                    engine.seen.version if engine.seen else -1,
+                    len(engine.requests),
+                    engine.seen.tokens_drawn if engine.seen else 0,
+                    engine.failures,
+                )
+                for engine in self._engines
+            ]
+
+    def add(self, number: int) -> list[str]:
+        """Start further engines; they draw after the next sync. Their names.
+
+        Raises:
+            ConfigError: Ray has no room for them.
+        """
+        if problem := self._machines.capacity_problem(len(self._engines) + number, self._plan.tp):
+            raise ConfigError(problem)
+        with self._changed:
+            added = [self._new() for _ in range(number)]
+            self._engines += added
+            return [engine.name for engine in added]
+
+    def drain(self, name: str) -> None:
+        """Let an engine finish its requests, and end it then.
+
+        Raises:
+            ConfigError: there is no such engine, or no other one.
+        """
+        with self._changed:
+            engine = self._leaving(name)
+            engine.draining = True
+            if engine.state in ("due", "starting", "ready"):
+                self._leave(engine)
+
+    def remove(self, name: str) -> None:
+        """End an engine at once; others draw its requests. Raises as ``drain``."""
+        with self._changed:
+            self._leave(self._leaving(name))
+            self._dispatch()
+
+    def _leaving(self, name: str) -> _Engine:
+        found = [engine for engine in self._engines if engine.name == name]
+        names = ", ".join(engine.name for engine in self._engines)
+        if not found:
+            raise ConfigError(f"there is no engine {name!r}; there are {names}")
+        if not any(engine is not found[0] and not engine.draining for engine in self._engines):
+            raise ConfigError(f"engine {name!r} is the last one; add another first")
+        return found[0]
+
+    def _new(self) -> _Engine:
+        return _Engine(str(next(self._numbers)))
+
+    # ------------------------------------------------------------------------------------------ problems
+    def _checked(self) -> threading.Condition:
+        """The lock, taken where all is well; what the other thread has noted is told here, on the caller's thread."""
+        self._check()
+        return self._changed
+
+    def _check(self) -> None:
+        with self._changed:
+            notes, self._notes = self._notes, []
+            error = self._error
+        for text in notes:
+            self._note(text)
+        if error is None and (problem := self._machines.problem()) is not None:
+            error = EnginesLost(problem)
+        if error is not None:
+            raise error

@@ -1,0 +1,265 @@
+"""A rank of a remote engine: the process that Ray starts for it, in which one thread owns the engine."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.own_processes import end_with_parent
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import RolloutConfig
+    from rlhf_mcore.protocols import GroupSpec, WeightReceiver, WeightTarget
+    from rlhf_mcore.rollout.engine import Engine, EngineModel
+    from rlhf_mcore.types import Completion, Request
+
+Order = tuple[str, Any]  # "submit" and requests, "cancel" and request ids, "pause"
+
+_FOREVER = timedelta(
+    days=3650
+)  # ranks of an engine wait for each other while it has nothing to do; the trainer ends them
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """What a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name."""
+
+    cfg: RolloutConfig
+    model: EngineModel
+    receiver: Callable[[WeightTarget], WeightReceiver]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of an engine meet: the lead (rank 0) listens."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions."""
+
+    completions: list[Completion]
+    tokens_drawn: int
+    num_in_flight: int
+    version: int
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something that the engine's thread is to do between two steps, and what came of it."""
+
+    action: Callable[[], None]
+    done: threading.Event
+    error: BaseException | None = None
+
+
+class EngineHost:
+    """A Ray actor's body. Methods may be called from several threads; all but ``report`` act through the engine's thread.
+
+    A lead serves: it takes requests, steps, and tells the other ranks of its engine what to do in each step. They follow. ``pause``
+    stops all of them between two steps; ``join``, ``sync`` and ``leave`` are carried out then, until ``resume``.
+    """
+
+    def __init__(self) -> None:
+        end_with_parent(signal.SIGKILL)
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # of a lead that serves
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # while paused
+        self._paused, self._failed = threading.Event(), threading.Event()
+        self._news = threading.Condition()
+        self._completions: list[Completion] = []
+        self._progress = (0, 0, -1)
+        self._error: BaseException | None = None
+        self._listening: socket.socket | None = None
+        self._is_lead = True
+        self._engine: Engine
+        self._receiver: WeightReceiver
+
+    # ------------------------------------------------------------------------------------------ start
+    def listen(self) -> tuple[str, int, int]:
+        """Address and port where the other ranks find this one, and the process id. Of a lead."""
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
+        self._listening = socket.create_server((address, 0))
+        return address, int(self._listening.getsockname()[1]), os.getpid()
+
+    def start(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
+        """Build the engine, with the other ranks of it. It is paused, and has no weights.
+
+        Raises:
+            ConfigError: as the engine's constructor.
+        """
+        self._is_lead = meeting.rank == 0
+        built = _Call(lambda: self._build(order, meeting, threads), threading.Event())
+        self._calls.put(built)
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        _finish(built)
+
+    def _build(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        import torch
+        import torch.distributed as dist
+
+        from rlhf_mcore.parallel.addresses import interface_of
+        from rlhf_mcore.platform import current_platform
+        from rlhf_mcore.rollout import build_engine
+
+        platform = current_platform()
+        platform.setup_process(0, threads)  # Ray shows a process its own device only
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(meeting.address)  # ranks of an engine share a machine
+        store = dist.TCPStore(
+            meeting.address,
+            meeting.port,
+            meeting.world_size,
+            is_master=self._is_lead,
+            timeout=timedelta(seconds=300),
+            master_listen_fd=self._listening.detach() if self._listening is not None else None,
+        )
+        dist.init_process_group(
+            platform.collective_backend,
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=_FOREVER,
+        )
+        torch.manual_seed(order.model.seed)
+        self._engine = build_engine(order.cfg, order.model)
+        self._receiver = order.receiver(self._engine)
+
+    # ------------------------------------------------------------------------------------------ generation
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin to draw. Of a lead; returns at once."""
+        self._orders.put(("submit", requests))
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Stop to draw. Of a lead; returns at once."""
+        self._orders.put(("cancel", list(request_ids)))
+
+    def report(self, wait_s: float) -> Report:
+        """What there is to tell; waits for a completion, at most ``wait_s``. One call at a time.
+
+        Raises:
+            whatever has ended the engine's thread.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._completions or self._error is not None, wait_s)
+            if self._error is not None:
+                raise self._error
+            completions, self._completions = self._completions, []
+            return Report(completions, *self._progress)
+
+    # ------------------------------------------------------------------------------------------ weights
+    def pause(self) -> None:
+        """Stop between two steps. Of a lead; the others of its engine stop with it."""
+        self._orders.put(("pause", []))
+        while not self._paused.wait(0.2):
+            if self._failed.is_set():
+                raise RuntimeError("the engine has failed")
+
+    def resume(self) -> None:
+        """Serve, or follow, again. Every rank."""
+        self._do(self._paused.clear)
+
+    def join(self, spec: GroupSpec, bridge: str) -> None:
+        """See :class:`rlhf_mcore.protocols.WeightReceiver`, as the two that follow. Every rank, while the engine is paused."""
+        self._do(lambda: self._receiver.join(spec, bridge))
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> None:
+        """Receive the weights of a version."""
+        self._do(lambda: self._receiver.sync(version, only))
+
+    def leave(self) -> None:
+        """Leave the group."""
+        self._do(self._receiver.leave)
+
+    def _do(self, action: Callable[[], Any]) -> None:
+        call = _Call(action, threading.Event())
+        self._calls.put(call)
+        _finish(call)
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+    def _run(self) -> None:
+        self._paused.set()
+        try:
+            while True:
+                if self._paused.is_set():
+                    self._take_call()
+                else:
+                    self._serve_once()
+        except BaseException as error:  # the trainer is told, and ends this process
+            with self._news:
+                self._error = error
+                self._news.notify_all()
+            self._failed.set()
+
+    def _take_call(self) -> None:
+        call = self._calls.get()
+        try:
+            call.action()
+        except Exception as error:
+            call.error = error  # the caller's: what is left of the engine's weights is the receiver's to decide
+        finally:
+            call.done.set()
+
+    def _serve_once(self) -> None:
+        """One step: of a lead after it has told the others what has come since the last one."""
+        from rlhf_mcore.parallel.collectives import broadcast_json
+
+        engine = self._engine
+        orders = self._waiting_orders(block=not engine.num_in_flight) if self._is_lead else []
+        if engine.num_ranks > 1:
+            plain = [
+                (kind, [asdict(request) for request in found] if kind == "submit" else found) for kind, found in orders
+            ]
+            received = broadcast_json(plain, 0)
+            orders = [
+                (kind, [_request(fields) for fields in found] if kind == "submit" else found)
+                for kind, found in received
+            ]
+        for kind, found in orders:
+            if kind == "submit":
+                engine.submit(found)
+            elif kind == "cancel":
+                engine.cancel(found)
+            else:
+                self._paused.set()
+        finished = engine.step() if engine.num_in_flight and not self._paused.is_set() else []
+        self._tell(finished if self._is_lead else [])
+
+    def _waiting_orders(self, *, block: bool) -> list[Order]:
+        orders = [self._orders.get()] if block else []
+        while not self._orders.empty():
+            orders.append(self._orders.get())
+        return orders
+
+    def _tell(self, completions: list[Completion]) -> None:
+        engine = self._engine
+        with self._news:
+            self._completions += completions
+            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version)
+            if completions:
+                self._news.notify_all()
+
+
+def _finish(call: _Call) -> None:
+    call.done.wait()
+    if call.error is not None:
+        raise call.error
+
+
+def _request(found: dict[str, Any]) -> Request:
+    from rlhf_mcore.types import Request, Sampling
+
+    return Request(**{**found, "sampling": Sampling(**found["sampling"])})
