@@ -119,11 +119,11 @@ class Cluster:
             _require_token()
         if address != "auto":
             _refuse_unless_listening(address)
-        if DEBUG_VARIABLE not in os.environ:
-            logging.getLogger("ray").setLevel(logging.CRITICAL)
         import ray
         from ray._private import worker
 
+        if DEBUG_VARIABLE not in os.environ:
+            logging.getLogger("ray").setLevel(logging.CRITICAL)
         try:
             ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
         except Exception as error:
@@ -169,9 +169,11 @@ class Cluster:
     def problem(self) -> str | None:
         """Why there is no Ray any more. Looks every few seconds."""
         now = time.monotonic()
+        if not self._joined:
+            return None
         if self._head is not None and self._head.poll() is not None:
             return "Ray on this machine has ended"
-        if now - self._looked > _PROBE_S and self._joined:
+        if now - self._looked > _PROBE_S:
             self._looked = now
             host, _, port = self._joined.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_PROBE_S):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.types import Completion, Request
 
 START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: imports, memory, graphs
+_STARTING = ("due", "placing", "starting")
 _TICK_S = 0.25
 _CLOSE_S = 30.0
 
@@ -90,7 +91,7 @@ class EngineStatus:
 @dataclass(slots=True, eq=False)
 class _Engine:
     name: str
-    state: str = "due"  # due | starting | ready (built, waits for weights) | serving
+    state: str = "due"  # due | placing (Ray looks for room) | starting | ready (built, waits for weights) | serving
     attempt: int = 0
     failures: int = 0  # in a row
     draining: bool = False
@@ -206,33 +207,31 @@ class Fleet:
             if engine not in self._engines:  # it was removed meanwhile
                 self._ended.append((engine.key, processes))
                 return
-            engine.processes, engine.state, engine.since = processes, "starting", self._clock()
+            engine.processes, engine.state, engine.since = processes, "placing", self._clock()
             engine.starting, engine.reports, engine.seen = [processes[0].call("listen")], [], None
 
     def _advance(self, engine: _Engine, now: float) -> None:
-        if engine.state == "starting":
-            self._advance_start(engine, now)
-        elif engine.state in ("ready", "serving"):
+        if engine.state in ("ready", "serving"):
             self._hear(engine, now)
+        elif engine.state in ("placing", "starting"):
+            self._advance_start(engine, now)
 
     def _advance_start(self, engine: _Engine, now: float) -> None:
-        done = [call for call in engine.starting if call.is_done()]
-        results = [call.result() for call in done]
-        if len(done) < len(engine.starting):
+        results = [call.result() for call in engine.starting if call.is_done()]
+        if len(results) < len(engine.starting):
             if now - engine.since > START_TIMEOUT_S:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
-            return
-        plan = self._plan
-        if not engine.reports and results[0] is not None:
-            address, port = results[0]
+        elif engine.state == "placing":
+            [(address, port)], plan = results, self._plan
+            engine.state = "starting"
             engine.starting = [
                 process.call("start", plan.order, Meeting(address, port, rank, plan.tp), plan.threads)
                 for rank, process in enumerate(engine.processes)
             ]
-            return
-        engine.starting, engine.state = [], "ready"
-        engine.reports = [self._ask(process) for process in engine.processes]
-        engine.answered, engine.progressed = [now] * len(engine.reports), now
+        else:
+            engine.starting, engine.state = [], "ready"
+            engine.reports = [self._ask(process) for process in engine.processes]
+            engine.answered, engine.progressed = [now] * len(engine.reports), now
 
     def _ask(self, process: Process) -> Call:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
@@ -377,17 +376,13 @@ class Fleet:
         """See :class:`rlhf_mcore.protocols.RemoteEngines`, as those that follow. The first call waits until all engines are ready."""
         with self._checked():
             if not self._begun:
-                while any(engine.state in ("due", "starting") for engine in self._engines):
+                while any(engine.state in _STARTING for engine in self._engines):
                     self._changed.wait(1.0)
                     self._check()
                 self._begun = True
             self._participants = []
-            asked = [
-                (engine, "pause", engine.processes[0].call("pause"))
-                for engine in self._engines
-                if engine.state == "serving"
-            ]
-            self._calls = asked
+            serving = [engine for engine in self._engines if engine.state == "serving"]
+            self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
         self.finish(self._plan.timeout_s)
         with self._checked():
             self._participants = [
@@ -468,7 +463,7 @@ class Fleet:
             return [
                 EngineStatus(
                     engine.name,
-                    "draining" if engine.draining else {"due": "starting"}.get(engine.state, engine.state),
+                    "draining" if engine.draining else "starting" if engine.state in _STARTING else engine.state,
                     engine.seen.version if engine.seen else -1,
                     len(engine.requests),
                     engine.seen.tokens_drawn if engine.seen else 0,
@@ -499,7 +494,7 @@ class Fleet:
         with self._changed:
             engine = self._leaving(name)
             engine.draining = True
-            if engine.state in ("due", "starting", "ready"):
+            if engine.state != "serving":
                 self._leave(engine)
 
     def remove(self, name: str) -> None:

@@ -12,13 +12,12 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from pathlib import Path
 
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
+from rlhf_mcore.parallel.addresses import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 # Read by Ray when it is imported: it listens on the loopback only, sends nothing home, and starts no worker before it is asked to.
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -75,4 +74,4 @@ def _start(folder: Path, gpus: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

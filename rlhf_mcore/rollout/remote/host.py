@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.own_processes import end_with_parent
+from rlhf_mcore.parallel.addresses import interface_of, listener
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
@@ -87,13 +88,13 @@ class EngineHost:
         self._receiver: WeightReceiver
 
     # ------------------------------------------------------------------------------------------ start
-    def listen(self) -> tuple[str, int, int]:
-        """Address and port where the other ranks find this one, and the process id. Of a lead."""
+    def listen(self) -> tuple[str, int]:
+        """Address and port where the other ranks find this one. Of a lead."""
         import ray
 
         address = str(ray.util.get_node_ip_address())
-        self._listening = socket.create_server((address, 0))
-        return address, int(self._listening.getsockname()[1]), os.getpid()
+        self._listening = listener(address)
+        return address, int(self._listening.getsockname()[1])
 
     def start(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
         """Build the engine, with the other ranks of it. It is paused, and has no weights.
@@ -112,7 +113,6 @@ class EngineHost:
         import torch
         import torch.distributed as dist
 
-        from rlhf_mcore.parallel.addresses import interface_of
         from rlhf_mcore.platform import current_platform
         from rlhf_mcore.rollout import build_engine
 

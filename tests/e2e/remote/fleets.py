@@ -1,0 +1,114 @@
+"""Fleets of real engines under a real Ray, whose weights come from files: the bridge has tests of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.protocols import GroupSpec
+from rlhf_mcore.rollout import EngineModel
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.rollout.remote.fleet import Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.types import Request, Sampling
+
+MAX_MODEL_LEN = 160
+
+
+class FileReceiver:
+    """The other end of no bridge: version v is the model of the directory that the trainer names, the even one or the odd one.
+
+    A file ``silent.<process id>`` in the parent directory makes the engine of that process step without drawing.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target, self.directories = target, [""]
+        step = target.step
+
+        def perhaps_silent() -> list[Any]:
+            if (Path(self.directories[0]).parent / f"silent.{os.getpid()}").exists():
+                threading.Event().wait(0.05)
+                return []
+            return list(step())
+
+        target.step = perhaps_silent
+
+    def join(self, spec: GroupSpec, bridge: str) -> None:
+        self.directories = bridge.split(":")
+        with (Path(self.directories[0]).parent / f"{spec.name}.pids").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        tensors = load_file(Path(self.directories[version % len(self.directories)], "model.safetensors"))
+        with torch.no_grad():
+            self.target.load_weights(iter(tensors.items()), version=version)
+
+    def leave(self) -> None: ...
+
+
+def plan(directory: Path, engine: str = "hf", num_engines: int = 1, tp: int = 1, **settings: Any) -> FleetPlan:
+    """Engines of the tiny model in ``directory``."""
+    limits = {"timeout_s": 20.0, "restarts": 3} | {
+        k: settings.pop(k) for k in ("timeout_s", "restarts") if k in settings
+    }
+    cfg = RolloutConfig(engine=engine, layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.125, **settings)
+    model = EngineModel(str(directory), str(directory), "fp32", MAX_MODEL_LEN, seed=0)
+    return FleetPlan(EngineOrder(cfg, model, FileReceiver), num_engines, tp, 1, **limits)
+
+
+@contextmanager
+def running(fleet_plan: FleetPlan, cluster: Cluster | None = None) -> Iterator[tuple[Fleet, list[str]]]:
+    """A fleet, and what it has told."""
+    notes: list[str] = []
+    fleet = Fleet(cluster or Cluster(None, 1), fleet_plan, notes.append)
+    fleet.start()
+    try:
+        yield fleet, notes
+    finally:
+        fleet.close()
+
+
+def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group") -> list[str]:
+    """Weights for all engines that are well; the names of their processes."""
+    members = fleet.pause()
+    specs = [GroupSpec(name, "", 0, rank + 1, len(members) + 1, 60.0) for rank in range(len(members))]
+    fleet.join(specs, ":".join(map(str, directories)))
+    assert fleet.finish(60.0) == []
+    fleet.begin_sync(version, None)
+    assert fleet.finish(60.0) == []
+    fleet.resume()
+    return [member.process for member in members]
+
+
+def requests(prompts: int, samples: int, max_new_tokens: int = 24, first_id: int = 0) -> list[Request]:
+    """Requests of ``prompts`` prompts with ``samples`` samples each."""
+    return [
+        Request(
+            first_id + row * samples + sample,
+            f"prompt {row}, sample {sample}",
+            [3 + (11 * row + 5 * i) % 90 for i in range(8 + row)],
+            Sampling(max_new_tokens=max_new_tokens),
+            seed=100 * row + sample,
+        )
+        for row in range(prompts)
+        for sample in range(samples)
+    ]
+
+
+def collected(fleet: Fleet, number: int, *directories: Path, version: int = 0) -> dict[int, Any]:
+    """So many completions; where all engines were lost, their successors get the weights of ``version``."""
+    completions: list[Any] = []
+    while len(completions) < number:
+        if fleet.needs_weights():
+            publish(fleet, version, *directories)
+        completions += fleet.collect(5.0)
+    assert len({found.request_id for found in completions}) == len(completions) == number
+    return {found.request_id: found for found in completions}

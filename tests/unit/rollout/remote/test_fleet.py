@@ -1,0 +1,414 @@
+"""What a fleet does when, with engines and a clock that are passed in. Real engines under Ray are in tests/e2e/remote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
+from rlhf_mcore.rollout.remote.fleet import EnginesLost, Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.host import Report
+from rlhf_mcore.types import Completion, Request, Sampling
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class Call:
+    """Answered when the test says so."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    answer: Any = None
+    done: bool = False
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def result(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@dataclass(eq=False)
+class Engine:
+    """A rank of an engine that does what it is told at once, until it is lost, or falls silent."""
+
+    process: str
+    calls: list[Call] = field(default_factory=list)
+    drawing: dict[int, Request] = field(default_factory=dict)
+    tokens: int = 0
+    lost: bool = False
+    answers: bool = True
+    draws: bool = True
+    raises: dict[str, Exception] = field(default_factory=dict)
+    finished: list[Completion] = field(default_factory=list)
+
+    def call(self, method: str, *arguments: Any) -> Call:
+        call = Call(method, arguments)
+        self.calls.append(call)
+        if method == "submit":
+            self.drawing |= {request.request_id: request for request in arguments[0]}
+        elif method == "cancel":
+            self.drawing = {number: found for number, found in self.drawing.items() if number not in arguments[0]}
+        if self.lost:
+            call.answer, call.done = RuntimeError("the process is gone"), True
+        elif method != "report" and self.answers:
+            call.answer, call.done = self.raises.get(method, ("127.0.0.1", 1) if method == "listen" else None), True
+        return call
+
+    def told(self, *methods: str) -> list[tuple[Any, ...]]:
+        return [(call.method, *call.arguments) for call in self.calls if call.method in methods]
+
+    def draw(self, *request_ids: int) -> None:
+        """Finish these requests."""
+        for number in request_ids:
+            request = self.drawing.pop(number)
+            ids = np.array([request.seed], np.int32)
+            self.finished.append(Completion(number, ids, np.zeros(1, np.float32), ((0, 0),), "stop"))
+            self.tokens += 1
+
+    def look(self) -> None:
+        """Draw something, and answer what was asked."""
+        self.tokens += self.draws and len(self.drawing)
+        for call in self.calls:
+            if call.method == "report" and not call.done and (self.answers or self.lost):
+                call.done = True
+                call.answer = (
+                    RuntimeError("the process is gone")
+                    if self.lost
+                    else Report(self.finished, self.tokens, len(self.drawing), 0)
+                )
+                self.finished = []
+
+
+class Machines:
+    """Starts fakes, and moves the clock where the fleet waits."""
+
+    def __init__(self) -> None:
+        self.now, self.engines, self.ended = 0.0, {}, []  # type: ignore[var-annotated]
+        self.is_gone: str | None = None
+        self.room = 8
+
+    def clock(self) -> float:
+        return self.now
+
+    def connect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def problem(self) -> str | None:
+        return self.is_gone
+
+    def capacity_problem(self, engines: int, tp: int) -> str | None:
+        return "no room" if engines * tp > self.room else None
+
+    def spawn(self, name: str, tp: int) -> Sequence[Engine]:
+        made = [Engine(f"{name}.{rank}") for rank in range(tp)]
+        self.engines |= {found.process: found for found in made}
+        return made
+
+    def end(self, name: str, processes: Sequence[Any]) -> None:
+        self.ended.append(name)
+
+    def wait(self, calls: Sequence[Any], timeout_s: float, *, every: bool = False) -> None:
+        self.now += timeout_s
+
+
+@dataclass
+class Run:
+    machines: Machines
+    fleet: Fleet
+    notes: list[str]
+
+    def turn(self, seconds: float = 0.1) -> None:
+        """The engines answer, and the fleet looks at them."""
+        self.machines.now += seconds
+        for engine in list(self.machines.engines.values()):
+            engine.look()
+        self.fleet.tick()
+
+    def pass_time(self, seconds: float) -> None:
+        """In turns that are short against every deadline."""
+        for _ in range(int(seconds / 2)):
+            self.turn(2.0)
+
+    def publish(self, version: int = 0) -> list[str]:
+        members = self.fleet.pause()
+        self.fleet.join([GroupSpec("g", "", 0, rank, len(members), 1.0) for rank in range(len(members))], "{}")
+        assert self.fleet.finish(5.0) == []
+        self.fleet.begin_sync(version, None)
+        assert self.fleet.finish(5.0) == []
+        self.fleet.resume()
+        return [member.process for member in members]
+
+    def engine(self, name: str) -> Engine:
+        found: Engine = self.machines.engines[name]
+        return found
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start() -> Start:
+    """A fleet whose engines have weights."""
+
+    def started(engines: int = 2, tp: int = 1, restarts: int = 2) -> Run:
+        machines, notes = Machines(), []  # type: ignore[var-annotated]
+        order: Any = None
+        fleet = Fleet(machines, FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts), notes.append, machines.clock)
+        fleet._changed.wait = lambda seconds: machines.wait((), seconds)  # type: ignore[method-assign,assignment,return-value]
+        run = Run(machines, fleet, notes)
+        for _ in range(3):
+            run.turn()
+        run.publish()
+        return run
+
+    return started
+
+
+def requests(*prompts: int, samples: int = 2) -> list[Request]:
+    """Ids and seeds are 10 * prompt + sample."""
+    return [
+        Request(10 * prompt + sample, f"p{prompt}", [prompt, 7], Sampling(), seed=10 * prompt + sample)
+        for prompt in prompts
+        for sample in range(samples)
+    ]
+
+
+def ids(completions: Sequence[Completion]) -> list[int]:
+    return sorted(completion.request_id for completion in completions)
+
+
+def test_samples_of_a_prompt_share_an_engine_and_engines_share_the_prompts(start: Start) -> None:
+    run = start()
+    run.fleet.submit(requests(1, 2, 3))
+    assert [sorted(run.engine(name).drawing) for name in ("0.0.0", "1.0.0")] == [[10, 11, 30, 31], [20, 21]]
+    run.fleet.submit(requests(4))
+    assert sorted(run.engine("1.0.0").drawing) == [20, 21, 40, 41]
+    run.engine("0.0.0").draw(11, 30)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [11, 30] and run.fleet.collect(1) == []
+
+
+def test_what_is_cancelled_is_not_returned(start: Start) -> None:
+    run = start(engines=1)
+    run.fleet.submit(requests(1, 2))
+    run.engine("0.0.0").draw(10, 20)
+    run.fleet.cancel([10, 11, 99])
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [20]
+    assert run.engine("0.0.0").told("cancel") == [("cancel", [10, 11])]
+
+
+def lose(engine: Engine) -> None:
+    engine.lost = True
+
+
+def silence(engine: Engine) -> None:
+    engine.answers = False
+
+
+def keep_from_drawing(engine: Engine) -> None:
+    engine.draws = False
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lose, "the process is gone"),
+        (silence, "0.0.0 has not answered for 10 s"),
+        (keep_from_drawing, "it has drawn no token for 10 s, although it has requests"),
+    ],
+)
+def test_fault_18_19_requests_of_an_engine_that_fails_are_drawn_by_another(
+    start: Start, fault: Callable[[Engine], None], reason: str
+) -> None:
+    run = start()
+    run.fleet.submit(requests(1, 2))
+    first, second = run.engine("0.0.0"), run.engine("1.0.0")
+    first.draw(10)
+    run.turn()
+    fault(first)
+    second.draw(20, 21)
+    run.turn()
+    run.pass_time(TIMEOUT_S + 4)
+    assert run.machines.ended == ["0.0"]
+    assert sorted(second.drawing) == [11] and second.drawing[11].seed == 11
+    second.draw(11)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
+    assert run.notes == [f"engine 0 has failed and is started again: {reason}"]
+    if fault is not lose:
+        first.answers = True
+        first.drawing = {11: requests(1)[1]}
+        first.draw(11)  # too late: it has an answer
+        run.turn()
+        assert run.fleet.collect(0.5) == []
+
+
+def test_an_idle_engine_that_draws_nothing_is_well(start: Start) -> None:
+    run = start()
+    run.pass_time(5 * TIMEOUT_S)
+    assert run.machines.ended == []
+
+
+def test_a_trainer_that_stood_still_blames_no_engine(start: Start) -> None:
+    run = start()
+    run.fleet.submit(requests(1))
+    run.machines.now += 100 * TIMEOUT_S
+    run.fleet.tick()
+    run.turn()
+    assert run.machines.ended == [] and run.notes == []
+
+
+def test_a_new_engine_draws_nothing_before_it_has_weights(start: Start) -> None:
+    run = start(engines=2)
+    lose(run.engine("1.0.0"))
+    for _ in range(5):
+        run.turn()
+    run.fleet.submit(requests(1, 2))
+    assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
+    assert [found.state for found in run.fleet.status()] == ["serving", "ready"]
+    assert run.publish(3) == ["0.0.0", "1.1.0"]
+    assert run.engine("1.1.0").told("start", "join", "sync", "resume")[-2:] == [("sync", 3, None), ("resume",)]
+    run.fleet.submit(requests(3))
+    assert sorted(run.engine("1.1.0").drawing) == [30, 31]
+
+
+def test_where_all_engines_were_lost_their_successors_wait_for_weights(start: Start) -> None:
+    run = start(engines=1)
+    run.fleet.submit(requests(1))
+    assert not run.fleet.needs_weights()
+    lose(run.engine("0.0.0"))
+    run.turn()
+    assert not run.fleet.needs_weights()  # nobody is there yet to get any
+    run.turn(), run.turn(), run.turn()
+    assert run.fleet.needs_weights() and run.fleet.collect(60) == []
+    run.publish(2)
+    assert sorted(run.engine("0.1.0").drawing) == [10, 11] and not run.fleet.needs_weights()
+
+
+def test_nothing_is_drawn_between_pause_and_resume(start: Start) -> None:
+    run = start()
+    members = run.fleet.pause()
+    assert members == [EngineProcess("0", "0.0.0"), EngineProcess("1", "1.0.0")]
+    run.fleet.submit(requests(1))
+    run.pass_time(3 * TIMEOUT_S)
+    assert not run.engine("0.0.0").drawing and run.machines.ended == []
+    run.fleet.resume()
+    assert sorted(run.engine("0.0.0").drawing) == [10, 11]
+
+
+def test_all_ranks_of_an_engine_join_and_the_lead_alone_gets_requests(start: Start) -> None:
+    run = start(engines=2, tp=2)
+    assert run.publish(1) == ["0.0.0", "0.0.1", "1.0.0", "1.0.1"]
+    follower = run.engine("1.0.1")
+    assert [spec.rank for _, spec, _ in follower.told("join")] == [3, 3]
+    assert follower.told("pause", "submit") == [] and len(follower.told("resume")) == 2
+    silence(follower)
+    run.pass_time(TIMEOUT_S + 4)
+    assert run.machines.ended == ["1.0"]
+
+
+def test_fault_20_a_sync_that_fails_is_told_and_those_that_are_well_stay(start: Start) -> None:
+    run = start(engines=3)
+    run.fleet.pause()
+    run.engine("0.0.0").raises["sync"] = PeersLost("rank 3 is gone")
+    run.engine("1.0.0").raises["sync"] = ValueError("a digest differs")
+    silence(run.engine("2.0.0"))
+    run.fleet.begin_sync(4, None)
+    problems = run.fleet.finish(5.0)
+    assert problems == [
+        "engine 0: rank 3 is gone",
+        "engine 1: a digest differs",
+        "engine 2: its sync did not end within 5 s",
+    ]
+    assert run.fleet.pause() == [EngineProcess("0", "0.0.0")]
+    run.turn()
+    assert sorted(run.machines.ended) == ["1.0", "2.0"]
+
+
+def test_an_engine_that_fails_too_often_ends_the_run(start: Start) -> None:
+    run = start(engines=1, restarts=2)
+    for attempt in range(2):
+        lose(run.engine(f"0.{attempt}.0"))
+        for _ in range(5):
+            run.turn()
+    lose(run.engine("0.2.0"))
+    with pytest.raises(EnginesLost, match=r"engine 0 has failed 3 times in a row .*restarts=2.*: the process is gone"):
+        run.turn()
+
+
+def test_a_completion_ends_a_row_of_failures(start: Start) -> None:
+    run = start(engines=1, restarts=1)
+    for attempt in range(4):
+        run.fleet.submit([requests(attempt)[0]])
+        run.engine(f"0.{attempt}.0").draw(10 * attempt)
+        run.turn()
+        assert ids(run.fleet.collect(1)) == [10 * attempt]
+        lose(run.engine(f"0.{attempt}.0"))
+        for _ in range(5):
+            run.turn()
+        run.publish()
+
+
+def test_fault_32_without_ray_the_run_ends_with_one_message(start: Start) -> None:
+    run = start()
+    run.machines.is_gone = "Ray on this machine has ended"
+    lose(run.engine("0.0.0"))
+    for wait in (lambda: run.fleet.collect(60), run.fleet.pause, run.turn):
+        with pytest.raises(EnginesLost, match=r"^Ray on this machine has ended$"):
+            wait()
+
+
+def test_fault_33_engines_come_and_go(start: Start) -> None:
+    run = start(engines=1)
+    run.fleet.submit(requests(1, 2))
+    with pytest.raises(ConfigError, match="engine '0' is the last one; add another first"):
+        run.fleet.drain("0")
+    assert run.fleet.add(2) == ["1", "2"]
+    with pytest.raises(ConfigError, match="no room"):
+        run.fleet.add(9)
+    for _ in range(4):
+        run.turn()
+    run.publish()
+    run.fleet.submit(requests(3))
+    assert sorted(run.engine("1.0.0").drawing) == [30, 31]
+    run.fleet.drain("0")
+    run.fleet.submit(requests(4, 5, 6))
+    assert sorted(run.engine("0.0.0").drawing) == [10, 11, 20, 21]
+    run.fleet.remove("1")  # others draw its requests
+    assert sorted(run.engine("2.0.0").drawing) == [30, 31, 40, 41, 50, 51, 60, 61]
+    with pytest.raises(ConfigError, match="there is no engine '1'; there are 0, 2"):
+        run.fleet.remove("1")
+    run.engine("0.0.0").draw(10, 11, 20, 21)
+    run.turn(), run.turn()
+    assert [found.name for found in run.fleet.status()] == ["2"] and sorted(run.machines.ended) == ["0.0", "1.0"]
+
+
+def test_a_generation_between_others_gets_its_own(start: Start) -> None:
+    run = start(engines=1)
+    run.fleet.submit(requests(1))
+    engine = run.engine("0.0.0")
+    draw = engine.call
+
+    def at_once(method: str, *arguments: Any) -> Call:
+        call = draw(method, *arguments)
+        if method == "submit":
+            engine.draw(*engine.drawing)
+            run.turn()
+        return call
+
+    engine.call = at_once  # type: ignore[method-assign]
+    drawn = run.fleet.generate(requests(1, 5))
+    assert [completion.request_id for completion in drawn] == [10, 11, 50, 51]
+    assert [completion.token_ids.tolist() for completion in drawn] == [[10], [11], [50], [51]]
+    assert ids(run.fleet.collect(1)) == [10, 11]
