@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
     "plan": "memory, traffic and time of a run, before a GPU is asked for",
+    "simulate": "schedules of generation and training compared, over a distribution of response lengths",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
     "reward-test": "try the reward on the data: ground truths must be right, other answers must not",

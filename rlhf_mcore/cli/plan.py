@@ -63,7 +63,7 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhf_mcore.planning.plan import as_json, make_plan
     from rlhf_mcore.planning.report import as_text, refusal
 
-    gpu, assumed = _settings(args.gpu, args.set)
+    gpu, assumed = device_and_assumptions(args.gpu, args.set)
     cfg = load_config(args.config, args.overrides)
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
@@ -84,7 +84,7 @@ def _plan(args: argparse.Namespace) -> int:
     return exit_codes.USER_ERROR
 
 
-def _settings(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
+def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
     """The device and the assumptions with the user's changes."""
     gpu, assumed = GPUS[name], Assumptions()
     for change in changes:

@@ -21,7 +21,7 @@ class EngineTimes:
     prefix_token_s: float = 0.0  # of each token that is computed again after a publish
     slots: int = 256  # sequences that it decodes at a time
 
-    def decode_s(self, running: int) -> float:
+    def decode_s(self, running: float) -> float:
         """One decode step."""
         return self.step_s + self.sequence_s * running
 

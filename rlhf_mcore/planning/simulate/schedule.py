@@ -16,6 +16,7 @@ from enum import Enum, auto
 from rlhf_mcore.planning.simulate.engine import Engine, EngineTimes, Group, Request
 
 DRAIN, CONTINUE, RESUBMIT = "drain", "continue", "resubmit"
+TRACED_STEPS = 8
 DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its responses
 
 
@@ -64,8 +65,9 @@ class Scenario:
 
 @dataclass(slots=True)
 class Trace:
-    """What was when. ``running`` are (seconds, sequences in all engines from then on), the spans are (start, end) in seconds."""
+    """What was when, from ``begin`` on. ``running`` are (seconds, sequences in all engines from then on), spans (start, end)."""
 
+    begin: float = 0.0
     running: list[tuple[float, int]] = field(default_factory=list)
     training: list[tuple[float, float]] = field(default_factory=list)
     syncs: list[tuple[float, float]] = field(default_factory=list)
@@ -85,6 +87,7 @@ class Outcome:
     running: float  # sequences of an engine that computes
     staleness: dict[int, int]
     staleness_mean: float  # over tokens
+    length_mean: float  # tokens of a response that was trained on; long ones are dropped more often
     dropped: float  # groups that became too old, for each that was trained on
     cancelled: float
     trace: Trace
@@ -95,8 +98,8 @@ class Outcome:
 
 
 def simulate(scenario: Scenario, schedule: Schedule, draw: DrawLengths, steps: int) -> Outcome:
-    """Play ``steps`` steps after ``max_staleness + 2`` steps that are not counted."""
-    return _Run(scenario, schedule, draw).play(schedule.max_staleness + 2, steps)
+    """Play ``steps`` steps after the first ones, which are not counted."""
+    return _Run(scenario, schedule, draw).play(2 * schedule.max_staleness + 2, steps)
 
 
 @dataclass(slots=True)
@@ -147,22 +150,31 @@ class _Run:
             if before is None and self.version == uncounted:
                 before = self._totals(now)
                 self.staleness.clear()
-            now = min(self.trainer_at, *(engine.next_at for engine in self.engines))
-            assert math.isfinite(now), "nothing happens any more"
+                self.trace.begin = now
+            now = self.trainer_at
+            for engine in self.engines:
+                now = min(now, engine.next_at)
+            assert now < math.inf, "nothing happens any more"
             for engine in self.engines:
                 if engine.next_at == now:
-                    self._collect(engine.settle())
-            self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
+                    self._collect(engine.settle(), now)
+            if self.version <= uncounted + TRACED_STEPS:
+                self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
             self._trainer(now)
         assert before is not None
         return self._outcome(before, self._totals(now), steps)
 
     # ------------------------------------------------------------------------------------------------ engines
-    def _collect(self, requests: list[Request]) -> None:
+    def _collect(self, requests: list[Request], now: float) -> None:
+        """Keep groups that are finished, unless they are too old for the next step already."""
+        too_old = False
         for request in requests:
             group = request.group
             if not group.unfinished and group.order in self.unfinished:
                 self.finished.append(self.unfinished.pop(group.order))
+                too_old = too_old or group.oldest < self.version - self.schedule.max_staleness
+        if too_old:
+            self._drop_old(now)
 
     def _start_groups(self, now: float) -> None:
         """Start groups up to the bound; each goes to the engine with the fewest requests."""
@@ -199,7 +211,6 @@ class _Run:
 
     def _train(self, now: float) -> None:
         """Begin the next step if there are groups for it."""
-        self._drop_old(now)
         if len(self.finished) < self.scenario.prompts:
             return
         batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
@@ -219,11 +230,10 @@ class _Run:
     def _drop_old(self, now: float) -> None:
         """Groups that are too old are started again, with new responses."""
         oldest = self.version - self.schedule.max_staleness
-        if any(group.oldest < oldest for group in self.finished):
-            fresh = deque(group for group in self.finished if group.oldest >= oldest)
-            self.dropped += len(self.finished) - len(fresh)
-            self.finished = fresh
-            self._start_groups(now)
+        fresh = deque(group for group in self.finished if group.oldest >= oldest)
+        self.dropped += len(self.finished) - len(fresh)
+        self.finished = fresh
+        self._start_groups(now)
 
     def _cancel(self, now: float) -> None:
         """Stop what was started beyond the steps ahead: of a step's surplus the groups that have been running longest."""
@@ -243,7 +253,7 @@ class _Run:
         resubmit = self.schedule.at_publish == RESUBMIT
         for engine in self.engines:
             engine.resume(now, self.version, resubmit=resubmit)
-        self._start_groups(now)
+        self._drop_old(now)
 
     # ------------------------------------------------------------------------------------------------ counting
     def _totals(self, now: float) -> _Totals:
@@ -263,6 +273,7 @@ class _Run:
             running=(after.running_s - before.running_s) / busy_s if busy_s else 0.0,
             staleness=dict(sorted(self.staleness.items())),
             staleness_mean=(after.token_staleness - before.token_staleness) / max(1, after.tokens - before.tokens),
+            length_mean=(after.tokens - before.tokens) / max(1, trained * self.scenario.samples),
             dropped=(after.dropped - before.dropped) / max(1, trained),
             cancelled=(after.cancelled - before.cancelled) / max(1, trained),
             trace=self.trace,
