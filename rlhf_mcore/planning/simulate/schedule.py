@@ -151,12 +151,11 @@ class _Run:
                 before = self._totals(now)
                 self.staleness.clear()
                 self.trace.begin = now
-            now = self.trainer_at
-            for engine in self.engines:
-                now = min(now, engine.next_at)
+            nexts = [engine.next_at for engine in self.engines]
+            now = min(self.trainer_at, min(nexts))
             assert now < math.inf, "nothing happens any more"
-            for engine in self.engines:
-                if engine.next_at == now:
+            for engine, at in zip(self.engines, nexts, strict=True):
+                if at == now:
                     self._collect(engine.settle(), now)
             if self.version <= uncounted + TRACED_STEPS:
                 self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
