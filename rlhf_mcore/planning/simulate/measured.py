@@ -84,7 +84,10 @@ def _recorded(directory: Path) -> Iterator[_Step]:
     """Steps of a run that have times and rollouts, without the first, which warms up."""
     if not (directory / METRICS).is_file():
         raise ConfigError(f"--run {directory}: no directory of a run, there is no {METRICS} in it; {_REMEDY}")
-    cfg = load_config(directory / "config.yaml", [])
+    try:
+        cfg = load_config(directory / "config.yaml", [])
+    except ConfigError as error:
+        raise ConfigError(f"--run {directory}: {error}") from error
     if not run_kind(cfg).generates:
         raise ConfigError(
             f"--run {directory}: a run of algorithm.kind={cfg.algorithm.kind} generates nothing; {_REMEDY}"

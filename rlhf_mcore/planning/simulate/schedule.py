@@ -110,7 +110,6 @@ class _Totals:
     busy_s: float
     running_s: float
     training_s: float
-    trained: int
     dropped: int
     cancelled: int
     token_staleness: float
@@ -134,11 +133,12 @@ class _Run:
         self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
         self.unfinished: dict[int, Group] = {}  # in the order in which they were started
         self.finished: deque[Group] = deque()
+        self.batch: list[Group] = []  # of the step that is trained
         self.version = self.drawn = 0
         self.trainer_at = math.inf  # when the trainer is done with what it does
         self.state = _Trainer.WAITING
         self.training_s = self.token_staleness = 0.0
-        self.trained = self.dropped = self.cancelled = self.tokens = 0
+        self.dropped = self.cancelled = self.tokens = 0
         self.staleness: Counter[int] = Counter()
         self.trace = Trace()
 
@@ -154,9 +154,8 @@ class _Run:
             nexts = [engine.next_at for engine in self.engines]
             now = min(self.trainer_at, min(nexts))
             assert now < math.inf, "nothing happens any more"
-            for engine, at in zip(self.engines, nexts, strict=True):
-                if at == now:
-                    self._collect(engine.settle(), now)
+            due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == now]
+            self._collect([request.group for engine in due for request in engine.settle()], now)
             if self.version <= uncounted + TRACED_STEPS:
                 self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
             self._trainer(now)
@@ -164,15 +163,14 @@ class _Run:
         return self._outcome(before, self._totals(now), steps)
 
     # ------------------------------------------------------------------------------------------------ engines
-    def _collect(self, requests: list[Request], now: float) -> None:
-        """Keep groups that are finished, unless they are too old for the next step already."""
-        too_old = False
-        for request in requests:
-            group = request.group
-            if not group.unfinished and group.order in self.unfinished:
-                self.finished.append(self.unfinished.pop(group.order))
-                too_old = too_old or group.oldest < self.version - self.schedule.max_staleness
-        if too_old:
+    def _collect(self, groups: list[Group], now: float) -> None:
+        """Keep those that are finished, unless they are too old for the next step already. Of a moment the first started is first."""
+        finished = {group.order for group in groups if not group.unfinished}
+        for order in sorted(finished):
+            self.finished.append(self.unfinished.pop(order))
+        if any(
+            group.oldest < self.version - self.schedule.max_staleness for group in groups if group.order in finished
+        ):
             self._drop_old(now)
 
     def _start_groups(self, now: float) -> None:
@@ -212,18 +210,11 @@ class _Run:
         """Begin the next step if there are groups for it."""
         if len(self.finished) < self.scenario.prompts:
             return
-        batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
+        self.batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
         self.state = _Trainer.TRAINING
         self._cancel(now)
-        self.trained += len(batch)
-        for group in batch:
-            self.staleness[self.version - group.oldest] += self.scenario.samples
-            self.token_staleness += self.version * group.tokens - group.version_sum
-        tokens = sum(group.tokens for group in batch)
-        self.tokens += tokens
-        seconds = self.scenario.train.step_s + self.scenario.train.token_s * tokens
-        self.training_s += seconds
-        self.trainer_at = now + seconds
+        tokens = sum(group.tokens for group in self.batch)
+        self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens
         self.trace.training.append((now, self.trainer_at))
 
     def _drop_old(self, now: float) -> None:
@@ -246,6 +237,11 @@ class _Run:
                 engine.cancel(now)
 
     def _published(self, now: float) -> None:
+        self.training_s += self.trace.training[-1][1] - self.trace.training[-1][0]
+        for group in self.batch:
+            self.staleness[self.version - group.oldest] += self.scenario.samples
+            self.token_staleness += self.version * group.tokens - group.version_sum
+            self.tokens += group.tokens
         self.version += 1
         self.state = _Trainer.WAITING
         self.trainer_at = math.inf
@@ -258,11 +254,11 @@ class _Run:
     def _totals(self, now: float) -> _Totals:
         busy_s = sum(engine.busy_until(now) for engine in self.engines)
         running_s = sum(engine.sequence_seconds for engine in self.engines)
-        counts = (self.trained, self.dropped, self.cancelled, self.token_staleness, self.tokens)
+        counts = (self.dropped, self.cancelled, self.token_staleness, self.tokens)
         return _Totals(now, busy_s, running_s, self.training_s, *counts)
 
     def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
-        seconds, trained = after.now - before.now, after.trained - before.trained
+        seconds, trained = after.now - before.now, steps * self.scenario.prompts
         busy_s = after.busy_s - before.busy_s
         return Outcome(
             step_s=seconds / steps,
@@ -271,9 +267,9 @@ class _Run:
             training_busy=(after.training_s - before.training_s) / seconds,
             running=(after.running_s - before.running_s) / busy_s if busy_s else 0.0,
             staleness=dict(sorted(self.staleness.items())),
-            staleness_mean=(after.token_staleness - before.token_staleness) / max(1, after.tokens - before.tokens),
-            length_mean=(after.tokens - before.tokens) / max(1, trained * self.scenario.samples),
-            dropped=(after.dropped - before.dropped) / max(1, trained),
-            cancelled=(after.cancelled - before.cancelled) / max(1, trained),
+            staleness_mean=(after.token_staleness - before.token_staleness) / (after.tokens - before.tokens),
+            length_mean=(after.tokens - before.tokens) / (trained * self.scenario.samples),
+            dropped=(after.dropped - before.dropped) / trained,
+            cancelled=(after.cancelled - before.cancelled) / trained,
             trace=self.trace,
         )
