@@ -1,4 +1,4 @@
-"""``rlhf-mcore simulate CONFIG``: the schedule and the split of the devices that train most samples a second. No torch, no processes."""
+"""``rlhf-mcore simulate CONFIG``: which schedule, on which split of the devices, trains most samples a second. No torch, no processes."""
 
 from __future__ import annotations
 

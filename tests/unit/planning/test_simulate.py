@@ -153,7 +153,6 @@ def slow(
     published: list[tuple[int, ...]] = []
     staleness: Counter[int] = Counter()
     ages: list[int] = []
-    busy: list[int] = []
 
     def start() -> None:
         nonlocal drawn
