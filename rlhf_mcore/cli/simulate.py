@@ -1,4 +1,4 @@
-"""``rlhf-mcore simulate CONFIG``: which schedule, on which split of the devices, trains most samples a second. No torch, no processes."""
+"""``rlhf-mcore simulate CONFIG``: which schedule, and which split of the devices, is fastest. No torch, no processes."""
 
 from __future__ import annotations
 
