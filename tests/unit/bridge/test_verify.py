@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.run import verify
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.protocols import SyncMismatch
 
@@ -36,6 +37,14 @@ def slow_digest(values: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_digest_is_that_of_the_slow_version(dtype: torch.dtype) -> None:
     assert digest(VALUES.to(dtype)) == slow_digest(VALUES.to(dtype))
+
+
+def test_a_large_piece_is_hashed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, whole = slow_digest(VALUES), piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32)
+    for elements in (1, 4, 8):  # one row, one row, two rows of the three
+        monkeypatch.setattr(verify, "CHUNK_ELEMENTS", elements)
+        assert digest(VALUES) == expected
+        assert piece_digest(VALUES[:, 2:].reshape(-1), RIGHT, SHAPE, torch.float32) == whole
 
 
 def test_pieces_add_up_to_the_whole_however_they_are_stored() -> None:
