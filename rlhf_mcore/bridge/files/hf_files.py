@@ -135,18 +135,28 @@ class HFReader:
         return weight_map
 
     def _check_shard(self, shard: str) -> None:
-        if Path(shard).name != shard:
-            raise ConfigError(f"{self.directory / INDEX}: shard {shorten(shard, 1000)!r} is not a plain file name.")
-        path = self.directory / shard
-        if not os.path.isfile(path):
-            raise ConfigError(f"{self.directory}: weight file {shorten(shard)} is missing.")
-        allowed = [self.directory]
-        if self.directory.parent.name == "snapshots":  # a Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*
-            allowed.append(self.directory.parent.parent / "blobs")
-        if path.resolve().parent not in allowed:
-            raise ConfigError(
-                f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead."
-            )
+        # A Hugging Face cache: snapshots/<revision>/* -> ../../blobs/*
+        is_cached = self.directory.parent.name == "snapshots"
+        blobs = [self.directory.parent.parent / "blobs"] if is_cached else []
+        inside(self.directory, shard, where=f"{self.directory / INDEX}: shard", also=blobs)
+
+
+def inside(directory: Path, name: str, minimum: int = 0, *, where: str = "", also: Sequence[Path] = ()) -> Path:
+    """The file ``name`` of a directory, as something read from a file names it. A link may lead into ``also``.
+
+    Raises:
+        ConfigError: it is not a plain name, leads out of the directory, is absent or shorter than ``minimum`` bytes.
+    """
+    path = directory / name
+    if not name or os.path.basename(name) != name or name in (".", ".."):
+        raise ConfigError(f"{where or f'{directory}:'} {shorten(name, 1000)!r} is not a plain file name")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{directory}: weight file {shorten(name)} is missing")
+    if path.resolve().parent not in (directory.resolve(), *also):
+        raise ConfigError(f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead.")
+    if path.stat().st_size < minimum:
+        raise ConfigError(f"{path}: {path.stat().st_size} bytes, but {minimum} are named. The file is truncated.")
+    return path
 
 
 def companion_files(sources: Sequence[str | Path]) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -66,24 +65,6 @@ def _check_tied(source: ModelSource) -> None:
 def num_parameters(types: TensorTypes) -> int:
     """Number of elements of all tensors."""
     return sum(prod(shape) for _, shape in types.values())
-
-
-def inside(directory: Path, name: str, minimum: int = 0) -> Path:
-    """The file ``name`` of a directory, as something read from a file names it.
-
-    Raises:
-        ConfigError: it is not a plain name, leads out of the directory, is absent or shorter than ``minimum`` bytes.
-    """
-    path = directory / name
-    if not name or os.path.basename(name) != name or name in (".", ".."):
-        raise ConfigError(f"{directory}: {name!r} is not a plain file name")
-    if not path.is_file():
-        raise ConfigError(f"{directory}: {name} is missing")
-    if path.resolve().parent != directory.resolve():
-        raise ConfigError(f"{path}: a link to {path.resolve()}, outside of the directory. Copy the file here instead.")
-    if path.stat().st_size < minimum:
-        raise ConfigError(f"{path}: {path.stat().st_size} bytes, but {minimum} are named. The file is truncated.")
-    return path
 
 
 def agree(digests: Mapping[str, str], again: Mapping[str, str], where: Path) -> None:

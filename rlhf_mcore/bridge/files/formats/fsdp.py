@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from rlhf_mcore.bridge.files.formats.checks import BUFFERS, inside
+from rlhf_mcore.bridge.files.formats.checks import BUFFERS
 from rlhf_mcore.bridge.files.formats.located import Located, locate, read
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles, grid_tiles
+from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, in_memory, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.types import ModelGeometry

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.checks import inside
 from rlhf_mcore.bridge.files.formats.foreign_index import IndexedTensor, Part, read_index
 from rlhf_mcore.bridge.files.formats.located import locate_one, read
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
+from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import read_json, read_text, shorten
