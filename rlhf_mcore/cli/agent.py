@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.config import Config, ConfigError
@@ -45,15 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlhf_mcore.cli.agent",
-        description="Start the ranks of one node of a run on several nodes.",
-        epilog=exit_codes.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "python -m rlhf_mcore.cli.agent",
+        "Start the ranks of one node of a run on several nodes.",
+        exit_codes.EPILOG,
+        "YAML file, as for train",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--run-id", required=True, metavar="NAME", help="of this attempt; logs go to logs/NAME")
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument(

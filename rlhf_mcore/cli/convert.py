@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
@@ -58,16 +59,12 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore convert",
-        description=(
-            "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
-            "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
-            "is checked against config.json before and after; DST appears whole or not at all."
-        ),
-        epilog=exit_codes.TOOL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore convert",
+        "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
+        "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
+        "is checked against config.json before and after; DST appears whole or not at all.",
+        exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="format of SRC")
     parser.add_argument("--to", dest="target_format", choices=("hf", "megatron"), required=True, help="format of DST")

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
@@ -55,15 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore doctor",
-        description=(
-            "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
-            "also latency and bandwidth between ranks."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore doctor",
+        "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
+        "also latency and bandwidth between ranks.",
+        EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--quick", action="store_true", help="import no library and write little: under two seconds")

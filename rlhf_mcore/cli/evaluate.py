@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config import ConfigError
@@ -27,21 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore evaluate",
-        description=(
-            "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
-            "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
-            "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
-            "an improvement on that is positive. Killed and started again, it continues where it was."
-        ),
-        epilog=exit_codes.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    return command_parser(
+        "rlhf-mcore evaluate",
+        "Score a model on the prompts of data.eval with the reward of the configuration. evaluate.checkpoint=DIR names "
+        "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
+        "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
+        "an improvement on that is positive. Killed and started again, it continues where it was.",
+        exit_codes.EPILOG,
+        "YAML file: the one of the training run will do",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file: the one of the training run will do")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
-    return parser
 
 
 def _evaluate(path: str, overrides: Sequence[str]) -> int:

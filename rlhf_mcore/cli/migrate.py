@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config import Config, ConfigError
 
 
@@ -21,16 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore migrate",
-        description=(
-            "Carry a configuration of verl (YAML, or a launch script with key=value overrides) or of OpenRLHF (a launch script) "
-            "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
-            "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run."
-        ),
-        epilog=exit_codes.TOOL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore migrate",
+        "Carry a configuration of verl (YAML, or a launch script with key=value overrides) or of OpenRLHF (a launch script) "
+        "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
+        "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run.",
+        exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="YAML file or launch script; nothing in it is run")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write")

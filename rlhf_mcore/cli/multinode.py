@@ -20,6 +20,7 @@ from types import FrameType
 from uuid import uuid4
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import FORWARDED, TRAIN, with_restarts
 from rlhf_mcore.config import ConfigError
 
@@ -53,15 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="launch/multinode.sh",
-        description="Train on several machines over ssh. They see this directory under the same path.",
-        epilog=exit_codes.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "launch/multinode.sh",
+        "Train on several machines over ssh. They see this directory under the same path.",
+        exit_codes.EPILOG,
+        "YAML file, as for train",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--hosts", required=True, metavar="A,B", help="names, the first holds rank 0")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="M", help="processes per host (default: 8)")
     parser.add_argument("--interface", help="of the first host, to meet on (default: the one towards the second host)")

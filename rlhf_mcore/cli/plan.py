@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config import Config, ConfigError
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType
 
@@ -28,18 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore plan",
-        description=(
-            "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
-            "config.json: weights, tokenizer and prompts need not be there (configs/models has some)."
-        ),
-        epilog=exit_codes.TOOL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore plan",
+        "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
+        "config.json: weights, tokenizer and prompts need not be there (configs/models has some).",
+        exit_codes.TOOL_EPILOG,
+        "YAML file, as for train",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="processes (default: trainer.world_size, or the fewest)"
     )

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.data.recipes import RECIPES
@@ -24,12 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description="Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
-        epilog=exit_codes.TOOL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "prepare_data.py",
+        "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
+        exit_codes.TOOL_EPILOG,
     )
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="file, directory, or id of a data set (needs `datasets`)"

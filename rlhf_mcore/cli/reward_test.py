@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 
 EPILOG = """\
@@ -27,19 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore reward-test",
-        description=(
-            "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
-            "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
-            "disagreement is printed. No model is loaded."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore reward-test",
+        "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
+        "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
+        "disagreement is printed. No model is loaded.",
+        EPILOG,
+        "YAML file: the one of the training run",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file: the one of the training run")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")
     return parser
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config import Config, ConfigError
 
@@ -27,18 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore train",
-        description=(
-            "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
-            "(trainer.world_size); under torchrun or SLURM it is one of the processes."
-        ),
-        epilog=exit_codes.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore train",
+        "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
+        "(trainer.world_size); under torchrun or SLURM it is one of the processes.",
+        exit_codes.EPILOG,
+        "YAML file; see configs/base.yaml for all keys",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file; see configs/base.yaml for all keys")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     # From the launcher to its ranks: the step after which the run continues, printed already.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)

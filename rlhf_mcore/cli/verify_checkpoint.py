@@ -15,6 +15,7 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoi
 from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 
 EPILOG = """\
@@ -62,15 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore verify-checkpoint",
-        description=(
-            "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it leans on too. "
-            "Given a run directory, all checkpoints in it and the links to them."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore verify-checkpoint",
+        "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it leans on too. "
+        "Given a run directory, all checkpoints in it and the links to them.",
+        EPILOG,
     )
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a run directory")
     parser.add_argument("--quick", action="store_true", help="compare names and sizes, read no content")

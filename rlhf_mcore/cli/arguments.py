@@ -1,0 +1,22 @@
+"""Command lines: what all commands have in common."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def command_parser(prog: str, description: str, epilog: str, config: str = "") -> argparse.ArgumentParser:
+    """The parser of a command. ``config``: help of its first argument, where that is a configuration with overrides behind it."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if config:
+        parser.add_argument("config", metavar="CONFIG", help=config)
+        parser.add_argument(
+            "overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's"
+        )
+    return parser
