@@ -167,15 +167,15 @@ class RemoteEngines(Protocol):
         ...
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait for what was begun last. What went wrong, with the name of the engine; [] where all is well.
+        """Wait for what was begun last. What went wrong in any process, with the name of its engine; [] where all is well.
 
         An engine has failed if one of its processes is gone, does not answer in time, or has raised anything but :class:`PeersLost`.
-        ``pause`` leaves it out until it has been started again. Processes that have raised PeersLost stay.
+        ``pause`` leaves it out until it has been started again. An engine whose processes have raised PeersLost stays.
         """
         ...
 
     def resume(self) -> None:
-        """Let engines generate again. Their weights are whole."""
+        """Let engines generate again. Those that took part have whole weights."""
         ...
 
 

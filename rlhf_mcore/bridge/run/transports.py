@@ -215,7 +215,7 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
         os.ftruncate(descriptor, size)
         own = _map(f"/proc/self/fd/{descriptor}", size)
         own[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
-    every, rank = all_gather_json([_machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
+    every, rank = all_gather_json([machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
     of = {peer: found for peer in wanted if (found := _of_rank(every[peer], every[rank][0])) is not None}
     readers = [peer for peer, ranks in enumerate(all_gather_json(sorted(of), group)) if rank in ranks]
     if descriptor is not None:
@@ -223,7 +223,8 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
     return MappedMemory(own[_STAMP_BYTES:], of, frozenset(readers))
 
 
-def _machine() -> str:
+def machine() -> str:
+    """A name of this machine, the same in all its containers; "" where it has none."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:

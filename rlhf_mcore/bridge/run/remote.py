@@ -1,0 +1,269 @@
+"""The planned bridge to engines in processes of their own: its two ends, and what happens when engines come, fail or go.
+
+Trainer ranks and engine ranks form one group, the trainer's first. Over it both ends build the same :class:`PlannedBridge`: trainer
+ranks have no engine, engine ranks no part of the model. The group, what is described in it and the plan are kept as long as the same
+processes take part. Otherwise they are made anew, and the next sync brings all weights to everybody.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.run.endpoints import Sources
+from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.transports import machine
+from rlhf_mcore.parallel.addresses import listener
+from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, on_every_rank
+from rlhf_mcore.parallel.joint_group import JointGroup, connections
+from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, RemoteEngines, SyncStats, WeightTarget
+from rlhf_mcore.types import LocalParameter, ModelGeometry
+
+ATTEMPTS = 3  # with the same processes
+MARGIN_S = 5.0  # for engines to notice that a transfer has failed
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeJob:
+    """What both ends have to agree on; see :class:`PlannedBridge`."""
+
+    geometry: ModelGeometry
+    bucket_bytes: int
+    verify: str = "off"
+    poison: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_json(cls, text: str) -> BridgeJob:
+        fields = json.loads(text)
+        geometry = fields.pop("geometry")
+        return cls(ModelGeometry(**{**geometry, "dense_layers": tuple(geometry["dense_layers"])}), **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What a rank has of a transfer: parts of the model or an engine.
+
+    ``node`` is the name of its machine ("": found out): what goes to a machine is brought there once and forwarded inside.
+    ``sources`` are as in :class:`PlannedBridge`.
+    """
+
+    parameters: Sequence[LocalParameter]
+    target: WeightTarget
+    node: str = ""
+    sources: Sources | None = None
+
+
+class _End:
+    """One end of the bridge in one group. Collective over the group."""
+
+    def __init__(self, side: Side, job: BridgeJob, spec: GroupSpec, listening: socket.socket | None = None) -> None:
+        self._joint = JointGroup(spec, listening)
+        try:
+            group = self._joint.group
+            with connections():
+                names = all_gather_json(side.node or machine(), group)
+                numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+                self.bridge = PlannedBridge(
+                    side.parameters,
+                    job.geometry,
+                    side.target,
+                    group,
+                    bucket_bytes=job.bucket_bytes,
+                    sources=side.sources,
+                    verify=job.verify,
+                    nodes=[numbers[name] for name in names] if len(numbers) > 1 else None,
+                    poison=job.poison,
+                )
+        except BaseException:
+            self._joint.close()
+            raise
+
+    def sync(self, version: int, only: Sequence[str] | None) -> SyncStats:
+        with connections():
+            return self.bridge.sync(version, only)
+
+    def close(self) -> None:
+        self._joint.close()
+
+
+class EngineEnd:
+    """The engine's end: a :class:`WeightReceiver`."""
+
+    def __init__(self, target: WeightTarget, node: str = "") -> None:
+        self._side = Side((), target, node)
+        self._end: _End | None = None
+
+    def join(self, spec: GroupSpec, bridge: str) -> None:
+        """See :class:`WeightReceiver`."""
+        self.leave()
+        self._end = _End(self._side, BridgeJob.of_json(bridge), spec)
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+        """See :class:`WeightReceiver`."""
+        assert self._end is not None, "it has not joined a group"
+        try:
+            return self._end.sync(version, only)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """See :class:`WeightReceiver`."""
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+
+class RemoteBridge:
+    """The trainer's end: a :class:`WeightBridge` to all remote engines that are well.
+
+    An engine that dies, stops or fails in the middle of a transfer is left out, and the transfer is made again with the others. In
+    between their weights cannot be used. No rank waits for an engine longer than ``timeout_s`` and some seconds.
+
+    Args:
+        side: this rank's; its target is a ``NoTarget``.
+        job: what the engines build their end from.
+        trainers: the trainer's ranks.
+        engines: control of the engines, on the first of these; None on the others.
+        address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
+        timeout_s: how long a rank waits for others to come, and for a message.
+        note: is told of engines that fail.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        job: BridgeJob,
+        trainers: dist.ProcessGroup,
+        engines: RemoteEngines | None,
+        *,
+        address: str,
+        timeout_s: float,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
+        self._side, self._job, self._trainers, self._engines = side, job, trainers, engines
+        self._address, self._timeout_s, self._note = address, timeout_s, note
+        self._end: _End | None = None
+        self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
+        """Bring weights to all engines that are well, and let them generate again. Collective over the trainer's ranks.
+
+        Args:
+            version: of the weights.
+            only: as in :meth:`PlannedBridge.sync`. Where an engine has come, gone or failed since the last sync, all get everything.
+
+        Returns:
+            What this rank has moved; nothing where no engine is well.
+
+        Raises:
+            RuntimeError: it fails again and again though all engines are well, or the control of the engines has raised.
+            SyncMismatch: see :meth:`PlannedBridge.sync`.
+        """
+        started, tried, tries = time.perf_counter(), None, 0
+        stats: SyncStats | None = None
+        while stats is None:
+            members = self._pause()
+            tries = tries + 1 if members == tried else 1
+            tried = members
+            if tries > ATTEMPTS:
+                raise RuntimeError(
+                    f"weights do not get to the engines, {ATTEMPTS} times in a row; see the notes before"
+                )
+            if members != self._members:
+                self.leave()
+                only = None
+                if members and not self._join(members):
+                    continue
+            stats = self._together(partial(self._sync_once, version, only)) if members else SyncStats(0, 0, 0, 0)
+        self._on_first(lambda engines: engines.resume())
+        return replace(stats, seconds=time.perf_counter() - started)
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. The next sync makes another."""
+        end, self._end, self._members = self._end, None, []
+        if end is not None:
+            end.close()
+
+    def _on_first(self, action: Callable[[RemoteEngines], T]) -> T | None:
+        """What the first rank does with the engines; None on the others. All raise what it raises."""
+        engines = self._engines
+        return on_every_rank(lambda: None if engines is None else action(engines), self._trainers)
+
+    def _pause(self) -> list[EngineProcess]:
+        """The processes that can take part, on every rank."""
+        found = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
+        return [EngineProcess(*fields) for fields in broadcast_json(found, 0, self._trainers)]
+
+    def _join(self, members: list[EngineProcess]) -> bool:
+        """Make a group with these processes and plan in it. Whether it could be made."""
+        listening = self._on_first(lambda engines: listener(self._address))
+        place = None if listening is None else [f"weights-{secrets.token_hex(8)}", listening.getsockname()[1]]
+        name, port = broadcast_json(place, 0, self._trainers)
+        first, size = self._trainers.size(), self._trainers.size() + len(members)
+
+        def spec(rank: int) -> GroupSpec:
+            return GroupSpec(name, self._address, port, rank, size, self._timeout_s)
+
+        def join() -> bool:
+            if self._engines is not None:
+                self._engines.join([spec(rank) for rank in range(first, size)], self._job.to_json())
+            self._end = _End(self._side, self._job, spec(self._trainers.rank()), listening)
+            self._members = members
+            return True
+
+        return self._together(join) is not None
+
+    def _sync_once(self, version: int, only: Sequence[str] | None) -> SyncStats:
+        assert self._end is not None
+        if self._engines is not None:
+            self._engines.begin_sync(version, only)
+        return self._end.sync(version, only)
+
+    def _together(self, action: Callable[[], T]) -> T | None:
+        """Carry out the trainer's part of what all processes do. None on all ranks, and the group is left, where engines are lost."""
+        began, result, lost, caught = time.monotonic(), None, "", None
+        try:
+            result = action()
+        except PeersLost as error:
+            lost = str(error)
+        except Exception as error:
+            caught = error
+        if result is None:
+            self.leave()  # who waits for this rank is told so
+
+        def end(engines: RemoteEngines) -> list[str]:
+            left = max(began + self._timeout_s - time.monotonic(), 0) + MARGIN_S
+            return engines.finish(self._timeout_s if result is not None else left)
+
+        try:
+            on_every_rank(lambda: _raise(caught), self._trainers)
+            problems = broadcast_json(self._on_first(end), 0, self._trainers)
+        except BaseException:
+            self.leave()
+            raise
+        problems += [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(lost, self._trainers)) if text]
+        if problems:
+            self.leave()
+            if self._engines is not None:
+                self._note(f"weights have not got to all engines, it is tried again: {'; '.join(problems)}")
+            return None
+        return result
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
