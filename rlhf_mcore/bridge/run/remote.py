@@ -139,7 +139,6 @@ class RemoteBridge:
         engines: control of the engines, on the first of these; None on the others.
         address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
         timeout_s: how long a rank waits for others to come, and for a message.
-        note: is told of engines that fail.
     """
 
     def __init__(
@@ -151,13 +150,13 @@ class RemoteBridge:
         *,
         address: str,
         timeout_s: float,
-        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
         self._side, self._job, self._trainers, self._engines = side, job, trainers, engines
-        self._address, self._timeout_s, self._note = address, timeout_s, note
+        self._address, self._timeout_s = address, timeout_s
         self._end: _End | None = None
         self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
+        self._problems: list[str] = []  # of the last transfer that failed
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
         """Bring weights to all engines that are well, and let them generate again. Collective over the trainer's ranks.
@@ -180,9 +179,8 @@ class RemoteBridge:
             tries = tries + 1 if members == tried else 1
             tried = members
             if tries > ATTEMPTS:
-                raise RuntimeError(
-                    f"weights do not get to the engines, {ATTEMPTS} times in a row; see the notes before"
-                )
+                problems = "; ".join(self._problems)
+                raise RuntimeError(f"weights have not got to the engines, {ATTEMPTS} times in a row: {problems}")
             if members != self._members:
                 self.leave()
                 only = None
@@ -251,17 +249,16 @@ class RemoteBridge:
 
         try:
             on_every_rank(lambda: _raise(caught), self._trainers)
-            problems = broadcast_json(self._on_first(end), 0, self._trainers)
+            problems: list[str] = broadcast_json(self._on_first(end), 0, self._trainers)
         except BaseException:
             self.leave()
             raise
         problems += [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_json(lost, self._trainers)) if text]
-        if problems:
-            self.leave()
-            if self._engines is not None:
-                self._note(f"weights have not got to all engines, it is tried again: {'; '.join(problems)}")
-            return None
-        return result
+        if not problems:
+            return result
+        self._problems = problems
+        self.leave()
+        return None
 
 
 def _raise(error: Exception | None) -> None:

@@ -14,7 +14,7 @@ from rlhf_mcore.rollout.engine import VersionedWeights
 class Engine(VersionedWeights):
     """An engine whose model holds every Hugging Face tensor as it is."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]]):
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float64):
         super().__init__()
         self.model = nn.Module()
         for name, shape in shapes.items():
@@ -24,9 +24,7 @@ class Engine(VersionedWeights):
                 if not hasattr(owner, part):
                     owner.add_module(part, nn.Module())
                 owner = getattr(owner, part)
-            owner.register_parameter(
-                last, nn.Parameter(torch.zeros(tuple(shape), dtype=torch.float64), requires_grad=False)
-            )
+            owner.register_parameter(last, nn.Parameter(torch.zeros(tuple(shape), dtype=dtype), requires_grad=False))
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -1,0 +1,268 @@
+"""The trainer's ranks of a bridge to engines in processes of their own: layouts, faults, and engines that come and go."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.parallel.addresses import LOOPBACK
+from rlhf_mcore.parallel.collectives import all_gather_json, broadcast_json, world_group
+from rlhf_mcore.protocols import SyncStats
+from tests.distributed import models
+from tests.distributed.engine_processes import EngineProcesses, left, only_messages
+from tests.distributed.setting import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    UNEVEN_LAYOUTS,
+    Settings,
+    build,
+    finish,
+    groups_of,
+    moe_groups_of,
+    start,
+)
+
+BUCKET_BYTES = 40_000
+TIMEOUT_S = 4.0
+CHANGES = 20
+
+
+class Trainer:
+    """The ranks of the world with a model, and on the first of them the engines."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.platform, self.path = start(), directory / name
+        self.groups: dict[str, ModelGroups] = {}
+        if dist.get_rank() == 0:
+            models.make(name, self.path)
+        dist.barrier()
+        self.file = str(self.path / "model.safetensors")
+        shapes = {key: list(tensor.shape) for key, tensor in load_file(self.file).items()}
+        self.engines = EngineProcesses(self.path, shapes) if dist.get_rank() == 0 else None
+        self.has_experts = name in models.MOE_MODELS
+
+    def model(self, layout: str) -> MegatronModel:
+        groups = (moe_groups_of if self.has_experts else groups_of)(layout, self.groups)
+        return build(self.path, groups, self.platform, Settings())[0]
+
+    def bridge(self, model: MegatronModel, node: str = "", timeout_s: float = TIMEOUT_S, **job: Any) -> RemoteBridge:
+        geometry = model.spec.geometry
+        assert set(hf_shapes(geometry)) == set(load_file(self.file))
+        side = Side(model.local_parameters(), NoTarget(), node)
+        return RemoteBridge(
+            side,
+            BridgeJob(geometry, **{"bucket_bytes": BUCKET_BYTES, "verify": "digest", "poison": True, **job}),
+            world_group(),
+            self.engines,
+            address=LOOPBACK,
+            timeout_s=timeout_s,
+        )
+
+    def first(self, action: Callable[[EngineProcesses], Any]) -> Any:
+        """What the first rank does with the engines, known to all."""
+        return broadcast_json(None if self.engines is None else action(self.engines), 0)
+
+    def start(self, *names: str, node: str = "") -> None:
+        self.first(lambda engines: [engines.start(name, node) for name in names])
+
+    def end(self, *names: str) -> None:
+        self.first(lambda engines: [engines.end(name) for name in names])
+
+    def weights(self, *names: str, newer: Path | None = None) -> Any:
+        """What engines hold that they should not, their versions and numbers of tensors."""
+        given = {"path": self.file, "newer": None if newer is None else str(newer)}
+        return self.first(lambda engines: [engines.ask(name, "weights", **given) for name in names])
+
+    def answers(self) -> Any:
+        return self.first(lambda engines: engines.answers)
+
+    def close(self) -> None:
+        if self.engines is not None:
+            self.engines.close()
+
+
+@contextmanager
+def trainer(directory: Path, name: str) -> Iterator[Trainer]:
+    made = Trainer(directory, name)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def shown(stats: SyncStats) -> list[int]:
+    return [stats.received_bytes, stats.local_bytes]
+
+
+def layouts(run: Trainer, names: Sequence[str]) -> dict[str, Any]:
+    """Every layout to two engines: through shared memory, then half of them in messages."""
+    found: dict[str, Any] = {}
+    run.start("a", "b")
+    for by_messages in (False, True):
+        if by_messages:
+            run.first(lambda engines: [engines.ask(name, "messages") for name in "ab"])
+        with only_messages() if by_messages else nullcontext():
+            for version, layout in enumerate(names[::2] if by_messages else names):
+                bridge = run.bridge(run.model(layout))
+                stats = all_gather_json(shown(bridge.sync(version)))
+                found[f"{layout}{' by messages' * by_messages}"] = {
+                    "version": version,
+                    "stats": stats,
+                    "answers": run.answers(),
+                    "weights": run.weights("a", "b"),
+                }
+                bridge.leave()
+    run.end("a", "b")
+    return found
+
+
+def some_tensors(run: Trainer) -> dict[str, Any]:
+    """Two engines; some tensors change; an engine comes late; some change again."""
+    newer, found = run.path / "newer.safetensors", {}
+    model = run.model("tp2_pp2")
+    bridge = run.bridge(model)
+    run.start("a", "b")
+    bridge.sync(0)
+    changed(model, newer, "model.norm.weight")
+    bridge.sync(1, only=["model.norm.*"])
+    found["some"] = [run.answers(), run.weights("a", "b", newer=newer)]
+    run.start("c")
+    changed(model, newer, "model.norm.weight")
+    bridge.sync(2, only=["model.norm.*"])
+    found["late"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
+    changed(model, newer, "model.norm.weight")
+    bridge.sync(3, only=["model.norm.*"])
+    found["again"] = [run.answers(), run.weights("a", "b", "c", newer=newer)]
+    found["log"] = run.first(lambda engines: engines.log)
+    bridge.leave()
+    run.end("a", "b", "c")
+    return found
+
+
+def changed(model: MegatronModel, newer: Path, name: str) -> None:
+    """Make a norm twice what it is, in the model and in a file of what is expected."""
+    parameters = {p.name: p.tensor for p in model.local_parameters()}
+    if (held := parameters.get("decoder.final_layernorm.weight")) is not None:
+        held *= 2
+        if model.groups.collection.tp.rank() == 0:
+            save_file({name: held.clone()}, newer)
+    dist.barrier()
+
+
+def faults(run: Trainer) -> list[dict[str, Any]]:
+    """Of three engines one fails while it joins, or in the third bucket: it ends, stops or raises."""
+    found = []
+    model = run.model("tp2_pp2")
+    run.start("a", "b")
+    for number, (during, kind) in enumerate((d, k) for d in ("join", "sync") for k in ("kill", "stop", "raise")):
+        bridge = run.bridge(model)
+        name = f"bad{number}"
+        run.start(name)
+        if during == "sync":
+            bridge.sync(100)
+        at = 0 if during == "join" else 3
+        run.first(lambda engines: engines.ask(name, "trouble", during=during, kind=kind, at=at))  # noqa: B023
+        began = time.monotonic()
+        stats = all_gather_json(shown(bridge.sync(number)))
+        found.append(
+            {
+                "case": [during, kind],
+                "seconds": max(all_gather_json(time.monotonic() - began)),
+                "stats": stats,
+                "problems": bridge._problems,
+                "weights": run.weights("a", "b"),
+                "members": run.first(lambda engines: [process.engine for process in engines.pause()]),
+            }
+        )
+        bridge.sync(number + 50)
+        found[-1]["next"] = run.weights("a", "b")
+        bridge.leave()
+    run.end("a", "b")
+    return found
+
+
+def own_fault(run: Trainer) -> dict[str, Any]:
+    """A rank of the trainer cannot send: all ranks raise, and engines are left without weights. No engine: nothing is done."""
+    model = run.model("tp2_pp2")
+    bridge = run.bridge(model)
+    found: dict[str, Any] = {"alone": shown(bridge.sync(0))}
+    run.start("a")
+    bridge.sync(1)
+    begin = mock.patch.object(NoTarget, "begin", side_effect=ZeroDivisionError("by a test"))
+    with begin if dist.get_rank() == 2 else nullcontext():
+        try:
+            bridge.sync(2)
+            error = "none"
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    found["errors"] = all_gather_json(error)
+    found["answer"] = run.first(lambda engines: engines.finish(30))
+    found["weights"] = run.weights("a")
+    bridge.sync(3)
+    found["after"] = run.weights("a")
+    bridge.leave()
+    run.end("a")
+    return found
+
+
+def nodes(run: Trainer) -> dict[str, Any]:
+    """Trainer ranks on two machines; an engine beside the first two, two on a machine of their own, one on another."""
+    model = run.model("tp2_pp2")
+    bridge = run.bridge(model, node="t0" if dist.get_rank() < 2 else "t1", bucket_bytes=120_000)
+    for name, node in (("a", "t0"), ("b", "e"), ("c", "e"), ("d", "f")):
+        run.start(name, node=node)
+    bridge.sync(0)
+    assert bridge._end is not None
+    held = sum(p.tensor.numel() * 4 for p in model.local_parameters())
+    found = {"answers": run.answers(), "weights": run.weights(*"abcd"), "held": all_gather_json(held)}
+    bridge.leave()
+    run.end(*"abcd")
+    return found
+
+
+def changes(run: Trainer) -> dict[str, Any]:
+    """An engine stays, another comes and goes again and again."""
+    model = run.model("tp2_pp2")
+    bridge = run.bridge(model)
+    run.start("a")
+    found: dict[str, Any] = {"left": [], "wrong": []}
+    for number in range(CHANGES + 4):
+        if number % 2:
+            run.start("b")
+        bridge.sync(number)
+        found["wrong"] += [w["wrong"] for w in run.weights("a")]
+        if number % 2:
+            run.end("b")
+        elif number >= 4:
+            gc.collect()
+            time.sleep(0.1)  # threads of the last group end
+            found["left"].append([*all_gather_json(left()), run.first(lambda engines: engines.ask("a", "left"))])
+    bridge.leave()
+    run.end("a")
+    return found
+
+
+def main(directory: Path) -> None:
+    findings: dict[str, Any] = {}
+    with trainer(directory, "qwen3_seven") as run:
+        findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
+    with trainer(directory, "qwen3") as run:
+        findings["layouts"] = layouts(run, list(LAYOUTS))
+        for part in (some_tensors, faults, own_fault, nodes, changes):
+            findings[part.__name__] = part(run)
+    with trainer(directory, "qwen3_moe") as run:
+        findings["experts"] = layouts(run, list(MOE_LAYOUTS)[:-1])
+    finish(findings, directory)

@@ -1,0 +1,111 @@
+"""The bridge to engines in processes of their own: four trainer ranks, and engines that are started, killed and stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.remote_bridge_worker import CHANGES, TIMEOUT_S
+from tests.distributed.setting import LAYOUTS, MOE_LAYOUTS, UNEVEN_LAYOUTS
+from tests.distributed.world import World
+
+# Elements of the models of tests/distributed/models.py, counted by hand: 64 wide, 97 words, 4 query and 2 key heads of 32, 96 inner.
+NORMS = 2 * 64 + 2 * 32  # of a layer
+ATTENTION = 128 * 64 + 2 * 64 * 64 + 64 * 128
+DENSE_LAYER = NORMS + ATTENTION + 3 * 96 * 64
+EXPERT_LAYER = NORMS + ATTENTION + 4 * 64 + 4 * 3 * 48 * 64
+BYTES = {
+    "uneven": 4 * (97 * 64 + 7 * DENSE_LAYER + 64),  # one tensor for words in and out
+    "layouts": 4 * (2 * 97 * 64 + 4 * DENSE_LAYER + 64),
+    "experts": 4 * (2 * 97 * 64 + 4 * EXPERT_LAYER + 64),
+}
+MATRIX = [
+    *(("uneven", layout) for layout in UNEVEN_LAYOUTS),
+    *(("layouts", layout) for layout in LAYOUTS),
+    *(("experts", layout) for layout in MOE_LAYOUTS if "uneven" not in layout),
+]
+MATRIX += [(model, f"{layout} by messages") for model in BYTES for layout in [x for m, x in MATRIX if m == model][::2]]
+
+
+@pytest.fixture(scope="module")
+def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("remote")
+    return four_ranks.run("remote_bridge_worker", directory)
+
+
+@pytest.mark.parametrize(("model", "layout"), MATRIX)
+def test_every_layout_arrives_bit_for_bit_at_the_lower_bound(findings: Any, model: str, layout: str) -> None:
+    """Trainer ranks receive nothing; an engine rank needs everything and holds nothing of it."""
+    found = findings[model][layout]
+    assert found["stats"] == [[0, 0]] * 4
+    for answer, weights in zip(found["answers"], found["weights"], strict=True):
+        assert answer["answer"]["received_bytes"] == BYTES[model] and answer["answer"]["local_bytes"] == 0
+        assert weights["wrong"] == [] and weights["version"] == answer["answer"]["version"] == found["version"]
+
+
+def test_what_has_changed_travels_alone_and_who_comes_late_gets_everything(findings: Any) -> None:
+    found = findings["some_tensors"]
+    for part, size in (("some", 64 * 4), ("late", BYTES["layouts"]), ("again", 64 * 4)):
+        answers, weights = found[part]
+        assert [answer["answer"]["received_bytes"] for answer in answers] == [size] * len(answers), part
+        assert [held["wrong"] for held in weights] == [[]] * len(weights), part
+        assert len({held["version"] for held in weights}) == 1
+    assert len(found["late"][0]) == len(found["again"][0]) == 3
+
+
+def test_a_group_is_kept_as_long_as_the_same_processes_take_part(findings: Any) -> None:
+    joined = ["pause", "join", "sync", "resume"]
+    kept = ["pause", "some", "resume"]
+    assert findings["some_tensors"]["log"][-14:] == [*joined, *kept, *joined, *kept]
+
+
+@pytest.mark.parametrize("during", ["join", "sync"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
+def test_an_engine_that_fails_is_left_out_and_the_others_are_whole(findings: Any, during: str, kind: str) -> None:
+    (found,) = [found for found in findings["faults"] if found["case"] == [during, kind]]
+    told = {"kill": "is gone", "stop": "does not answer", "raise": "OSError: the engine has no memory left"}[kind]
+    assert sum(problem.startswith("bad") and problem.endswith(told) for problem in found["problems"]) == 1
+    assert found["members"] == ["a", "b"]
+    for moment in ("weights", "next"):
+        assert [held["wrong"] for held in found[moment]] == [[], []]
+        assert len({held["version"] for held in found[moment]}) == 1
+    assert [held["version"] for held in found["next"]] == [found["weights"][0]["version"] + 50] * 2
+
+
+def test_an_engine_that_fails_holds_the_trainer_no_longer_than_was_said(findings: Any) -> None:
+    """torch's own limit is half an hour. A machine with more processes than cores gets some time more than the deadline."""
+    assert max(found["seconds"] for found in findings["faults"]) < 10 * TIMEOUT_S
+
+
+def test_engines_without_whole_weights_have_none_that_may_be_used(findings: Any) -> None:
+    """One of the trainer's ranks has failed: all raise, naming it, and the engine refuses to generate until the next sync."""
+    found = findings["own_fault"]
+    assert found["alone"] == [0, 0]  # no engine was there
+    assert [error.split(": ", 1)[-1] for error in found["errors"]] == [
+        "by a test" if rank == 2 else "rank 2: ZeroDivisionError: by a test" for rank in range(4)
+    ]
+    assert "PeersLost" in found["answer"][0]
+    assert found["weights"][0]["version"] == -1
+    assert found["after"][0]["wrong"] == [] and found["after"][0]["version"] == 3
+
+
+def test_a_machine_imports_what_it_lacks_once(findings: Any) -> None:
+    """Two engines of one machine share what crosses to it; one that is beside a stage of the model gets the other stage only."""
+    found = findings["nodes"]
+    assert [held["wrong"] for held in found["weights"]] == [[]] * 4
+    imported = {answer["engine"]: answer["answer"]["imported"] for answer in found["answers"]}
+    first_stage = 4 * (97 * 64 + 2 * DENSE_LAYER)
+    assert imported["a"] == BYTES["layouts"] - first_stage
+    assert imported["b"] + imported["c"] == imported["d"] == BYTES["layouts"]
+    assert min(imported["b"], imported["c"]) > 0.4 * BYTES["layouts"]
+
+
+def test_engines_that_come_and_go_leave_nothing_behind(findings: Any) -> None:
+    """Descriptors, threads and memory of four trainer ranks and of the engine that stays."""
+    found = findings["changes"]
+    assert found["wrong"] == [[]] * (CHANGES + 4)
+    for first, *later in zip(*found["left"], strict=True):
+        assert [seen[:2] for seen in later] == [first[:2]] * len(later)
+        assert later[-1][2] - first[2] < 8 * 1024  # KiB; a group's messages alone are some 100
