@@ -63,7 +63,7 @@ def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
 
     ``mean``: tokens of a response.
     """
-    in_flight = (schedule.max_staleness + 1) * schedule.oversample * scenario.responses / scenario.num_engines
+    in_flight = (schedule.max_staleness + schedule.oversample) * scenario.responses / scenario.num_engines
     running = min(scenario.engine.slots, in_flight)
     response_s = mean * scenario.engine.decode_s(max(1, running)) / running + scenario.engine.prompt_s
     generate_s = scenario.responses / scenario.num_engines * response_s

@@ -28,14 +28,18 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt, which a step trains on together. Versions are those of the policy that sampled a token."""
+    """The responses to one prompt, which a step trains on together. Versions are those of the policy.
+
+    ``version``: when it was submitted. ``oldest``: of its tokens.
+    """
 
     unfinished: int
+    version: int
+    order: int
     tokens: int = 0
     version_sum: float = 0.0  # over its tokens
     oldest: int = 1 << 62
     cancelled: bool = False
-    order: int = 0
 
 
 @dataclass(slots=True)

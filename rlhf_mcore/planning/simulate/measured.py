@@ -28,7 +28,17 @@ from rlhf_mcore.planning.inputs import num_engines
 from rlhf_mcore.planning.simulate.lengths import Lengths, rollout_lengths
 
 _REMEDY = "name the directory of another run"
-_NOT_TRAINING = ("generate", "exchange", "sync", "evaluate", "step", "load_data", "build_model", "start_engine")
+_NOT_TRAINING = (
+    "generate",
+    "exchange",
+    "sync",
+    "drain",
+    "evaluate",
+    "step",
+    "load_data",
+    "build_model",
+    "start_engine",
+)
 _MOST_STEPS = 200  # of a run: its last ones
 Matrix = npt.NDArray[np.float64]
 

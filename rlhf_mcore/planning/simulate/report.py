@@ -59,7 +59,7 @@ def _cells(row: Row, first: float) -> tuple[str, ...]:
         f"{outcome.training_busy:.0%}",
         f"{outcome.running:.0f}",
         f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
-        f"{outcome.dropped:.1%}",
+        f"{outcome.redrawn:.1%}",
         f"{outcome.samples_per_s / row.bound:.0%}",
     )
 

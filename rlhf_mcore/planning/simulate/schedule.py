@@ -1,8 +1,8 @@
 """Steps of a trainer and its engines under a schedule, as discrete events.
 
-Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. With
-``max_staleness`` K at most K + 1 steps' groups are between their start and the end of the step that trains on them, so a group
-of step k starts when version k - 1 - K is there. Steps take groups in the order in which these finish.
+Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. When a version is
+there, groups are started until (oversample + ``max_staleness``) P of them wait for training. Steps take them as they finish. One
+whose oldest token is more than ``max_staleness`` versions old, or may be so when it finishes, begins again with new responses.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ class Outcome:
     running: float  # sequences of an engine that computes
     staleness: dict[int, int]
     staleness_mean: float  # over tokens
-    length_mean: float  # tokens of a response that was trained on; long ones are dropped more often
-    dropped: float  # groups that became too old, for each that was trained on
-    cancelled: float
+    length_mean: float  # tokens of a response that was trained on; long ones become too old more often
+    redrawn: float  # groups that became too old, for each that was trained on
     trace: Trace
 
     @property
@@ -110,8 +109,7 @@ class _Totals:
     busy_s: float
     running_s: float
     training_s: float
-    dropped: int
-    cancelled: int
+    redrawn: int
     token_staleness: float
     tokens: int
 
@@ -131,19 +129,19 @@ class _Run:
         self.scenario, self.schedule, self.draw = scenario, schedule, draw
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
         self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
-        self.unfinished: dict[int, Group] = {}  # in the order in which they were started
+        self.unfinished: dict[int, Group] = {}  # by number
         self.finished: deque[Group] = deque()
         self.batch: list[Group] = []  # of the step that is trained
-        self.version = self.drawn = 0
+        self.version = self.drawn = self.started = 0
         self.trainer_at = math.inf  # when the trainer is done with what it does
         self.state = _Trainer.WAITING
         self.training_s = self.token_staleness = 0.0
-        self.dropped = self.cancelled = self.tokens = 0
+        self.redrawn = self.tokens = 0
         self.staleness: Counter[int] = Counter()
         self.trace = Trace()
 
     def play(self, uncounted: int, steps: int) -> Outcome:
-        self._start_groups(0.0)
+        self._fill(0.0)
         before: _Totals | None = None
         now = 0.0
         while self.version < uncounted + steps:
@@ -155,7 +153,7 @@ class _Run:
             now = min(self.trainer_at, min(nexts))
             assert now < math.inf, "nothing happens any more"
             due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == now]
-            self._collect([request.group for engine in due for request in engine.settle()], now)
+            self._collect([request.group for engine in due for request in engine.settle()])
             if self.version <= uncounted + TRACED_STEPS:
                 self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
             self._trainer(now)
@@ -163,30 +161,42 @@ class _Run:
         return self._outcome(before, self._totals(now), steps)
 
     # ------------------------------------------------------------------------------------------------ engines
-    def _collect(self, groups: list[Group], now: float) -> None:
-        """Keep those that are finished, unless they are too old for the next step already. Of a moment the first started is first."""
-        finished = {group.order for group in groups if not group.unfinished}
-        for order in sorted(finished):
+    def _collect(self, groups: list[Group]) -> None:
+        """Keep those that are finished; of the same moment the first started is first."""
+        for order in sorted({group.order for group in groups if not group.unfinished}):
             self.finished.append(self.unfinished.pop(order))
-        if any(
-            group.oldest < self.version - self.schedule.max_staleness for group in groups if group.order in finished
-        ):
-            self._drop_old(now)
 
-    def _start_groups(self, now: float) -> None:
-        """Start groups up to the bound; each goes to the engine with the fewest requests."""
-        ahead = self.schedule.max_staleness + (self.state is _Trainer.WAITING)
-        submitted: dict[int, list[Request]] = {}
+    def _fill(self, now: float) -> None:
+        """Begin with what the new version may sample; each group goes to the engine with the fewest requests."""
+        restarted = self._give_up_old(now)
+        limit = self.groups + self.schedule.max_staleness * self.scenario.prompts
+        free = limit - len(self.unfinished) - len(self.finished) - len(restarted)
         loads = [engine.load for engine in self.engines]
-        for _ in range(ahead * self.groups - len(self.unfinished) - len(self.finished)):
+        submitted: dict[int, list[Request]] = {}
+        for order in [*restarted, *range(self.started, self.started + free)]:
             lengths = self.draw(self.drawn)
-            group = self.unfinished[self.drawn] = Group(len(lengths), order=self.drawn)
             self.drawn += 1
+            group = self.unfinished[order] = Group(len(lengths), self.version, order)
             number = loads.index(min(loads))
             loads[number] += len(lengths)
             submitted.setdefault(number, []).extend(Request(group, length) for length in lengths)
+        self.started += max(0, free)
         for number, requests in submitted.items():
             self.engines[number].submit(requests, now)
+
+    def _give_up_old(self, now: float) -> list[int]:
+        """The numbers of groups that are too old. Of an unfinished one the version when it was submitted counts."""
+        oldest = self.version - self.schedule.max_staleness
+        stopped = [group for group in self.unfinished.values() if group.version < oldest]
+        for group in stopped:
+            group.cancelled = True
+            del self.unfinished[group.order]
+        for engine in self.engines if stopped else ():
+            engine.cancel(now)
+        old = [group for group in self.finished if group.oldest < oldest]
+        self.finished = deque(group for group in self.finished if group.oldest >= oldest)
+        self.redrawn += len(stopped) + len(old)
+        return sorted(group.order for group in (*stopped, *old))
 
     # ------------------------------------------------------------------------------------------------ the trainer
     def _trainer(self, now: float) -> None:
@@ -212,29 +222,9 @@ class _Run:
             return
         self.batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
         self.state = _Trainer.TRAINING
-        self._cancel(now)
         tokens = sum(group.tokens for group in self.batch)
         self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens
         self.trace.training.append((now, self.trainer_at))
-
-    def _drop_old(self, now: float) -> None:
-        """Groups that are too old are started again, with new responses."""
-        oldest = self.version - self.schedule.max_staleness
-        fresh = deque(group for group in self.finished if group.oldest >= oldest)
-        self.dropped += len(self.finished) - len(fresh)
-        self.finished = fresh
-        self._start_groups(now)
-
-    def _cancel(self, now: float) -> None:
-        """Stop what was started beyond the steps ahead: of a step's surplus the groups that have been running longest."""
-        surplus = len(self.unfinished) + len(self.finished) - self.schedule.max_staleness * self.groups
-        stopped = list(self.unfinished)[: max(0, surplus)]
-        for order in stopped:
-            self.unfinished.pop(order).cancelled = True
-        if stopped:
-            self.cancelled += len(stopped)
-            for engine in self.engines:
-                engine.cancel(now)
 
     def _published(self, now: float) -> None:
         self.training_s += self.trace.training[-1][1] - self.trace.training[-1][0]
@@ -248,13 +238,13 @@ class _Run:
         resubmit = self.schedule.at_publish == RESUBMIT
         for engine in self.engines:
             engine.resume(now, self.version, resubmit=resubmit)
-        self._drop_old(now)
+        self._fill(now)
 
     # ------------------------------------------------------------------------------------------------ counting
     def _totals(self, now: float) -> _Totals:
         busy_s = sum(engine.busy_until(now) for engine in self.engines)
         running_s = sum(engine.sequence_seconds for engine in self.engines)
-        counts = (self.dropped, self.cancelled, self.token_staleness, self.tokens)
+        counts = (self.redrawn, self.token_staleness, self.tokens)
         return _Totals(now, busy_s, running_s, self.training_s, *counts)
 
     def _outcome(self, before: _Totals, after: _Totals, steps: int) -> Outcome:
@@ -269,7 +259,6 @@ class _Run:
             staleness=dict(sorted(self.staleness.items())),
             staleness_mean=(after.token_staleness - before.token_staleness) / (after.tokens - before.tokens),
             length_mean=(after.tokens - before.tokens) / (trained * self.scenario.samples),
-            dropped=(after.dropped - before.dropped) / trained,
-            cancelled=(after.cancelled - before.cancelled) / trained,
+            redrawn=(after.redrawn - before.redrawn) / trained,
             trace=self.trace,
         )
