@@ -70,6 +70,8 @@ _HOW_TO_GRADE = (
     "on_error",
     "max_error_share",
 )  # not what: no reason to begin anew
+_SERVICES = ("remote", "judge")
+_HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
 
 
 @dataclass(slots=True)
@@ -244,7 +246,13 @@ def _subject(model: str) -> Path:
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     """Everything that the samples depend on."""
     cfg = task.cfg
-    reward = {key: value for key, value in asdict(cfg.reward).items() if key not in _HOW_TO_GRADE}
+    reward = {key: value for key, value in asdict(cfg.reward).items() if key not in (*_HOW_TO_GRADE, *_SERVICES)}
+    for name in _SERVICES:
+        service = asdict(cfg.reward)[name]
+        if service["url"] is not None:
+            reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
+    if cfg.reward.judge.rubric_file is not None:
+        reward["judge"]["rubric_file"] = digest_of_file(Path(cfg.reward.judge.rubric_file))
     code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
     return {
         "model": {

@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
     "reward-test": "try the reward on the data: ground truths must be right, other answers must not",
+    "serve-reward": "score responses that runs send by HTTP",
     "evaluate": "score a model on held-out prompts, or two side by side",
     "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",

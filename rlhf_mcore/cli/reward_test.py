@@ -42,9 +42,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.reward_rules import scores_alone
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import reward_and_data_problems
-    from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward, what_scores
+    from rlhf_mcore.rewards.reward import what_scores
+    from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward
 
     cfg = load_config(path, overrides)
     if not run_kind(cfg).generates:
@@ -57,7 +59,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     for name in ("data.train", "data.eval"):
         if getattr(cfg.data, name.partition(".")[2]):
             rows, sources = read_sample(cfg.data, name, limit)
-            if cfg.reward.function is None:
+            if not scores_alone(cfg.reward):
                 refuse_unknown_sources(cfg.reward, sources, name)
             reports.append(try_reward(cfg.reward, rows, name, sources.total()))
     print("\n\n".join(map(as_text, reports)), flush=True)

@@ -16,6 +16,7 @@ from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
 from rlhf_mcore.config.derive import longest_example, needs_critic
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.reward_rules import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
@@ -185,7 +186,7 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
     data, reward = run.cfg.data, run.cfg.reward
     train = load_prompts(data.train, tokenizer, data)
     held_out = load_prompts(data.eval, tokenizer, data, field="data.eval") if data.eval else []
-    if reward.function is None:
+    if not scores_alone(reward):
         check_sources(train, reward.sources, "data.train")
         check_sources(held_out, reward.sources, "data.eval")
     return train, held_out

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rlhf_mcore.config.choices import ADVANTAGES, Estimator
-from rlhf_mcore.config.reward_rules import any_needs_truth
+from rlhf_mcore.config.reward_rules import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
 
@@ -137,7 +137,7 @@ def needs_critic(cfg: Config) -> bool:
 
 def needs_answer(cfg: Config) -> bool:
     """Whether some grader compares a response with a ground truth from the data."""
-    return cfg.reward.function is None and any_needs_truth(cfg.reward)
+    return not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
 
 
 def max_new_tokens(cfg: Config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from urllib.parse import urlsplit
 
 from rlhf_mcore.config.choices import GRADERS, Grader
 from rlhf_mcore.config.keys import walk
@@ -59,11 +60,55 @@ def any_needs_truth(cfg: RewardConfig) -> bool:
     return cfg.sources is not None or any(map(needs_truth, cfg.rules))
 
 
+def scores_alone(cfg: RewardConfig) -> bool:
+    """Whether something scores in the place of the rules."""
+    return cfg.function is not None or cfg.remote.url is not None
+
+
+def service_problems(cfg: RewardConfig) -> Iterator[str]:
+    """What is wrong with the servers that a configuration names, as far as no file and no server is needed to tell."""
+    remote, judge = cfg.remote, cfg.judge
+    for key, url in {"reward.remote.url": remote.url, "reward.judge.url": judge.url}.items():
+        if url is not None and (problem := _url_problem(url)):
+            yield f"{key}={without_login(url)!r} {problem}"
+    if cfg.function is not None and remote.url is not None:
+        yield f"reward.function={cfg.function!r} and reward.remote.url are both set, and both would give the score; remove one"
+    if judge.url is not None and judge.model is None:
+        yield "reward.judge.model is null; name the model that reward.judge.url is to judge with"
+    if judge.rubric is not None and judge.rubric_file is not None:
+        yield f"reward.judge.rubric and reward.judge.rubric_file={judge.rubric_file!r} are both set; remove one"
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"is no address ({error}); write it as http://host:port/path"
+    if parts.scheme not in ("http", "https") or not host:
+        return "is no address of a server; write it as http://host:port/path"
+    if parts.username or parts.password:
+        return "has a login in it; remove it, and name an environment variable with the token in token_env"
+    if parts.query or parts.fragment or any(letter.isspace() or not letter.isprintable() for letter in url):
+        return "has a query, a fragment or a space in it; remove it"
+    return None
+
+
+def without_login(url: str) -> str:
+    """An address for a message, without what stands before an @."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
 def rule_problems(cfg: RewardConfig) -> Iterator[str]:
     """What is wrong with the rules, but for what only a grader can tell, such as a broken regular expression."""
     for key, rules in rule_tables(cfg).items():
-        if not rules and (cfg.sources is not None or cfg.model.path is None):
-            others = "" if cfg.sources is not None else ", and reward.function and reward.model.path are null"
+        if not rules and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None)):
+            others = (
+                ""
+                if cfg.sources is not None
+                else ", and reward.function, remote.url, judge.url and model.path are null"
+            )
             yield f"{key} is empty{others}; name one of the rules: {', '.join(GRADERS)}"
         for index, rule in enumerate(rules):
             yield from (f"{key}[{index}].{problem}" for problem in _problems_of(rule))

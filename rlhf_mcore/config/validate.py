@@ -27,7 +27,7 @@ from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
 from rlhf_mcore.config.model_files import inspect_model
-from rlhf_mcore.config.reward_rules import rule_problems
+from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
@@ -140,8 +140,9 @@ def reward_problems(cfg: Config) -> Iterator[str]:
     """Whether something gives scores."""
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
-    else:
+    elif not scores_alone(cfg.reward):
         yield from rule_problems(cfg.reward)
+    yield from service_problems(cfg.reward)
 
 
 def _schedule_problems(cfg: Config) -> Iterator[str]:

@@ -1,21 +1,102 @@
-"""A reward function in a file of the user's, called in worker processes."""
+"""Rewards that are given outside of the trainer: a function of the user's in worker processes, or a server."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import Job, Outcome, WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
 
 
-class FunctionReward:
+class Pool(Protocol):
+    """Where items are worked on, each a JSON text."""
+
+    @property
+    def close(self) -> Callable[[], Any]:
+        """Ends what it has started."""
+        ...
+
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
+        """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
+        ...
+
+
+class PooledReward:
+    """Scores what the pool answers: ``{"score", "parts"}`` or ``{"error"}`` for each item.
+
+    Args:
+        name: what gives the scores, for messages.
+        on_error: as ``reward.on_error``.
+        with_prompt: whether items have the prompt's text.
+    """
+
+    def __init__(self, name: str, pool: Pool, on_error: str, *, with_prompt: bool = False) -> None:
+        self._name, self._pool, self._on_error, self._with_prompt = name, pool, on_error, with_prompt
+
+    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+        """Begin; what is returned waits for the scores.
+
+        Unless ``reward.on_error`` is "fail", a trajectory without a result has score 0 and a failure.
+
+        Raises:
+            ConfigError: it raised, gave no result in time or none at all, or returned something other than a finite
+                number or a dict with one; the message names it, the prompt, the sample and the cause. Unless ``on_error`` is "fail",
+                only where response after response gets no result.
+        """
+        job = self._pool.submit([self._item(each) for each in trajectories], stop_at_failure=self._on_error == "fail")
+        return lambda: self._scores(trajectories, job.outcomes())
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
+        """``submit``, and wait."""
+        return self.submit(trajectories)()
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _scores(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> list[Score]:
+        scores, problems = [], []
+        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
+            cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
+            if cause:
+                problems.append(f"{self._name} on {_place(trajectory)} {cause}")
+                kind = "timeout" if outcome and outcome.timed_out else "error"
+                scores.append(Score(0.0, failure=kind, cause=problems[-1]))
+            elif outcome is not None:
+                scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
+        if problems and self._on_error == "fail":
+            raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
+        return scores
+
+    def _item(self, trajectory: Trajectory) -> bytes:
+        prompt = trajectory.prompt
+        name = f"{prompt.prompt_id}\0{trajectory.sample}\0{trajectory.policy_version}"
+        item = {
+            "data_source": prompt.data_source,
+            "solution_str": trajectory.response_text,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "seed": int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=4).digest(), "big"),
+        }
+        if self._with_prompt:
+            item["prompt"] = prompt.text
+        try:
+            return json.dumps(item, default=_plain).encode("ascii")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{self._name} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
+                f"{error}. Store such values as texts or numbers"
+            ) from error
+
+
+def function_reward(cfg: RewardConfig) -> PooledReward:
     """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
 
     Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
@@ -29,61 +110,12 @@ class FunctionReward:
         ConfigError: naming ``reward.function``: the file or the name is missing, the file fails to import, or the function
             does not take the four arguments.
     """
-
-    def __init__(self, cfg: RewardConfig) -> None:
-        assert cfg.function is not None
-        self._spec, self._on_error = cfg.function, cfg.on_error
-        limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
-        self._pool = WorkerPool(f"{KEY}={self._spec}", "reward", {"spec": self._spec, "key": KEY}, limits)
-        self._pool.check()
-
-    def submit(self, trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
-        """Begin, in the workers; what is returned waits for the scores.
-
-        With ``reward.on_error: zero`` a trajectory without a result has score 0 and a failure.
-
-        Raises:
-            ConfigError: the function raised, gave no result in time or none at all, or returned something other than a finite
-                number or a dict with one; the message names the function, the prompt, the sample and the cause. With
-                ``on_error: zero`` only where response after response gets no result.
-        """
-        job = self._pool.submit([self._item(each) for each in trajectories], stop_at_failure=self._on_error == "fail")
-        return lambda: self._scores(trajectories, job.outcomes())
-
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """``submit``, and wait."""
-        return self.submit(trajectories)()
-
-    def _scores(self, trajectories: Sequence[Trajectory], outcomes: Sequence[Outcome | None]) -> list[Score]:
-        scores, problems = [], []
-        for trajectory, outcome in zip(trajectories, outcomes, strict=True):
-            cause = "" if outcome is None else outcome.lost or outcome.answer.get("error", "")
-            if cause:
-                problems.append(f"{KEY}={self._spec} on {_place(trajectory)} {cause}")
-                kind = "timeout" if outcome and outcome.timed_out else "error"
-                scores.append(Score(0.0, failure=kind, cause=problems[-1]))
-            elif outcome is not None:
-                scores.append(Score(outcome.answer["score"], outcome.answer["parts"]))
-        if problems and self._on_error == "fail":
-            raise ConfigError(f"{problems[0]}. Correct it, or set reward.on_error=zero to score such a response 0")
-        return scores
-
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
-
-    def _item(self, trajectory: Trajectory) -> bytes:
-        prompt = trajectory.prompt
-        arguments = [prompt.data_source, trajectory.response_text, prompt.ground_truth, prompt.extra_info]
-        name = f"{prompt.prompt_id}\0{trajectory.sample}\0{trajectory.policy_version}"
-        seed = int.from_bytes(blake2b(name.encode(errors="surrogatepass"), digest_size=4).digest(), "big")
-        try:
-            return json.dumps({"arguments": arguments, "seed": seed}, default=_plain).encode("ascii")
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{KEY}={self._spec} is given ground_truth and extra_info as JSON, and those of {_place(trajectory)} are not: "
-                f"{error}. Store such values as texts or numbers"
-            ) from error
+    assert cfg.function is not None
+    name = f"{KEY}={cfg.function}"
+    limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
+    pool = WorkerPool(name, "reward", {"spec": cfg.function, "key": KEY}, limits)
+    pool.check()
+    return PooledReward(name, pool, cfg.on_error)
 
 
 def _place(trajectory: Trajectory) -> str:

@@ -8,25 +8,46 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import needs_truth, rule_problems, rules_for, rules_of
+from rlhf_mcore.config.reward_rules import (
+    needs_truth,
+    rule_problems,
+    rules_for,
+    rules_of,
+    scores_alone,
+    service_problems,
+)
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig
-from rlhf_mcore.rewards.function import FunctionReward
+from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
+from rlhf_mcore.rewards.judge import Graders, JudgedReward, judge_pool
+from rlhf_mcore.rewards.remote import remote_reward
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
-def build_reward(cfg: RewardConfig) -> RuleReward | FunctionReward:
-    """The rules or the function that ``cfg`` asks for; a function replaces the rules. A reward model is not part of it.
+def build_reward(cfg: RewardConfig) -> Graders:
+    """The rules that ``cfg`` asks for, or in their place the function or the server; and the judge. A reward model is not part of it.
 
     Raises:
-        ConfigError: naming ``reward.rules``, ``reward.sources`` or ``reward.function``.
+        ConfigError: naming the key of ``reward`` that is wrong.
     """
-    if cfg.function is not None:
-        return FunctionReward(cfg)
-    if problems := list(rule_problems(cfg)):
+    if problems := [*service_problems(cfg), *([] if scores_alone(cfg) else rule_problems(cfg))]:
         raise ConfigError.many(problems)
+    if cfg.judge.url is None:
+        return _build_graders(cfg)
+    name = f"reward.judge.url={cfg.judge.url}"
+    judge = PooledReward(name, judge_pool(cfg.judge), cfg.on_error, with_prompt=True)
+    return JudgedReward(_build_graders(cfg), judge, cfg.judge.weight)
+
+
+def _build_graders(cfg: RewardConfig) -> PooledReward | RuleReward:
+    if cfg.function is not None:
+        return function_reward(cfg)
+    if cfg.remote.url is not None:
+        return remote_reward(cfg)
     return RuleReward(cfg.rules, cfg.workers, cfg.sources)
 
 
@@ -136,3 +157,22 @@ def check_sources(prompts: Iterable[Prompt], sources: Mapping[str, Sequence[Rule
             f"{where} has prompts of data sources that reward.sources has no rules for: {shown}. Add them to the table, "
             f"as in reward.sources: {{{first!r}: [{{name: math}}]}}; the entry '*' is for every other source"
         )
+
+
+def text_only(prompt: Prompt, text: str) -> Trajectory:
+    """A response whose text is all that is known of it, and all that graders read."""
+    ids, mask, logprobs = np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32)
+    return Trajectory(prompt, 0, ids, mask, logprobs, (), ((0, 0),), text, "stop")
+
+
+def what_scores(cfg: RewardConfig) -> str:
+    """The keys that decide, for messages."""
+    if cfg.function is not None:
+        return f"reward.function={cfg.function}"
+    if cfg.remote.url is not None:
+        return f"reward.remote.url={cfg.remote.url}"
+    if cfg.judge.url is not None and cfg.sources is None and not cfg.rules:
+        return f"reward.judge.url={cfg.judge.url}"
+    return (
+        "reward.sources" if cfg.sources is not None else f"reward.rules=[{', '.join(rule.name for rule in cfg.rules)}]"
+    )

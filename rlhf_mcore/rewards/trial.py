@@ -20,17 +20,18 @@ import numpy as np
 from rlhf_mcore.config.data_files import SCANNED_ROWS, file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import ground_truth, mapping
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.reward_rules import needs_truth, rules_for
-from rlhf_mcore.config.schema import Config, DataConfig, RewardConfig, RuleConfig
+from rlhf_mcore.config.reward_rules import needs_truth, rules_for, scores_alone
+from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConfig, RuleConfig
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.latex import canonical
-from rlhf_mcore.rewards.reward import build_reward, check_sources
-from rlhf_mcore.types import Prompt, Score, Trajectory
+from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
+from rlhf_mcore.types import Prompt, Score
 
 ROWS_AT_START = 8
 SCAN_AT_START_S = 1.0
 CALL_AT_START_S = 10.0  # what a function is waited for at the start of a run, where a warning is all that may follow
+SERVER_S = 60.0  # what a server is waited for
 # How a response may give its answer. The best score counts: which notation a reward reads is what is not known here.
 NOTATIONS = (
     "{}",
@@ -100,16 +101,25 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
     deadline, transform = None if scan_s is None else time.monotonic() + scan_s, load_transform(data.transform)
     setting = settings_of(data, name)[1]
     rows: list[Row] = []
-    for file, (_, answer_key) in zip(files, file_keys(data, files, name), strict=True):
+    for file, (prompt_key, answer_key) in zip(files, file_keys(data, files, name), strict=True):
         for place, row in islice(transformed_rows(Path(file), row_limits(data), transform), SCANNED_ROWS):
             if row is not None:
                 truth = ground_truth(row, answer_key, place, setting)
                 source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)
-                rows.append(Row(place, Prompt(place, len(rows), [], "", source, truth, extra_info=info)))
+                rows.append(
+                    Row(place, Prompt(place, len(rows), [], _text(row.get(prompt_key)), source, truth, extra_info=info))
+                )
             if deadline is not None and time.monotonic() > deadline:
                 break
     chosen = np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(int).tolist()
     return [rows[index] for index in chosen], Counter(row.prompt.data_source for row in rows)
+
+
+def _text(prompt: Any) -> str:
+    """What a judge is shown of a prompt, which is a text or a list of messages. No template is applied."""
+    if isinstance(prompt, list):
+        return "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
+    return prompt if isinstance(prompt, str) else ""
 
 
 def try_reward(
@@ -129,7 +139,9 @@ def try_reward(
     Raises:
         ConfigError: the reward cannot be had, or gives no result again and again.
     """
-    reward = build_reward(replace(cfg, on_error="zero", max_error_share=1.0))
+    remote = replace(cfg.remote, deadline_s=min(cfg.remote.deadline_s, SERVER_S))
+    judge = replace(cfg.judge, deadline_s=min(cfg.judge.deadline_s, SERVER_S))
+    reward = build_reward(replace(cfg, on_error="zero", remote=remote, judge=judge))
     try:
         report = Report(name, seen, list(rows))
         written = [[(row, text) for text in _right_responses(row.prompt, notations)] for row in rows]
@@ -172,14 +184,15 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
         ConfigError: the reward cannot be had, a data source has no rules, or no rule reads any of the ground truths.
     """
     build_reward(cfg.reward).close()
-    if cfg.data.transform is not None or not (
-        cfg.reward.function or cfg.reward.rules or cfg.reward.sources is not None
-    ):
+    opaque = _is_opaque(cfg.reward)
+    if cfg.data.transform is not None or not (opaque or cfg.reward.rules or cfg.reward.sources is not None):
         return None
     rows, sources = read_sample(cfg.data, name, ROWS_AT_START, SCAN_AT_START_S)
-    if cfg.reward.function is None:
+    if not opaque:
         refuse_unknown_sources(cfg.reward, sources, name)
-        report = try_reward(cfg.reward, rows, name, sources.total(), others=False)
+        report = try_reward(replace(cfg.reward, judge=JudgeConfig()), rows, name, sources.total(), others=False)
+    elif cfg.reward.function is None:
+        report = try_reward(cfg.reward, rows, name, sources.total(), notations=AT_START, others=False)
     else:
         quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
         try:
@@ -200,7 +213,7 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
         f"{what_scores(cfg.reward)} gives none of {len(report.tried)} ground truths of {name} the full mark; the first is "
         f"{_short(first.prompt.ground_truth)} ({first.place})"
     )
-    if cfg.reward.function is not None:
+    if opaque:
         return f"{found}. If it expects another form than usual, all is well; `rlhf-mcore reward-test` shows what it was given"
     raise ConfigError(
         f"{found}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
@@ -212,15 +225,6 @@ def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) 
     """Raises ConfigError where data sources have no rules. ``sources``: rows of each."""
     prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
     check_sources(prompts, cfg.sources, name)
-
-
-def what_scores(cfg: RewardConfig) -> str:
-    """The keys that decide, for messages."""
-    if cfg.function is not None:
-        return f"reward.function={cfg.function}"
-    return (
-        "reward.sources" if cfg.sources is not None else f"reward.rules=[{', '.join(rule.name for rule in cfg.rules)}]"
-    )
 
 
 def as_text(report: Report, shown: int = 10) -> str:
@@ -264,14 +268,7 @@ def _short(value: Any) -> str:
 
 
 def _scored(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterator[tuple[tuple[Row, str], Score]]:
-    none, no_mask, no_logprobs = (
-        np.zeros(0, np.int32),
-        np.zeros(0, np.bool_),
-        np.zeros(0, np.float32),
-    )  # the text is all that is read
-    responses = [
-        Trajectory(row.prompt, 0, none, no_mask, no_logprobs, (), ((0, 0),), text, "stop") for row, text in pairs
-    ]
+    responses = [text_only(row.prompt, text) for row, text in pairs]
     return zip(pairs, reward.score(responses) if responses else [], strict=True)
 
 
@@ -294,6 +291,11 @@ def _other_answer(row: Row, rows: Sequence[Row]) -> str | None:
     return None
 
 
+def _is_opaque(cfg: RewardConfig) -> bool:
+    """Whether nothing is known of what a good score is: there are no rules."""
+    return scores_alone(cfg) or (cfg.judge.url is not None and cfg.sources is None and not cfg.rules)
+
+
 def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
     return [rule for rule in rules_for(prompt.data_source, cfg.rules, cfg.sources) if needs_truth(rule)]
 
@@ -301,12 +303,12 @@ def _comparing(cfg: RewardConfig, prompt: Prompt) -> list[RuleConfig]:
 def _is_testable(cfg: RewardConfig, prompt: Prompt) -> bool:
     """Whether a right response can be made up: not for an expression, and not where nothing is compared."""
     compared = _comparing(cfg, prompt)
-    return cfg.function is not None or (bool(compared) and all(rule.name != "regex" for rule in compared))
+    return _is_opaque(cfg) or (bool(compared) and all(rule.name != "regex" for rule in compared))
 
 
 def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float]:
     """By which the best of several responses is chosen."""
-    if cfg.function is not None:
+    if _is_opaque(cfg):
         return score.value, 0.0
     return sum(score.parts[rule.name] for rule in _comparing(cfg, prompt)), score.value
 
@@ -314,7 +316,7 @@ def _mark(cfg: RewardConfig, prompt: Prompt, score: Score) -> tuple[float, float
 def _is_full(cfg: RewardConfig, row: Row, score: Score, top: float) -> bool:
     if score.failure is not None:
         return False
-    if cfg.function is None:
+    if not _is_opaque(cfg):
         compared = _comparing(cfg, row.prompt)
         return bool(compared) and all(score.parts[rule.name] >= 1 for rule in compared)
     nothing = row.empty.value if row.empty is not None else 0.0

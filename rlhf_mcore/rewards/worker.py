@@ -114,7 +114,7 @@ def _limit(memory_bytes: int) -> None:
 
 # ----------------------------------------------------------------------------------------------- a function of the user's
 def load_reward(spec: str, key: str) -> Call:
-    """The function ``spec`` as something that takes items ``{"arguments", "seed"}``.
+    """The function ``spec`` as something that takes items: an entry for each of ``PARAMETERS``, and "seed".
 
     Raises:
         ConfigError: the file or the function cannot be had, or does not take the four arguments.
@@ -132,7 +132,7 @@ def load_reward(spec: str, key: str) -> Call:
         random.seed(item["seed"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(item["seed"])
-        arguments = item["arguments"]
+        arguments = [item[name] for name in PARAMETERS]
         try:
             result = function(**dict(zip(PARAMETERS, arguments, strict=True))) if by_keyword else function(*arguments)
             problem = _result_problem(result)

@@ -55,6 +55,8 @@ def fingerprints(cfg: Config) -> Inputs:
     for key, spec in values.items():
         if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             found[key] = _entry(spec, _code_digest(spec))
+    if (rubric := cfg.reward.judge.rubric_file) is not None:
+        found["reward.judge.rubric_file"] = _entry(rubric, _file_digest(Path(rubric)))
     for key in _MODEL_KEYS:
         if (directory := values[key]) is not None:
             found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}

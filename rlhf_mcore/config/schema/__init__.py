@@ -38,6 +38,7 @@ from rlhf_mcore.config.schema.rollout import (
     SamplingConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig
 
 __all__ = [
     "ActorConfig",
@@ -49,6 +50,7 @@ __all__ = [
     "DataConfig",
     "DynamicSamplingConfig",
     "EvaluateConfig",
+    "JudgeConfig",
     "KLConfig",
     "KLControllerConfig",
     "LayoutConfig",
@@ -60,6 +62,7 @@ __all__ = [
     "OverlongConfig",
     "RecomputeConfig",
     "ReferenceConfig",
+    "RemoteRewardConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -19,6 +19,7 @@ from rlhf_mcore.config.schema.key import (
     one_of,
 )
 from rlhf_mcore.config.schema.models import RewardModelConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig
 
 
 @dataclass
@@ -216,3 +217,5 @@ class RewardConfig:
         SHARE,
     )
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")
+    remote: RemoteRewardConfig = group(RemoteRewardConfig, "a server that scores responses; it replaces the rules")
+    judge: JudgeConfig = group(JudgeConfig, "a language model that grades responses by a rubric; its grade is added")

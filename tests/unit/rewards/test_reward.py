@@ -10,8 +10,10 @@ import pytest
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RewardModelConfig, RuleConfig
+from rlhf_mcore.rewards import function
+from rlhf_mcore.rewards.function import PooledReward
 from rlhf_mcore.rewards.graders import GRADERS
-from rlhf_mcore.rewards.reward import FunctionReward, RuleReward, build_reward
+from rlhf_mcore.rewards.reward import RuleReward, build_reward
 from rlhf_mcore.types import Prompt, Trajectory
 from tests.episodes import single_turn
 
@@ -33,8 +35,8 @@ def write(tmp_path: Path):
     return write_file
 
 
-def function_reward(spec: str) -> FunctionReward:
-    return FunctionReward(RewardConfig(function=spec, workers=1))
+def function_reward(spec: str) -> PooledReward:
+    return function.function_reward(RewardConfig(function=spec, workers=1))
 
 
 def test_the_configuration_knows_every_rule():

@@ -19,7 +19,7 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
-from rlhf_mcore.rewards.function import FunctionReward
+from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.pool import default_workers
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
@@ -36,12 +36,12 @@ def trajectory(text: str, index: int = 0, **extra: Any) -> Trajectory:
 @pytest.fixture
 def reward(tmp_path: Path):
     """Makes the reward of a file; with ``body``, of a function with that body."""
-    made: list[FunctionReward] = []
+    made: list[PooledReward] = []
 
-    def make(body: str = "", source: str = "", **settings: Any) -> FunctionReward:
+    def make(body: str = "", source: str = "", **settings: Any) -> PooledReward:
         path = tmp_path / "my_reward.py"
         path.write_text(source or HEAD + body)
-        made.append(FunctionReward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
+        made.append(function_reward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
         return made[-1]
 
     yield make
@@ -120,7 +120,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
-    reward: Callable[..., FunctionReward], name: str, capfd: Any
+    reward: Callable[..., PooledReward], name: str, capfd: Any
 ) -> None:
     body, cause = BAD[name]
     guarded = "if solution_str == 'good': return 1\n    " + body
@@ -151,7 +151,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_fault_31_what_a_function_does_beside_its_score_does_no_harm(
-    reward: Callable[..., FunctionReward], name: str
+    reward: Callable[..., PooledReward], name: str
 ) -> None:
     here = os.getcwd()
     scores = reward(HARMLESS[name]).score([trajectory("hi", index) for index in range(5)])
@@ -159,7 +159,7 @@ def test_fault_31_what_a_function_does_beside_its_score_does_no_harm(
     assert os.getcwd() == here
 
 
-def test_every_call_begins_in_the_directory_of_the_trainer(reward: Callable[..., FunctionReward]) -> None:
+def test_every_call_begins_in_the_directory_of_the_trainer(reward: Callable[..., PooledReward]) -> None:
     body = "here = os.getcwd(); os.chdir('/'); return float(here == ground_truth)"
     rows = [trajectory("hi", index) for index in range(3)]
     for row in rows:
@@ -167,12 +167,12 @@ def test_every_call_begins_in_the_directory_of_the_trainer(reward: Callable[...,
     assert [score.value for score in reward(body).score(rows)] == [1.0] * 3
 
 
-def test_what_a_function_prints_is_seen(reward: Callable[..., FunctionReward], capfd: Any) -> None:
+def test_what_a_function_prints_is_seen(reward: Callable[..., PooledReward], capfd: Any) -> None:
     reward("print('seen', solution_str); return 1").score([trajectory("here")])
     assert "seen here" in capfd.readouterr().err
 
 
-def test_workers_see_no_credentials(reward: Callable[..., FunctionReward], monkeypatch: Any) -> None:
+def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeypatch: Any) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
     body = "return {'score': 0, **{name: 1 for name, value in os.environ.items() if value == 'secret'}}"
@@ -182,14 +182,14 @@ def test_workers_see_no_credentials(reward: Callable[..., FunctionReward], monke
     assert started_with.value == 0.0
 
 
-def test_scores_come_in_order_from_several_workers(reward: Callable[..., FunctionReward]) -> None:
+def test_scores_come_in_order_from_several_workers(reward: Callable[..., PooledReward]) -> None:
     body = "time.sleep(0.002 * (int(solution_str) % 3)); return {'score': int(solution_str), 'pid': os.getpid()}"
     scores = reward(body, workers=3).score([trajectory(str(number), number) for number in range(200)])
     assert [score.value for score in scores] == list(map(float, range(200)))
     assert len({score.parts["pid"] for score in scores}) == 3
 
 
-def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., FunctionReward], tmp_path: Path) -> None:
+def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
     mark = tmp_path / "go on"
     body = f"while solution_str == 'slow' and not os.path.exists({str(mark)!r}): time.sleep(0.01)\n    return len(solution_str)"
     scored = reward(body, workers=2)
@@ -205,14 +205,14 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Fun
         waits()
 
 
-def test_one_worker_keeps_state_between_calls(reward: Callable[..., FunctionReward]) -> None:
+def test_one_worker_keeps_state_between_calls(reward: Callable[..., PooledReward]) -> None:
     source = "seen = 0\ndef grade(*arguments):\n    global seen\n    seen += 1\n    return seen"
     counting = reward(source=source)
     assert [score.value for score in counting.score([trajectory("a", i) for i in range(40)])] == list(range(1, 41))
     assert counting.score([trajectory("a")])[0].value == 41.0
 
 
-def test_a_random_score_is_that_of_the_response(reward: Callable[..., FunctionReward]) -> None:
+def test_a_random_score_is_that_of_the_response(reward: Callable[..., PooledReward]) -> None:
     source = "import random\nimport numpy\ndef grade(*arguments): return random.random() + numpy.random.rand()"
     rows = [trajectory("a", index) for index in range(9)]
     first = [score.value for score in reward(source=source, workers=1).score(rows)]
@@ -220,7 +220,7 @@ def test_a_random_score_is_that_of_the_response(reward: Callable[..., FunctionRe
     assert first == second and len(set(first)) == 9
 
 
-def test_arguments_travel_unchanged(reward: Callable[..., FunctionReward]) -> None:
+def test_arguments_travel_unchanged(reward: Callable[..., PooledReward]) -> None:
     extra = {"list": [1, 2.5, None, True], "deep": {"a": {"b": "é\ud800\x00"}}, "number": 2**80, "long": "x" * 300_000}
     body = f"extra_info['list'].append(1); return float(extra_info == {extra | {'list': [*extra['list'], 1]}!r})"
     row = trajectory("\ud800\n\x00é", **extra)
@@ -231,13 +231,13 @@ def test_arguments_travel_unchanged(reward: Callable[..., FunctionReward]) -> No
     assert reward(body).score([row])[0].value == 1.0
 
 
-def test_what_is_no_json_is_named(reward: Callable[..., FunctionReward]) -> None:
+def test_what_is_no_json_is_named(reward: Callable[..., PooledReward]) -> None:
     with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, are not: \{1\} is a set"):
         reward("return 1").score([trajectory("x", tags={1})])
 
 
 def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
-    reward: Callable[..., FunctionReward], tmp_path: Path
+    reward: Callable[..., PooledReward], tmp_path: Path
 ) -> None:
     mark = tmp_path / "been here"
     body = f"if solution_str == '7' and not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w'); os._exit(1)\n    return 1"
@@ -245,19 +245,19 @@ def test_a_response_that_fails_once_is_tried_again_on_a_fresh_worker(
     assert scores == [Score(1.0)] * 40
 
 
-def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: Callable[..., FunctionReward]) -> None:
+def test_a_function_that_never_answers_ends_the_run_whatever_the_policy(reward: Callable[..., PooledReward]) -> None:
     rows = [trajectory("a", index) for index in range(1000)]
     with pytest.raises(ConfigError, match=r"gave no result for 10 responses in a row; for the last of them it ended"):
         reward("os._exit(3)", on_error="zero").score(rows)
 
 
-def test_every_failure_has_its_cause(reward: Callable[..., FunctionReward]) -> None:
+def test_every_failure_has_its_cause(reward: Callable[..., PooledReward]) -> None:
     scores = reward("raise ValueError(solution_str)", on_error="zero").score([trajectory(str(n), n) for n in range(50)])
     assert [score.failure for score in scores] == ["error"] * 50
     assert "on prompt 'train-0', sample 3, raised ValueError: 0" in scores[0].cause
 
 
-def test_fault_24_children_end_with_their_worker(reward: Callable[..., FunctionReward]) -> None:
+def test_fault_24_children_end_with_their_worker(reward: Callable[..., PooledReward]) -> None:
     word = f"sleep-{random.getrandbits(64)}"
     body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); return 1"
     failing = reward(body)
@@ -274,10 +274,10 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     path.write_text(HEAD + body + "    while True: pass")
     program = (
         "from rlhf_mcore.config.schema import RewardConfig\n"
-        "from rlhf_mcore.rewards.function import FunctionReward\n"
+        "from rlhf_mcore.rewards.function import function_reward\n"
         "from tests.episodes import single_turn\n"
         "from rlhf_mcore.types import Prompt\n"
-        f"reward = FunctionReward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
+        f"reward = function_reward(RewardConfig(function={f'{path}:grade'!r}, workers=2, env=['WORD']))\n"
         "rows = [single_turn(Prompt(str(n), n, [1], ''), 0, [1], [0.0], '', 'stop', 0) for n in range(2)]\n"
         "reward.score(rows)\n"
     )
@@ -291,7 +291,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     assert wait_until(lambda: not processes_with(word))
 
 
-def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., FunctionReward]) -> None:
+def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., PooledReward]) -> None:
     source = (
         "import os, threading, time\ndef grade(source, text, truth, info):\n"
         "    if text == 'last': threading.Timer(0.05, os._exit, (1,)).start()\n    return os.getpid()"
@@ -339,7 +339,7 @@ def test_what_takes_the_four_arguments_passes_the_check(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_working_directory_hides_no_module(
-    reward: Callable[..., FunctionReward], tmp_path: Path, monkeypatch: Any
+    reward: Callable[..., PooledReward], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("json", "socket", "random"):

@@ -1,0 +1,76 @@
+"""``rlhf-mcore serve-reward CONFIG``: the reward of a configuration behind HTTP, for ``reward.remote.url`` of runs. Needs no model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.config.errors import ConfigError
+
+EPILOG = """\
+example:
+  rlhf-mcore serve-reward train.yaml --port 8900
+  rlhf-mcore train train.yaml reward.remote.url=http://127.0.0.1:8900/score
+
+exit codes:
+  0          it was ended by Ctrl-C or SIGTERM
+  2          a mistake in the configuration or the command line, or an address that cannot be had"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes. Returns the exit code."""
+    args = _parser().parse_intermixed_args(argv)
+    try:
+        _serve(args.config, args.overrides, args.host, args.port, args.token_env)
+    except ConfigError as error:
+        return exit_codes.report(error)
+    return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlhf-mcore serve-reward",
+        description=(
+            "Score responses that runs send by HTTP, with what `reward` of CONFIG asks for: rules, a function, a judge. "
+            "POST /score scores a batch, GET /health tells that the server is there. docs/rewards.md has the format."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; only its group `reward` is looked at")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on: the loopback, or a private one (with a token)"
+    )
+    parser.add_argument("--port", type=int, default=8900, help="port to listen on; 0: a free one (default: 8900)")
+    parser.add_argument(
+        "--token-env", metavar="NAME", help="environment variable with the token that clients have to send"
+    )
+    return parser
+
+
+def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env: str | None) -> None:
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.rewards.http_pool import token_of
+    from rlhf_mcore.rewards.reward import build_reward, what_scores
+    from rlhf_mcore.rewards.server import RewardServer, check_host, serve
+
+    cfg = load_config(path, [*overrides, "model.path=none"]).reward  # a file may have nothing but the reward
+    token = token_of(token_env, "--token-env")
+    check_host(host, token is not None)
+
+    def tell(address: str) -> None:
+        print(f"serving {what_scores(cfg)} on {address} (Ctrl-C ends it)", flush=True)
+
+    # What has no score is told to the client, whose reward.on_error decides.
+    with closing(build_reward(replace(cfg, on_error="zero"))) as reward:
+        serve(RewardServer(reward, token), host, port, tell)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Groups of rewards that are given outside of the trainer's machine: a server, a judge, Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, key
+
+SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
+
+
+@dataclass
+class RemoteRewardConfig:
+    """A server that scores responses; it replaces the rules."""
+
+    url: Optional[str] = key(
+        None,
+        "where responses are posted to, such as `http://127.0.0.1:8900/score`",
+        null="none",
+        more="`rlhf-mcore serve-reward` is such a server; [rewards](rewards.md#a-server) has what others have to do.",
+    )
+    token_env: Optional[str] = key(None, "environment variable that holds the server's token", null="none")
+    batch_size: int = key(32, "responses of a request", AT_LEAST_1)
+    concurrency: int = key(8, "requests of a rank at a time", AT_LEAST_1)
+    timeout_s: float = key(60.0, "for one try of a request", ABOVE_0)
+    deadline_s: float = key(300.0, "for a request with all its tries", ABOVE_0)
+    retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
+
+
+@dataclass
+class JudgeConfig:
+    """A language model that grades responses by a rubric; its grade is added."""
+
+    url: Optional[str] = key(None, "base of an OpenAI-compatible API, such as `http://127.0.0.1:8000/v1`", null="none")
+    model: Optional[str] = key(None, "name of the model there", null="has to be set with `url`")
+    weight: float = key(1.0, "factor of its grade, which is between 0 and 1", FINITE)
+    rubric: Optional[str] = key(
+        None,
+        "what the judge is told, with `{prompt}`, `{response}`, `{ground_truth}` and `{data_source}`",
+        null="`reward.judge.rubric_file`, else a rubric of our own",
+    )
+    rubric_file: Optional[str] = key(None, "text file of the rubric", null="none")
+    parse: str = key(SCORE, "RE2 expression whose first group is the score; its last match in the answer counts")
+    max_score: float = key(10.0, "the best score; scores from 0 to this become grades from 0 to 1", ABOVE_0)
+    max_tokens: int = key(1024, "longest answer of the judge", AT_LEAST_1)
+    token_env: Optional[str] = key(None, "environment variable that holds the API's key", null="none")
+    concurrency: int = key(16, "requests of a rank at a time", AT_LEAST_1)
+    timeout_s: float = key(120.0, "for one try of a request", ABOVE_0)
+    deadline_s: float = key(600.0, "for a request with all its tries", ABOVE_0)
+    retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)

@@ -1,0 +1,142 @@
+"""A reward behind HTTP: ``POST /score`` as ``rlhf_mcore.rewards.wire`` describes it, and ``GET /health``."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.rewards.wire import MAX_ERROR_CHARS, WireError, read_items, read_json
+from rlhf_mcore.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from rlhf_mcore.protocols import RewardFunction
+
+MAX_REQUEST_BYTES = 2**26
+MAX_REQUESTS = 64  # that are scored at a time; others are asked to come again
+BODY_TIMEOUT_S = 60.0  # for a client to send a request
+
+
+def check_host(host: str, has_token: bool) -> None:
+    """Refuse to listen to everybody.
+
+    Raises:
+        ConfigError: not the loopback or a private address of this machine, or no token where it is not the loopback.
+    """
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError as error:
+        raise ConfigError(f"--host {host} is no address; give one, such as 127.0.0.1") from error
+    if address.is_unspecified or not (address.is_loopback or address.is_private):
+        raise ConfigError(
+            f"--host {host} is not only of a private network; name the address of one interface, such as 10.0.0.5"
+        )
+    if not (address.is_loopback or has_token):
+        raise ConfigError(
+            f"--host {host} is reached by other machines; name the environment variable with a token in --token-env"
+        )
+
+
+class RewardServer:
+    """Scores what it is sent with ``reward``, for whoever has ``token`` (None: for everybody who reaches it)."""
+
+    def __init__(self, reward: RewardFunction, token: str | None = None) -> None:
+        self._reward, self._token, self._busy = reward, token, 0
+        self._threads = ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="score")
+
+    def application(self) -> web.Application:
+        """What an HTTP server runs."""
+        application = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        application.add_routes([web.post("/score", self._score), web.get("/health", self._health)])
+        return application
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _score(self, request: web.Request) -> web.Response:
+        if self._token is not None:
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                return _refused(401, "the header Authorization does not have the token of this server")
+        if request.content_type != "application/json":  # no page of a browser sends that to an address of another site
+            return _refused(415, "the header Content-Type has to be application/json")
+        if self._busy >= MAX_REQUESTS:
+            return _refused(503, f"{MAX_REQUESTS} requests are being scored", {"Retry-After": "1"})
+        self._busy += 1
+        try:
+            items = read_items(read_json(await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)))
+            scores = await asyncio.get_running_loop().run_in_executor(self._threads, self._scores, items)
+        except asyncio.TimeoutError:
+            return _refused(408, f"the request was not sent within {BODY_TIMEOUT_S:g} s")
+        except WireError as error:
+            return _refused(400, f"the request {error}")
+        except web.HTTPRequestEntityTooLarge:
+            return _refused(413, f"the request has more than {MAX_REQUEST_BYTES:,} bytes")
+        except ConfigError as error:  # of what was asked, such as a data source without rules
+            return _refused(422, str(error))
+        finally:
+            self._busy -= 1
+        return web.json_response({"scores": [_answer(score) for score in scores]})
+
+    def _scores(self, items: Sequence[Mapping[str, Any]]) -> list[Score]:
+        from rlhf_mcore.rewards.reward import text_only
+
+        rows = []
+        for number, item in enumerate(items):
+            # A function that draws random numbers is seeded by the prompt's name: the same for the same response.
+            name = str(item.get("seed", number))
+            prompt = Prompt(
+                name, number, [], item.get("prompt", ""), item.get("data_source", "unknown"), item.get("ground_truth")
+            )
+            prompt.extra_info = dict(item.get("extra_info", {}))
+            rows.append(text_only(prompt, item["solution_str"]))
+        return self._reward.score(rows) if rows else []
+
+
+def serve(server: RewardServer, host: str, port: int, tell: Callable[[str], None]) -> None:
+    """Listen until SIGINT or SIGTERM. ``port`` 0 is a free one; ``tell`` gets the address.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    asyncio.run(_serve(server, host, port, tell))
+
+
+async def _serve(server: RewardServer, host: str, port: int, tell: Callable[[str], None]) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    runner = web.AppRunner(server.application(), access_log=None)
+    await runner.setup()
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        await web.SockSite(runner, listener, shutdown_timeout=5.0).start()
+        shown = f"[{host}]" if ":" in host else host
+        tell(f"http://{shown}:{listener.getsockname()[1]}/score")
+        await stop.wait()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {host} --port {port}: {error}; choose another port, 0 for a free one") from error
+    finally:
+        with suppress(asyncio.CancelledError):
+            await runner.cleanup()
+
+
+def _answer(score: Score) -> dict[str, Any]:
+    if score.failure is not None:
+        return {"error": (score.cause or score.failure)[:MAX_ERROR_CHARS], "kind": score.failure}
+    return {"score": score.value, "parts": score.parts}
+
+
+def _refused(status: int, problem: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    text = json.dumps({"error": problem[:MAX_ERROR_CHARS]})
+    return web.Response(text=text, status=status, content_type="application/json", headers=headers)

@@ -1,0 +1,403 @@
+"""The client of reward servers, against a server of ours and against one that does whatever it should not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig, RuleConfig
+from rlhf_mcore.rewards import http_pool
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rewards.server import RewardServer, check_host
+from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
+from tests.unit.rewards.http_server import Request, Scripted, answer, response, reward_server, scripted
+
+
+def trajectory(text: str, index: int = 0, truth: Any = "42", **extra: Any) -> Trajectory:
+    prompt = Prompt(f"train-{index}", index, [1], "What?", data_source="sums", ground_truth=truth, extra_info=extra)
+    return single_turn(prompt, 3, [5], [-0.1], text, "stop", 0)
+
+
+def rows(count: int) -> list[Trajectory]:
+    return [trajectory(str(number), number) for number in range(count)]
+
+
+def scored(
+    given: list[Trajectory], url: str, *, on_error: str = "zero", token_env: str | None = None, **limits: Any
+) -> list[Score]:
+    settings = {"timeout_s": 20.0, "deadline_s": 60.0, "retries": 3, **limits}
+    remote = RemoteRewardConfig(url=f"{url}/score", token_env=token_env, **settings)
+    reward = build_reward(RewardConfig(remote=remote, on_error=on_error))
+    try:
+        return reward.score(given)
+    finally:
+        reward.close()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "FIRST_PAUSE_S", 0.01)
+
+
+def doubled(request: Request) -> bytes:
+    """A right answer: each response is a number, and scores twice of it."""
+    items = request.json()["items"]
+    return answer({"scores": [{"score": 2 * float(item["solution_str"]), "parts": {"n": 1}} for item in items]})
+
+
+def first_then_right(*first: Callable[[Request], bytes | None]) -> Callable[[Request], bytes | None]:
+    """``first`` answer one request each, and then all are right."""
+    left, lock = list(first), threading.Lock()
+
+    def reply(request: Request) -> bytes | None:
+        with lock:
+            chosen = left.pop(0) if left else doubled
+        return chosen(request)
+
+    return reply
+
+
+# ------------------------------------------------------------------------------------------------------ a server of ours
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_scores_of_a_server_are_those_of_its_reward(batch_size: int) -> None:
+    rules = [RuleConfig("final_number", 0.5), RuleConfig("format", 0.25)]
+    made = [trajectory(text, n) for n, text in enumerate(["#### 42", "42", "#### 41", "é\ud800\x00 \\boxed{42}"] * 5)]
+    local = build_reward(RewardConfig(rules=rules))
+    with reward_server(RewardServer(local)) as url:
+        found = scored(made, url, batch_size=batch_size)
+    assert found == local.score(made)
+    assert [score.value for score in found[:4]] == [0.75, 0.0, 0.25, 0.75]
+
+
+def test_what_travels_is_what_a_function_is_given(tmp_path: Path) -> None:
+    """Numbers beyond 64 bits, nested values, and the seed: a response has the same random score wherever it is scored."""
+    source = (
+        "import random\ndef grade(data_source, solution_str, ground_truth, extra_info):\n"
+        "    right = (data_source, ground_truth, extra_info) == ('sums', {'a': [1, None]}, {'big': 2**80})\n"
+        "    return {'score': random.random(), 'right': float(right)}\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    made = [trajectory("x", n, truth={"a": [1, None]}, big=2**80) for n in range(6)]
+    local = build_reward(RewardConfig(function=f"{tmp_path}/mine.py:grade", workers=1))
+    with reward_server(RewardServer(local)) as url:
+        first, second = (scored(made, url, batch_size=size) for size in (2, 3))
+    local.close()
+    assert first == second and len({score.value for score in first}) == 6
+    assert {score.parts["right"] for score in first} == {1.0}
+
+
+def test_what_a_served_function_fails_on_has_no_score_and_a_cause(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def grade(source, text, truth, info): return 1 / int(text)")
+    local = build_reward(RewardConfig(function=f"{tmp_path}/mine.py:grade", workers=1, on_error="zero"))
+    with reward_server(RewardServer(local)) as url:
+        found = scored(rows(3), url)
+        assert [(score.value, score.failure) for score in found] == [(0.0, "error"), (1.0, None), (0.5, None)]
+        assert "ZeroDivisionError" in found[0].cause and "prompt 'train-0', sample 3" in found[0].cause
+        with pytest.raises(
+            ConfigError, match=r"reward\.remote\.url=.* prompt 'train-0', sample 3, .*ZeroDivisionError"
+        ):
+            scored(rows(3), url, on_error="fail")
+        # One that the reward refuses, here for its data source, does not take its batch along.
+        table = RewardServer(build_reward(RewardConfig(sources={"sums": [RuleConfig("exact_match")]})))
+        with reward_server(table) as other:
+            mixed = [trajectory("42"), trajectory("42", 1), trajectory("42", 2)]
+            mixed[1].prompt.data_source = "mystery"
+            found = scored(mixed, other)
+            assert [score.failure for score in found] == [None, "error", None] and "mystery" in found[1].cause
+    local.close()
+
+
+def ask(url: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as found:
+            return found.status, json.loads(found.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "problem"),
+    [
+        (b"", 400, "is not JSON"),
+        (b"[1]", 400, "has no list 'items'"),
+        (b'{"items": [{"solution_str": "x", "ground_truth": NaN}]}', 400, "NaN is no JSON number"),
+        (b'{"items": [{}]}', 400, "items\\[0\\] has no text 'solution_str'"),
+        (b'{"items": [{"solution_str": "x", "extra_info": 3}]}', 400, "'extra_info' has to be an object"),
+        (b'{"items": [' + b",".join([b'{"solution_str": ""}'] * 4097) + b"]}", 400, "4097 items; 4096 are the most"),
+        (b"[" * 100_000, 400, "is not JSON"),
+        (b" " * (2**26 + 1), 413, "more than 67,108,864 bytes"),
+        (b'{"items": [{"solution_str": "x"}]}', 422, "prompt '0' has no ground truth"),
+    ],
+)
+def test_a_server_names_what_is_wrong_with_a_request(body: bytes, status: int, problem: str) -> None:
+    with reward_server(RewardServer(build_reward(RewardConfig()))) as url:
+        found, content = ask(f"{url}/score", body)
+        assert found == status
+        with pytest.raises(AssertionError, match=problem):
+            raise AssertionError(content["error"])
+        assert ask(f"{url}/score", b'{"items": []}') == (200, {"scores": []})  # it is there as before
+
+
+def test_a_server_with_a_token_answers_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RewardServer(build_reward(RewardConfig(rules=[RuleConfig("exact_match")])), "s3cret-token")
+    monkeypatch.setenv("RIGHT", "s3cret-token")
+    monkeypatch.setenv("WRONG", "another")
+    with reward_server(server) as url:
+        assert scored([trajectory("42")], url, token_env="RIGHT")[0].value == 1.0
+        for name in ("WRONG", None):
+            with pytest.raises(
+                ConfigError, match=r"status 401 .*correct reward\.remote\.url or reward\.remote\.token_env"
+            ) as error:
+                scored([trajectory("42")], url, token_env=name)
+            assert "another" not in str(error.value)
+        assert (
+            ask(f"{url}/score", b"{}", **{"Content-Type": "text/plain", "Authorization": "Bearer s3cret-token"})[0]
+            == 415
+        )
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as health:
+            assert json.loads(health.read()) == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "problem"),
+    [
+        ("0.0.0.0", True, "not only of a private network"),
+        ("::", True, "not only of a private network"),
+        ("8.8.8.8", True, "not only of a private network"),
+        ("example.com", True, "is no address"),
+        ("10.1.2.3", False, "--token-env"),
+    ],
+)
+def test_a_server_does_not_listen_to_everybody(host: str, token: bool, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_host(host, token)
+    for good in (("127.0.0.1", False), ("localhost", False), ("::1", False), ("10.1.2.3", True)):
+        check_host(*good)
+
+
+def test_the_command_serves_until_a_signal_comes(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("reward: {rules: [{name: exact_match, weight: 3.0}]}\n")
+    command = [sys.executable, "-m", "rlhf_mcore.cli.serve_reward", str(tmp_path / "run.yaml"), "--port"]
+    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        words = served.stdout.readline().split()
+        assert words[:3] == ["serving", "reward.rules=[exact_match]", "on"]
+        url = words[3].removesuffix("/score")
+        assert [score.value for score in scored([trajectory("42"), trajectory("41")], url)] == [3.0, 0.0]
+        port = url.rpartition(":")[2]
+        taken = subprocess.run([*command, port], capture_output=True, text=True, check=False)
+        assert taken.returncode == 2 and f"--port {port}: " in taken.stderr and "Traceback" not in taken.stderr
+        served.send_signal(signal.SIGINT)
+        assert served.wait(60) == 0
+
+
+# ---------------------------------------------------------------------------------------------------- servers of all kinds
+def hangs(state: list[Scripted]) -> Callable[[Request], bytes | None]:
+    def reply(request: Request) -> None:
+        state[0].released.wait(300)
+
+    return reply
+
+
+BAD = {
+    "garbage": (response(b"\x00\xff not json"), "is not JSON"),
+    "an empty body": (response(b""), "is not JSON"),
+    "a page": (response(b"<html>login</html>"), "<html>login"),
+    "NaN": (response(b'{"scores": [{"score": NaN}]}'), "NaN is no JSON number"),
+    "beyond float32": (answer({"scores": [{"score": 1e39}]}), "score is not finite"),
+    "a huge int": (response(b'{"scores": [{"score": ' + b"9" * 400 + b"}]}"), "score is not finite"),
+    "a text": (answer({"scores": [{"score": "1.0"}]}), "is no number: '1.0'"),
+    "no score": (answer({"scores": [{}]}), "is no number: 'None'"),
+    "too few": (answer({"scores": []}), "has 0 scores for 1 responses"),
+    "too many": (answer({"scores": [{"score": 1}, {"score": 1}]}), "has 2 scores for 1 responses"),
+    "a list": (answer([1.0]), "has no list 'scores'"),
+    "a bad part": (answer({"scores": [{"score": 1, "parts": {"a": None}}]}), r"parts\['a'\] is no number"),
+    "too many parts": (
+        answer({"scores": [{"score": 1, "parts": {str(n): 0 for n in range(65)}}]}),
+        "at most 64 numbers",
+    ),
+    "nested": (response(b"[" * 50_000), "is not JSON"),
+    "huge": (response(b" " * (2**16 + 2**15 + 1)), "more than is read"),
+    "compressed": (response(b"x", "200 OK", "Content-Encoding: gzip"), "is compressed"),
+    "status 500": (answer({"error": "oh"}, "500 Oh"), r"status 500 \(.*oh"),
+    "status 400": (answer({"error": "what?"}, "400 Bad"), r"status 400 \(.*what"),
+    "status 429": (answer({}, "429 Slowly", "Retry-After: 0"), "status 429"),
+    "a closed connection": (None, "could not be asked"),
+    "half of an answer": (response(b"x" * 100)[:-50], "could not be asked"),
+    "no HTTP": (b"hello\r\n\r\n", "could not be asked"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_ends_in_the_policy(name: str) -> None:
+    sent, cause = BAD[name]
+    with scripted(lambda request: sent) as server:
+        (score,) = scored([trajectory("5")], server.url)
+        assert (score.value, score.failure) == (0.0, "error")
+        with pytest.raises(AssertionError, match=cause):
+            raise AssertionError(score.cause)
+        tries = len(server.seen)
+        assert tries == (1 if name == "status 400" else 4)
+        with pytest.raises(ConfigError, match=r"prompt 'train-0', sample 3, .*set reward\.on_error=zero"):
+            scored([trajectory("5")], server.url, on_error="fail", retries=0)
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name != "status 400"])
+def test_what_goes_wrong_once_is_tried_again(name: str) -> None:
+    with scripted(first_then_right(lambda request: BAD[name][0], lambda request: BAD[name][0])) as server:
+        assert [score.value for score in scored(rows(40), server.url, batch_size=8, concurrency=2)] == [
+            2.0 * n for n in range(40)
+        ]
+
+
+def test_a_server_that_hangs_costs_its_deadline() -> None:
+    held: list[Scripted] = []
+    with scripted(hangs(held)) as server:
+        held.append(server)
+        (score,) = scored([trajectory("1")], server.url, timeout_s=0.1, retries=1)
+        assert score.failure == "timeout" and "reward.remote.timeout_s=0.1" in score.cause and len(server.seen) == 2
+        (score,) = scored([trajectory("1")], server.url, deadline_s=0.2, timeout_s=50.0)
+        assert score.failure == "timeout" and len(server.seen) == 3
+
+
+def test_an_item_that_spoils_its_batch_is_found() -> None:
+    def reply(request: Request) -> bytes:
+        if any(item["solution_str"] == "13" for item in request.json()["items"]):
+            return answer({}, "500 Unlucky")
+        return doubled(request)
+
+    with scripted(reply) as server:
+        found = scored(rows(32), server.url, batch_size=32, retries=1)
+    assert [score.failure for score in found] == [None] * 13 + ["error"] + [None] * 18
+    assert [score.value for score in found] == [0.0 if n == 13 else 2.0 * n for n in range(32)]
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere"])
+def test_a_redirect_is_not_followed(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "s3cret-token")
+    with scripted(doubled) as elsewhere:
+        target = f"{elsewhere.url}/stolen?t=s3cret-token"
+        words = r"redirects to .*; set reward\.remote\.url to the final address"
+        moved = scripted(lambda request: response(b"", status, f"Location: {target}"))
+        with moved as server, pytest.raises(ConfigError, match=words) as error:
+            scored(rows(1), server.url, token_env="KEY")
+        assert not elsewhere.seen and "s3cret-token" not in str(error.value)
+        assert server.seen[0].headers["authorization"] == "Bearer s3cret-token"
+
+
+def test_no_server_ends_the_run_after_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"gave no result for 10 responses in a row or more; .*look at the server"):
+        scored(rows(20), f"http://127.0.0.1:{port}", deadline_s=1.0)
+
+
+def test_a_server_that_is_down_is_left_alone_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails thirty times. Without the breaker eight requests at a time would find that out; with it one does after the fifth."""
+    monkeypatch.setattr(http_pool, "LONGEST_PAUSE_S", 0.02)
+    at_a_time, most, lock = [0], [0], threading.Lock()
+    failures = [30]
+
+    def reply(request: Request) -> bytes:
+        with lock:
+            at_a_time[0] += 1
+            failures[0] -= 1
+            failing = failures[0] >= 0
+            if failures[0] < 20 and failing:
+                most[0] = max(most[0], at_a_time[0])
+        sent = answer({}, "503 Down") if failing else doubled(request)
+        with lock:
+            at_a_time[0] -= 1
+        return sent
+
+    with scripted(reply) as server:
+        found = scored(rows(64), server.url, batch_size=8, retries=100)
+    assert [score.value for score in found] == [2.0 * n for n in range(64)]
+    assert most[0] == 1
+
+
+def test_groups_are_sent_while_others_are_waited_for() -> None:
+    gate = threading.Event()
+
+    def reply(request: Request) -> bytes:
+        if request.json()["items"][0]["solution_str"] == "0":
+            gate.wait(60)
+        return doubled(request)
+
+    with scripted(reply) as server:
+        reward = build_reward(RewardConfig(remote=RemoteRewardConfig(url=server.url)))
+        slow, quick = reward.submit(rows(1)), reward.submit(rows(3)[1:])
+        assert [score.value for score in quick()] == [2.0, 4.0]
+        gate.set()
+        assert [score.value for score in slow()] == [0.0]
+        reward.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "reward-client"]
+
+
+def test_retries_do_not_touch_the_random_numbers_of_training() -> None:
+    with scripted(first_then_right(*[lambda request: BAD["status 500"][0]] * 3)) as server:
+        before = random.getstate()
+        scored(rows(4), server.url)
+        assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (None, "is not set; export it"),
+        ("", "is not set"),
+        ("a\nb", "characters that no token has"),
+        ("ü", "characters"),
+    ],
+)
+def test_a_token_that_cannot_be_sent_is_refused(
+    value: str | None, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("KEY", value)
+    with pytest.raises(ConfigError, match=rf"reward\.remote\.token_env is 'KEY'.*{problem}"):
+        scored(rows(1), "http://127.0.0.1:1", token_env="KEY")
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("localhost:8900", "is no address of a server"),
+        ("ftp://host/x", "is no address of a server"),
+        ("http://me:pass@host/score", "has a login in it"),
+        ("http://host:99999/score", "is no address"),
+        ("http://host/score?key=1", "has a query"),
+        ("http://host/a b", "a space"),
+    ],
+)
+def test_a_wrong_address_is_refused(url: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        build_reward(RewardConfig(remote=RemoteRewardConfig(url=url)))
+    assert "pass" not in str(error.value)
+    with pytest.raises(ConfigError, match="are both set"):
+        build_reward(RewardConfig(function="a.py:f", remote=RemoteRewardConfig(url="http://host/score")))
+
+
+def test_a_proxy_of_the_environment_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scripted(doubled) as server, scripted(doubled) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setitem(os.environ, name, proxy.url)
+        assert scored(rows(2), server.url)[1].value == 2.0
+        assert not proxy.seen
