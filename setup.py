@@ -34,6 +34,7 @@ INSTALL_REQUIRES = [
     "tensorboard",  # the event files of a run
     "math-verify",  # the reward rule math
     "google-re2",  # the reward rules regex and language
+    "aiohttp>=3.10",  # reward servers, and their client: one package for both sides, which vLLM needs too
     "tree-sitter>=0.24",  # with tree-sitter-bash: the grammar of launch scripts, for migrate
     "tree-sitter-bash>=0.23",
 ]
