@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -254,10 +253,8 @@ def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
     needed, available = 3 * total_bytes, memory_bytes().get("MemAvailable", 0)
     if needed > available // 2:
         return f"the model needs {needed / 1e9:.1f} GB twice over, {available / 1e9:.1f} GB are free"
-    before = _outputs(_from_tensors(source))
     directory = written.source.directory
-    is_hf = written.source.companions == directory
-    after = _outputs(_from_directory(directory, main_dtype(written.types)) if is_hf else _from_tensors(written))
+    before, after = _outputs(source), _outputs(written, reads_directory=written.source.companions == directory)
     if not torch.equal(before, after):
         largest = float((before.float() - after.float()).abs().max())
         raise ConfigError(
@@ -266,26 +263,21 @@ def compare_logits(source: Reading, written: Reading, total_bytes: int) -> str:
     return ""
 
 
-def _from_tensors(reading: Reading) -> Any:
+def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
+    """Outputs [1, tokens, vocabulary or labels] in transformers, which reads the model's directory or gets the tensors."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(reading.source.companions, local_files_only=True)
-    tensors = {name: torch.cat([part for _, part in reading.blocks(name)]) for name in reading.types}
+    files = reading.source.companions
+    config = transformers.AutoConfig.from_pretrained(files, local_files_only=True)
+    tensors = (
+        None if reads_directory else {n: torch.cat([part for _, part in reading.blocks(n)]) for n in reading.types}
+    )
+    given = {"config": config, "state_dict": tensors} if tensors is not None else {"use_safetensors": True}
     model_class = getattr(transformers, config.architectures[0])
-    dtype = main_dtype(reading.types)
-    return model_class.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype).eval()
-
-
-def _from_directory(directory: Path, dtype: torch.dtype) -> Any:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-    model_class = getattr(transformers, config.architectures[0])
-    return model_class.from_pretrained(directory, local_files_only=True, use_safetensors=True, dtype=dtype).eval()
-
-
-def _outputs(model: Any) -> Tensor:
-    """Outputs [1, tokens, vocabulary or labels] of a transformers model."""
+    model = model_class.from_pretrained(
+        None if tensors is not None else files, local_files_only=True, dtype=main_dtype(reading.types), **given
+    ).eval()
     token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.vocab_size
     with torch.no_grad():
-        return model(input_ids=token_ids).logits
+        logits: Tensor = model(input_ids=token_ids).logits
+    return logits

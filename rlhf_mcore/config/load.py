@@ -53,7 +53,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise ConfigError.many(problems)
     problems = list(_missing(values.unresolved()))
-    last = _last_of_each(reader.settings)
+    last = list({setting.key: setting for setting in reader.settings}.values())
     problems += list(_too_many_references(last)) or [
         problem for setting in last for problem in _unresolved(values, setting)
     ]
@@ -156,10 +156,6 @@ def _from_environment(value: Any, written: Any) -> Any:
     if isinstance(value, str) and isinstance(written, str) and "${" in written:
         return FromEnvironment(value, written)
     return value
-
-
-def _last_of_each(settings: Sequence[Setting]) -> list[Setting]:
-    return list({setting.key: setting for setting in settings}.values())
 
 
 def _apply(values: _Values, setting: Setting) -> Iterator[str]:

@@ -38,7 +38,15 @@ def function_problems(spec: str, key: str) -> Iterator[str]:
     except ConfigError as error:
         yield f"{prefix}: {error}"
     else:
-        defined, imported = set(_defined_names(tree)), set(_imported_names(tree))
+        defined: set[str] = set()
+        imported: set[str] = set()
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.Assign):
+                defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                imported.update(alias.asname or alias.name for alias in node.names)
         if name not in defined | imported:
             yield f"{prefix}: {path} does not define {name}; it defines: {', '.join(sorted(defined)) or 'nothing'}"
 
@@ -106,17 +114,3 @@ def place_of(error: BaseException, spec: str) -> str:
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if Path(frame.f_code.co_filename) == path]
     return f" ({path.name}, line {lines[-1]})" if lines else ""
-
-
-def _imported_names(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (alias.asname or alias.name for alias in node.names)
-
-
-def _defined_names(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))

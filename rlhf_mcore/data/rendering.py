@@ -114,7 +114,10 @@ def _in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
                 if not line.endswith(b"\n"):
                     _, status = os.waitpid(child, 0)
                     ended = True
-                    yield {"error": _ending(status)}
+                    code = os.waitstatus_to_exitcode(status)
+                    exceeded = f"it takes more than {CPU_S} s of processor time for one prompt"
+                    reason = exceeded if code == _EXCEEDED else f"its process ended with {code}"
+                    yield {"error": f"{reason}; correct the template"}
                     return
                 yield json.loads(line)
     finally:
@@ -159,13 +162,6 @@ def _one(apply: Any, item: Any) -> dict[str, str]:
     if not is_plain(text):
         return {"error": "the text holds a NUL or a lone surrogate; correct the template"}
     return {"text": text}
-
-
-def _ending(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    if code == _EXCEEDED:
-        return f"it takes more than {CPU_S} s of processor time for one prompt; correct the template"
-    return f"its process ended with {code}; correct the template"
 
 
 def shown(text: str, num_tokens: int) -> str:

@@ -170,21 +170,17 @@ def decoder_spec(
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     build = _te_spec if te else _local_spec
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
     specs = {moe: build(config, moe=moe) for moe in {_is_moe(config, number) for number in numbers}}
     return TransformerBlockSubmodules(
-        layer_specs=[specs[_is_moe(config, number)] for number in numbers], layer_norm=_te_norm() if te else RMSNorm
+        layer_specs=[specs[_is_moe(config, number)] for number in numbers], layer_norm=TENorm if te else RMSNorm
     )
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
     frequency = config.moe_layer_freq
     return config.num_moe_experts is not None and (isinstance(frequency, int) or bool(frequency[layer]))
-
-
-def _te_norm() -> Any:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm
 
 
 def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:

@@ -270,12 +270,9 @@ def read_flags(words: Sequence[str]) -> dict[str, Any]:
             found[name] = [value] if equals else []
         elif name is not None:
             found[name].append(word)
-    return {OLD_NAMES.get(name, name): named(_flag_value(given)) for name, given in found.items()}
-
-
-def _flag_value(words: Sequence[str]) -> Any:
-    values = [_flag_number(word) for word in words]
-    return True if not values else values[0] if len(values) == 1 else values
+    values = {name: [_flag_number(word) for word in given] for name, given in found.items()}
+    one_or_all = {name: (held[0] if len(held) == 1 else held or True) for name, held in values.items()}
+    return {OLD_NAMES.get(name, name): named(value) for name, value in one_or_all.items()}
 
 
 def _flag_number(word: str) -> Any:

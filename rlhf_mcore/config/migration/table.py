@@ -105,18 +105,15 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
         migration.stand_ins.update(dict.fromkeys(reason.settings, str(reason)))
         return
     except (TypeError, ValueError, ArithmeticError, KeyError):
-        migration.lost.update({key: (given[key], _unfit(given[key])) for key in lost})
+        for key in lost:
+            is_outside = "${oc.env:" in str(given[key]) or "_is_not_known" in str(given[key])
+            outside = "its value is not in the script but in what runs it: set it"
+            migration.lost[key] = given[key], outside if is_outside else "a value of a kind that this key does not have"
         return
     unknown = sorted(key for key in found if key not in KEYS)
     assert not unknown, unknown
     migration.settings.update(found)
     migration.carried.update(key for key in here if key not in migration.lost)
-
-
-def _unfit(value: Any) -> str:
-    if "${oc.env:" in str(value) or "_is_not_known" in str(value):
-        return "its value is not in the script but in what runs it: set it"
-    return "a value of a kind that this key does not have"
 
 
 def _reason(table: Table, key: str) -> str:
