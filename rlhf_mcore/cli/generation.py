@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
-from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
+from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
-from rlhf_mcore.protocols import RewardFunction, WeightBridge, WeightTarget
+from rlhf_mcore.protocols import EngineRank, RewardFunction, WeightBridge, WeightTarget
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
-from rlhf_mcore.trainer.ahead import SamplingAhead
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.rollout.remote.fleet import Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
+from rlhf_mcore.trainer.pipeline import FirstRank, NoGenerator, PipelinedBatches, RemotePublisher
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling
@@ -52,7 +62,8 @@ def build_generation(
 ) -> Generation:
     """Start the engines of a run. Collective over the world."""
     with run.record.phase("start_engine"):
-        return _colocated(run, actor, rewards, sampler, data)
+        build = _disaggregated if run.cfg.rollout.placement == "disaggregated" else _colocated
+        return build(run, actor, rewards, sampler, data)
 
 
 def _colocated(
@@ -76,6 +87,62 @@ def _colocated(
     )
     canary = _build_canary(run, actor, worker, engine)
     return Generation(source, EnginePublisher(engine, _build_bridge(cfg, actor, engine), record, canary), worker)
+
+
+def _disaggregated(
+    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
+) -> Generation:
+    """Engines of their own under Ray, which sample while the trainer learns. The first rank alone talks to them."""
+    cfg, rollout, is_first = run.cfg, run.cfg.rollout, dist.get_rank() == 0
+    fleet = on_every_rank(lambda: _start_fleet(run, hf_shapes(actor.model.spec.geometry)) if is_first else None)
+    in_order = rollout.deterministic_order
+    drain = rollout.at_publish == "drain" or (rollout.at_publish is None and in_order)
+    schedule = Schedule(cfg.trainer.prompts_per_step, cfg.trainer.max_staleness, rollout.oversample, in_order, drain)
+    first = None
+    if fleet is not None:
+        sampling = Sampling(**vars(rollout.sampling), seed=cfg.seed)
+        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.graders.submit)
+        run.stack.enter_context(ahead.run())
+        first = FirstRank(ahead, fleet.needs_weights)
+    worker = RolloutWorker(fleet or NoGenerator(), EngineRank(0, 1, is_first), data.decode)
+    bridge = RemoteBridge(
+        Side(actor.model.local_parameters(), NoTarget()),
+        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify),
+        world_group(),
+        fleet,
+        address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
+        timeout_s=rollout.engine_timeout_s,
+        note=run.record.note,
+    )
+    run.stack.callback(bridge.leave)
+    on_error = OnError.of(cfg.reward)
+    exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
+    source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model)
+    canary = _build_canary(run, actor, worker, NoTarget())
+    publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
+    return Generation(source, publisher, worker, None if first is None else first.ahead)
+
+
+def _start_fleet(run: RunContext, shapes: Mapping[str, tuple[int, ...]]) -> Fleet:
+    """Begin to start the engines. What is wrong with them is raised when they are used first."""
+    cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
+    spare: list[str] = []
+    if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
+    cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
+    plan = FleetPlan(
+        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd),
+        rollout.num_engines,
+        rollout.layout.tp,
+        cfg.trainer.threads_per_rank,
+        rollout.engine_timeout_s,
+        rollout.engine_restarts,
+    )
+    fleet = Fleet(cluster, plan, run.record.note)
+    fleet.start()
+    run.stack.callback(fleet.close)
+    return fleet
 
 
 def _build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:

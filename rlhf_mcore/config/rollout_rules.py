@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
 
 
 def _apart_problems(cfg: Config) -> Iterator[str]:
-    yield "rollout.placement='disaggregated' is not supported yet; set it to colocated"
+    address = cfg.rollout.ray.address
+    if address is not None and not re.fullmatch(r"[^:]+:\d+", address):
+        yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
     if cfg.bridge.method != "planned" or cfg.bridge.verify == "full":
         yield (
             f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
@@ -43,11 +46,6 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"trainer.max_staleness={cfg.trainer.max_staleness} with algorithm.dynamic_sampling.enabled=true is not supported yet; "
             "set one of them to 0 or false"
-        )
-    if cfg.rollout.oversample > 1 and not cfg.trainer.max_staleness:
-        yield (
-            f"rollout.oversample={cfg.rollout.oversample:g} starts prompts of later steps, which needs trainer.max_staleness of "
-            "1 or more; raise that, or set rollout.oversample=1"
         )
 
 

@@ -48,7 +48,7 @@ class RayConfig:
 
     address: Optional[str] = key(
         None,
-        "`disaggregated`: of a running Ray cluster, as `10.0.0.1:6379`; `auto` is the one that Ray itself finds",
+        "`disaggregated`: of a running Ray cluster, as `10.0.0.1:6379`",
         null="one is started on this machine, and ends with the run",
     )
     cpus_per_rank: int = key(1, "`disaggregated`: cores of each process of an engine", AT_LEAST_1)
@@ -102,9 +102,9 @@ class RolloutConfig:
     )
     oversample: float = key(
         1.0,
-        "`trainer.max_staleness`: prompts that are started for each that a step trains on; the last to finish are cancelled",
+        "`disaggregated`: prompts that are started for each that a step trains on",
         Range(1, 8),
-        more="A cancelled prompt is drawn again in a later step.",
+        more="A step takes those that finish first. The others go on as far as `trainer.max_staleness` allows, or are begun again.",
     )
     deterministic_order: bool = key(
         False,

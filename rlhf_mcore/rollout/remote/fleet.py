@@ -132,6 +132,7 @@ class Fleet:
         self._engines: list[_Engine] = [self._new() for _ in range(plan.num_engines)]
         self._backlog: deque[Request] = deque()
         self._finished: list[Completion] = []
+        self._generated: dict[int, Completion] = {}  # by their ids, which ``generate`` waits for
         self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
         self._participants: list[tuple[_Engine, Process]] | None = None  # while paused
         self._calls: list[tuple[_Engine, Process, str, Call]] = []
@@ -259,7 +260,10 @@ class Fleet:
         engine.seen = report
         for completion in report.completions:
             if engine.requests.pop(completion.request_id, None) is not None:  # or it was cancelled
-                self._finished.append(completion)
+                if completion.request_id < 0:
+                    self._generated[completion.request_id] = completion
+                else:
+                    self._finished.append(completion)
                 engine.failures = 0
 
     def _fail(self, engine: _Engine, reason: str) -> None:
@@ -297,25 +301,28 @@ class Fleet:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See :class:`rlhf_mcore.protocols.Generator`. Request ids may be those of requests in flight."""
         own = {next(self._own_ids): request for request in requests}
-        mine: dict[int, Completion] = {}
-        others: list[Completion] = []
         self.submit([replace(request, request_id=number) for number, request in own.items()])
         try:
-            while len(mine) < len(own):
-                if self.needs_weights():
-                    raise EnginesLost("all engines were lost in the middle of a generation that cannot be begun again")
-                for completion in self.collect(_TICK_S * 4):
-                    if completion.request_id in own:
-                        mine[completion.request_id] = completion
-                    else:
-                        others.append(completion)
+            with self._checked():
+                while not own.keys() <= self._generated.keys():
+                    if self.needs_weights():
+                        raise EnginesLost(
+                            "all engines were lost in the middle of a generation that cannot be begun again"
+                        )
+                    self._changed.wait(1.0)
+                    self._check()
+                found = [(self._generated[number], request) for number, request in own.items()]
         finally:
-            self.cancel(own.keys() - mine.keys())
-            with self._changed:
-                self._finished += others
-        for number, completion in mine.items():
-            completion.request_id = own[number].request_id
-        return [mine[number] for number in own]
+            self.cancel(own.keys())
+        for completion, request in found:
+            completion.request_id = request.request_id
+        return [completion for completion, _ in found]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are not finished."""
+        with self._changed:
+            return len(self._backlog) + sum(len(engine.requests) for engine in self._engines)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begin to draw. All samples of a prompt go to one engine, the one with the fewest requests."""
@@ -343,6 +350,8 @@ class Fleet:
         with self._changed:
             self._backlog = deque(request for request in self._backlog if request.request_id not in dropped)
             self._finished = [found for found in self._finished if found.request_id not in dropped]
+            for number in dropped & self._generated.keys():
+                del self._generated[number]
             for engine in self._engines:
                 if mine := dropped & engine.requests.keys():
                     for request_id in mine:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from rlhf_mcore.own_processes import end_with_parent
+from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class EngineHost:
     """
 
     def __init__(self) -> None:
+        os.environ.pop(STARTED_BY, None)  # the trainer's parent, not this process's
         end_with_parent(signal.SIGKILL)
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()  # of a lead that serves
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()  # while paused
