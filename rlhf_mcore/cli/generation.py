@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
+from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
@@ -58,12 +58,19 @@ class Generation:
 
 
 def build_generation(
-    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
+    run: RunContext,
+    actor: Actor,
+    rewards: Rewards,
+    sampler: ResumableSampler,
+    data: Data[Prompt],
+    fleet: Fleet | None,
 ) -> Generation:
-    """Start the engines of a run. Collective over the world."""
+    """Start the engines of a run, or wait until those of ``fleet`` have started. Collective over the world."""
     with run.record.phase("start_engine"):
-        build = _disaggregated if run.cfg.rollout.placement == "disaggregated" else _colocated
-        return build(run, actor, rewards, sampler, data)
+        if run.cfg.rollout.placement == "colocated":
+            return _colocated(run, actor, rewards, sampler, data)
+        on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready())
+        return _disaggregated(run, actor, rewards, sampler, data, fleet)
 
 
 def _colocated(
@@ -90,11 +97,15 @@ def _colocated(
 
 
 def _disaggregated(
-    run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
+    run: RunContext,
+    actor: Actor,
+    rewards: Rewards,
+    sampler: ResumableSampler,
+    data: Data[Prompt],
+    fleet: Fleet | None,
 ) -> Generation:
-    """Engines of their own under Ray, which sample while the trainer learns. The first rank alone talks to them."""
-    cfg, rollout, is_first = run.cfg, run.cfg.rollout, dist.get_rank() == 0
-    fleet = on_every_rank(lambda: _start_fleet(run, hf_shapes(actor.model.spec.geometry)) if is_first else None)
+    """Engines of their own, which sample while the trainer learns."""
+    cfg, rollout = run.cfg, run.cfg.rollout
     in_order = rollout.deterministic_order
     drain = rollout.at_publish == "drain" or (rollout.at_publish is None and in_order)
     schedule = Schedule(cfg.trainer.prompts_per_step, cfg.trainer.max_staleness, rollout.oversample, in_order, drain)
@@ -104,7 +115,7 @@ def _disaggregated(
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.graders.submit)
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights)
-    worker = RolloutWorker(fleet or NoGenerator(), EngineRank(0, 1, is_first), data.decode)
+    worker = RolloutWorker(fleet or NoGenerator(), EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     bridge = RemoteBridge(
         Side(actor.model.local_parameters(), NoTarget()),
         BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify),
@@ -112,7 +123,6 @@ def _disaggregated(
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
         timeout_s=rollout.engine_timeout_s,
-        note=run.record.note,
     )
     run.stack.callback(bridge.leave)
     on_error = OnError.of(cfg.reward)
@@ -123,8 +133,11 @@ def _disaggregated(
     return Generation(source, publisher, worker, None if first is None else first.ahead)
 
 
-def _start_fleet(run: RunContext, shapes: Mapping[str, tuple[int, ...]]) -> Fleet:
-    """Begin to start the engines. What is wrong with them is raised when they are used first."""
+def start_fleet(run: RunContext) -> Fleet | None:
+    """Begin to start the engines of a disaggregated run, under Ray. The first rank alone talks to them; None on the others."""
+    if run.cfg.rollout.placement == "colocated" or dist.get_rank() != 0:
+        return None
+    shapes = hf_shapes(load_spec(run.cfg.model.path).geometry)
     cfg, rollout, on_cuda = run.cfg, run.cfg.rollout, run.platform.name == "cuda"
     spare: list[str] = []
     if on_cuda and rollout.ray.address is None:  # ranks have the first devices, engines the others

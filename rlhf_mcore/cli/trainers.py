@@ -9,7 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
-from rlhf_mcore.cli.generation import Rewards, build_generation
+from rlhf_mcore.cli.generation import Rewards, build_generation, start_fleet
 from rlhf_mcore.cli.models import ModelBuilder
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
@@ -66,6 +66,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     with record.phase("load_data"):
         graders = on_every_rank(lambda: build_reward(cfg.reward))
     data = _load_data(run, _load_prompts)
+    fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
         models = ModelBuilder(cfg, run.platform, run.start.weights)
         actor = models.actor()
@@ -84,7 +85,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     if reference is not None and cfg.reference.refresh_steps:  # its weights change
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
     rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
-    generation = build_generation(run, actor, rewards, sampler, data)
+    generation = build_generation(run, actor, rewards, sampler, data, fleet)
     checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead)
 
     roles = Roles(

@@ -150,6 +150,18 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 
+    def wait_until_ready(self) -> None:
+        """Wait until all engines are built.
+
+        Raises:
+            ConfigError: Ray cannot be joined, or has no room for them, or they cannot be built.
+            EnginesLost: one has failed too often.
+        """
+        with self._checked():
+            while any(engine.state in _STARTING for engine in self._engines):
+                self._changed.wait(1.0)
+                self._check()
+
     def close(self) -> None:
         """End all engines, and what was started for them."""
         self._closing.set()
@@ -383,13 +395,10 @@ class Fleet:
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> list[EngineProcess]:
         """See :class:`rlhf_mcore.protocols.RemoteEngines`, as those that follow. The first call waits until all engines are ready."""
+        if not self._begun:
+            self.wait_until_ready()
         with self._checked():
-            if not self._begun:
-                while any(engine.state in _STARTING for engine in self._engines):
-                    self._changed.wait(1.0)
-                    self._check()
-                self._begun = True
-            self._participants = []
+            self._begun, self._participants = True, []
             serving = [engine for engine in self._engines if engine.state == "serving"]
             self._begin([(engine, engine.processes[0]) for engine in serving], "pause")
         self.finish(self._plan.timeout_s)

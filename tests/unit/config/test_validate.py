@@ -29,6 +29,9 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
     assert check() == []
 
 
+APART = ["rollout.placement=disaggregated"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "world_size"),
     [
@@ -84,7 +87,26 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["actor.layout.pp=2", "actor.layout.layers_per_stage=[4,0]"], 2, ["[4, 0]", "positive"]),
         (["actor.layout.sequence_parallel=true"], 1, ["sequence_parallel=True", "actor.layout.tp"]),
         (["actor.layout.tp=0"], None, ["actor.layout.tp=0", "at least 1"]),
-        (["rollout.placement=disaggregated"], None, ["rollout.placement", "disaggregated", "not supported yet"]),
+        (["trainer.max_staleness=1"], None, ["trainer.max_staleness=1", "rollout.placement=disaggregated"]),
+        (["rollout.num_engines=2"], None, ["rollout.num_engines=2", "disaggregated", "Remove it"]),
+        (["rollout.oversample=2"], None, ["rollout.oversample=2", "set it to 1"]),
+        ([*APART, "bridge.method=gather"], None, ["bridge.method=gather", "planned"]),
+        ([*APART, "rollout.ray.address=head"], None, ["rollout.ray.address='head'", "host:port"]),
+        (
+            [*APART, "trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
+            None,
+            ["trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
+        ),
+        (
+            [*APART, "rollout.deterministic_order=true", "rollout.at_publish=continue"],
+            None,
+            ["rollout.at_publish=continue", "drain"],
+        ),
+        (
+            [*APART, "rollout.deterministic_order=true", "rollout.oversample=2"],
+            None,
+            ["rollout.oversample=2", "set it to 1"],
+        ),
         (["rollout.placement=elsewhere"], None, ["rollout.placement", "colocated"]),
         (["rollout.engine=hf", "rollout.layout.tp=2"], None, ["rollout.layout.tp=2", "hf"]),
         (["rollout.sampling.n=1"], None, ["rollout.sampling.n=1", "algorithm.advantage=grpo", "2 or more"]),
