@@ -64,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         help="change the device or an assumption, as for plan",
     )
     parser.add_argument(
-        "--staleness", default="1,2", metavar="K,K", help="bounds of trainer.max_staleness to compare (default: 1,2)"
+        "--staleness",
+        default="1,2,4",
+        metavar="K,K",
+        help="bounds of trainer.max_staleness to compare (default: 1,2,4)",
     )
     parser.add_argument(
         "--steps",

@@ -242,10 +242,15 @@ class SamplingAhead:
         return len(self._finished) >= wanted
 
     def take(self) -> list[Group]:
-        """The groups of a step, by rising number: the first ones, or those that have finished first. They are no longer kept here."""
+        """The groups of a step, by rising number. They are no longer kept here.
+
+        These are the first ones, or of those that have finished the oldest: a long response finishes behind many short ones that
+        began with it, and would become too old behind them.
+        """
         with self._changed:
             assert self.is_ready(), "wait until it is"
-            source, wanted = self._groups if self.schedule.in_order else self._finished, self.schedule.prompts_per_step
+            by_age = sorted(self._finished, key=lambda group: group.oldest_version or 0)
+            source, wanted = self._groups if self.schedule.in_order else by_age, self.schedule.prompts_per_step
             taken = sorted(source[:wanted], key=lambda group: group.number)
             numbers = {group.number for group in taken}
             self._finished = [group for group in self._finished if group.number not in numbers]

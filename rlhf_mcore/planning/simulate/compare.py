@@ -27,7 +27,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``rows``: each schedule with its fastest split, in the order asked for. ``tried``: all of its splits, by its name.
+    """``rows``: each schedule with the split that trains most tokens a second. ``tried``: all of its splits, by its name.
 
     ``left_out``: names of schedules that the layouts leave no split for.
     """
@@ -106,7 +106,7 @@ def compare(
             )
         )
     left_out = [schedule.name for schedule in wanted if schedule.name not in tried]
-    best = [max(rows, key=lambda row: row.outcome.samples_per_s) for rows in tried.values()]
+    best = [max(rows, key=lambda row: row.outcome.tokens_per_s) for rows in tried.values()]
     return Comparison(lengths, times.source, best, tried, left_out)
 
 
@@ -119,19 +119,28 @@ def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[floa
 
 def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
     """Everything but the traces as JSON values; times in seconds."""
-    lengths, first = comparison.lengths, comparison.rows[0].outcome.samples_per_s
+    lengths, first = comparison.lengths, comparison.rows[0].outcome.tokens_per_s
     found = []
     for row in comparison.rows:
         content = {each.name: getattr(row.outcome, each.name) for each in fields(row.outcome) if each.name != "trace"}
         others = [
-            {**asdict(each.split), "samples_per_s": each.outcome.samples_per_s, "bound_samples_per_s": each.bound}
+            {
+                **asdict(each.split),
+                "samples_per_s": each.outcome.samples_per_s,
+                "tokens_per_s": each.outcome.tokens_per_s,
+                "bound_samples_per_s": each.bound,
+            }
             for each in comparison.tried[row.schedule.name]
         ]
         found.append(
             {"name": row.schedule.name, "configured": row.schedule == own, **asdict(row.schedule), **asdict(row.split)}
             | content
-            | {"staleness_max": row.outcome.staleness_max, "bound_samples_per_s": row.bound}
-            | {"speedup": row.outcome.samples_per_s / first, "splits": others}
+            | {
+                "staleness_max": row.outcome.staleness_max,
+                "tokens_per_s": row.outcome.tokens_per_s,
+                "bound_samples_per_s": row.bound,
+            }
+            | {"speedup": row.outcome.tokens_per_s / first, "splits": others}
         )
     described = {"source": lengths.name, "count": len(lengths.values), "mean": lengths.mean, "cut": lengths.cut}
     return {"lengths": described, "times": comparison.source, "schedules": found}

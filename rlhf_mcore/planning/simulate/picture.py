@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.planning.simulate.compare import Comparison, Row
+from rlhf_mcore.planning.simulate.schedule import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,30 +33,36 @@ def draw(comparison: Comparison) -> bytes:
     from matplotlib.figure import Figure
 
     rows = comparison.rows
+    colors = {row.schedule.name: f"C{place}" for place, row in enumerate(rows)}
     figure = Figure(figsize=(11, 1.1 * len(rows) + 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     lanes = figure.add_gridspec(len(rows) + 1, 2, height_ratios=[1.0] * len(rows) + [2.6])
-    seconds = _STEPS * max(row.outcome.step_s for row in rows)
-    most = max(running for row in rows for _, running in row.outcome.trace.running)
-    for place, row in enumerate(rows):
+    recorded = min(row.outcome.trace.running[-1][0] - row.outcome.trace.begin for row in rows)
+    seconds = min(recorded, _STEPS * max(row.outcome.step_s for row in rows))
+    shown = [_from_begin(row.outcome.trace, seconds) for row in rows]
+    most = max(running for points in shown for _, running in points)
+    for place, (row, points) in enumerate(zip(rows, shown, strict=True)):
         axes = figure.add_subplot(lanes[place, :])
-        _lane(axes, row, seconds, most)
+        _lane(axes, row, points, seconds, most)
         axes.tick_params(labelbottom=place == len(rows) - 1)
         if place == len(rows) - 1:
             axes.set_xlabel("seconds   (blue: sequences in all engines; orange: training; black: sync)")
-    _rates(figure.add_subplot(lanes[-1, 0]), comparison)
-    _staleness(figure.add_subplot(lanes[-1, 1]), rows)
+    _rates(figure.add_subplot(lanes[-1, 0]), comparison, colors)
+    _staleness(figure.add_subplot(lanes[-1, 1]), rows, colors)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()
 
 
-def _lane(axes: Axes, row: Row, seconds: float, most: int) -> None:
-    """One schedule over time, from the sync before the steps that are shown."""
-    trace = row.outcome.trace
-    begin = trace.begin
-    shown = [(at - begin, running) for at, running in trace.running if begin <= at <= begin + seconds]
-    axes.fill_between([at for at, _ in shown], [running for _, running in shown], step="post", color=_GENERATE, lw=0)
+def _from_begin(trace: Trace, seconds: float) -> list[tuple[float, int]]:
+    """The numbers of running sequences of the first ``seconds`` that are shown."""
+    return [(at - trace.begin, running) for at, running in trace.running if 0 <= at - trace.begin <= seconds]
+
+
+def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float, most: int) -> None:
+    """One schedule over time."""
+    trace, begin = row.outcome.trace, row.outcome.trace.begin
+    axes.fill_between([at for at, _ in points], [running for _, running in points], step="post", color=_GENERATE, lw=0)
     for spans, color in ((trace.training, _TRAIN), (trace.syncs, _SYNC)):
         bars = [(start - begin, end - start) for start, end in spans if end > begin and start < begin + seconds]
         axes.broken_barh(bars, (-0.45 * most, 0.35 * most), color=color, lw=0)
@@ -63,27 +71,28 @@ def _lane(axes: Axes, row: Row, seconds: float, most: int) -> None:
     axes.set_title(title, loc="left", fontsize=9, pad=2)
 
 
-def _rates(axes: Axes, comparison: Comparison) -> None:
+def _rates(axes: Axes, comparison: Comparison, colors: Mapping[str, str]) -> None:
     """Samples/s of every split, or of every schedule where there is one split only."""
     axes.set_title("samples/s by devices of the engines", loc="left", fontsize=9)
     for name, rows in comparison.tried.items():
         if rows[0].split.colocated:
-            axes.axhline(rows[0].outcome.samples_per_s, color="gray", ls="--", lw=1, label=name)
+            axes.axhline(rows[0].outcome.samples_per_s, color=colors[name], ls="--", lw=1, label=name)
         else:
             rates = [row.outcome.samples_per_s for row in rows]
-            axes.plot([row.split.rollout for row in rows], rates, marker="o", ms=4, label=name)
+            axes.plot([row.split.rollout for row in rows], rates, marker="o", ms=4, color=colors[name], label=name)
     axes.set_ylim(bottom=0)
     axes.locator_params(axis="x", integer=True)
     axes.legend(fontsize=7)
 
 
-def _staleness(axes: Axes, rows: list[Row]) -> None:
+def _staleness(axes: Axes, rows: list[Row], colors: Mapping[str, str]) -> None:
     """Share of responses by the staleness of their oldest token."""
     axes.set_title("share of responses by versions between their oldest token and the step", loc="left", fontsize=9)
     width = 0.8 / len(rows)
     for place, row in enumerate(rows):
         total = sum(row.outcome.staleness.values())
         at = [age + (place - (len(rows) - 1) / 2) * width for age in row.outcome.staleness]
-        axes.bar(at, [count / total for count in row.outcome.staleness.values()], width, label=row.schedule.name)
+        shares = [count / total for count in row.outcome.staleness.values()]
+        axes.bar(at, shares, width, color=colors[row.schedule.name], label=row.schedule.name)
     axes.locator_params(axis="x", integer=True)
     axes.legend(fontsize=7)

@@ -16,10 +16,11 @@ _COLUMNS = (
     "step",
     "samples/s",
     "speedup",
-    "engines busy",
-    "trainer busy",
+    "engines\nbusy",
+    "trainer\nbusy",
     "running\non each",
-    "staleness",
+    "staleness\nmean / max",
+    "tokens of\na response",
     "too\nold",
     "of\nbound",
 )
@@ -34,8 +35,8 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
     for name in _COLUMNS:
-        table.add_column(name, justify="right")
-    first = comparison.rows[0].outcome.samples_per_s
+        table.add_column(name, justify="right", no_wrap=True)
+    first = comparison.rows[0].outcome.tokens_per_s
     for row in comparison.rows:
         mark = " *" if row.schedule == own else ""
         table.add_row(row.schedule.name + mark, *_cells(row, first))
@@ -54,11 +55,12 @@ def _cells(row: Row, first: float) -> tuple[str, ...]:
         str(split.devices) if split.colocated else f"{split.rollout} + {split.training}",
         f"{outcome.step_s:.3g} s",
         f"{outcome.samples_per_s:.4g}",
-        f"{outcome.samples_per_s / first:.2f}",
+        f"{outcome.tokens_per_s / first:.2f}",
         f"{outcome.rollout_busy:.0%}",
         f"{outcome.training_busy:.0%}",
         f"{outcome.running:.0f}",
-        f"{outcome.staleness_mean:.2f}, max {outcome.staleness_max}",
+        f"{outcome.staleness_mean:.2f} / {outcome.staleness_max}",
+        f"{outcome.length_mean:.4g}",
         f"{outcome.redrawn:.1%}",
         f"{outcome.samples_per_s / row.bound:.0%}",
     )

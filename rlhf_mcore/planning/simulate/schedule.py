@@ -1,14 +1,15 @@
 """Steps of a trainer and its engines under a schedule, as discrete events.
 
 Step k trains with the weights of version k - 1 on P prompts with G responses each, and its weights are version k. When a version is
-there, groups are started until (oversample + ``max_staleness``) P of them wait for training. Steps take them as they finish. One
-whose oldest token is more than ``max_staleness`` versions old, or may be so when it finishes, begins again with new responses.
+there, groups are started until (oversample + ``max_staleness``) P of them wait for training. A step takes the first P that finish, and
+of more than P that wait already the oldest. One whose oldest token is more than ``max_staleness`` versions old, or may be so when it
+finishes, begins again with new responses.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,7 +17,7 @@ from enum import Enum, auto
 from rlhf_mcore.planning.simulate.engine import Engine, EngineTimes, Group, Request
 
 DRAIN, CONTINUE, RESUBMIT = "drain", "continue", "resubmit"
-TRACED_STEPS = 8
+TRACED_STEPS = 14
 DrawLengths = Callable[[int], list[int]]  # number of a group -> lengths of its responses
 
 
@@ -92,6 +93,11 @@ class Outcome:
     trace: Trace
 
     @property
+    def tokens_per_s(self) -> float:
+        """Response tokens that are trained on. Unlike samples/s it does not rise where long responses are lost."""
+        return self.samples_per_s * self.length_mean
+
+    @property
     def staleness_max(self) -> int:
         return max(self.staleness)
 
@@ -130,7 +136,7 @@ class _Run:
         self.engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
         self.groups = math.ceil(scenario.prompts * schedule.oversample - 1e-9)  # started for a step
         self.unfinished: dict[int, Group] = {}  # by number
-        self.finished: deque[Group] = deque()
+        self.finished: list[Group] = []
         self.batch: list[Group] = []  # of the step that is trained
         self.version = self.drawn = self.started = 0
         self.trainer_at = math.inf  # when the trainer is done with what it does
@@ -194,7 +200,7 @@ class _Run:
         for engine in self.engines if stopped else ():
             engine.cancel(now)
         old = [group for group in self.finished if group.oldest < oldest]
-        self.finished = deque(group for group in self.finished if group.oldest >= oldest)
+        self.finished = [group for group in self.finished if group.oldest >= oldest]
         self.redrawn += len(stopped) + len(old)
         return sorted(group.order for group in (*stopped, *old))
 
@@ -220,7 +226,8 @@ class _Run:
         """Begin the next step if there are groups for it."""
         if len(self.finished) < self.scenario.prompts:
             return
-        self.batch = [self.finished.popleft() for _ in range(self.scenario.prompts)]
+        by_age = sorted(self.finished, key=lambda group: group.oldest)
+        self.batch, self.finished = by_age[: self.scenario.prompts], by_age[self.scenario.prompts :]
         self.state = _Trainer.TRAINING
         tokens = sum(group.tokens for group in self.batch)
         self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens

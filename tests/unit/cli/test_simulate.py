@@ -46,12 +46,14 @@ def test_schedules_are_compared_without_torch(run_yaml: str, tmp_path: Path) -> 
         "one step off",
         "staleness 1, partial rollouts",
         "staleness 2, partial rollouts",
+        "staleness 4, partial rollouts",
     ]
     assert found["synchronous, colocated"]["speedup"] == 1.0 and found["synchronous, colocated"]["configured"] is True
     assert [split["rollout"] for split in found["one step off"]["splits"]] == [1, 2, 3]
     for row in report["schedules"]:
         assert row["samples_per_s"] == pytest.approx(8 * 4 / row["step_s"])
-        assert row["samples_per_s"] == max(split["samples_per_s"] for split in row["splits"])
+        assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * row["length_mean"])
+        assert row["tokens_per_s"] == max(split["tokens_per_s"] for split in row["splits"])
         assert sum(row["staleness"].values()) == 6 * 8 * 4 and row["staleness_max"] <= row["max_staleness"]
 
 

@@ -209,7 +209,7 @@ def slow(
             training += spent
             fill()
         if state == "wait":
-            ready = sorted((g for g in groups if g.finished_at >= 0), key=lambda g: (g.finished_at, g.order))
+            ready = sorted((g for g in groups if g.finished_at >= 0), key=lambda g: (g.oldest, g.finished_at, g.order))
             if len(ready) >= scenario.prompts:
                 batch, state = ready[: scenario.prompts], "train"
                 groups = [g for g in groups if g not in batch]

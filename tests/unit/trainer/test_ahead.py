@@ -152,6 +152,22 @@ def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> 
     assert engines.submitted[1:] == [list(range(8, 12))]
 
 
+def test_what_waits_longest_is_learned_from_first() -> None:
+    """Groups 0, 1 and 2 begin together. 3 begins a version later and finishes before 0 and 2, which would be too old behind it."""
+    engines = Engines(random.Random(0), at_once=0)
+    ahead, _ = ahead_of(engines, Schedule(1, 2))
+    taken = []
+    for step, finish in enumerate(([1], [3, 0, 2], [], []), 1):
+        ahead.fill(step)
+        for request_id in (group * SAMPLES + sample for group in finish for sample in range(SAMPLES)):
+            done = completion(*engines.begun.pop(request_id))
+            engines.collect = lambda timeout_s, done=done: [done]  # type: ignore[method-assign]
+            ahead.poll(0.0)
+        taken += [group.number for group in ahead.take()]
+        engines.publish(step)
+    assert taken == [1, 0, 2, 3] and ahead.redrawn == 0
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_run_that_was_killed_goes_on_with_what_has_finished(in_order: bool) -> None:
     schedule = Schedule(3, 2, in_order=in_order, drain=True)
