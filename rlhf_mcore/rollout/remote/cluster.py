@@ -138,7 +138,7 @@ class Cluster:
 
     def _start(self) -> str:
         os.environ.update(SETTINGS)
-        os.environ[_AUTH] = secrets.token_hex(32)
+        os.environ.setdefault(_AUTH, secrets.token_hex(32))
         environment = {
             name: value for name, value in os.environ.items() if name == _AUTH or not is_secret_variable(name)
         }

@@ -1,0 +1,149 @@
+"""A fleet under a real Ray: an engine of two ranks, responses across a sync, and what is left after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_processes import has_ended
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from tests.e2e.remote.fleets import collected, plan, publish, requests, running
+from tests.e2e.remote.test_faults import descendants
+from tests.e2e.rollout.drawing import logprobs_across_a_sync
+from tests.e2e.rollout.tiny import save_model
+
+NEW_TOKENS = 120
+
+
+@pytest.mark.parametrize("mode", ["continue", "resubmit"])
+def test_an_engine_of_two_ranks_goes_on_with_new_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name, "qwen3", seed)
+    capfd.readouterr()
+    directories = tmp_path / "a", tmp_path / "b"
+    with running(plan(directories[0], "vllm", tp=2, at_publish=mode)) as (fleet, notes):
+        assert publish(fleet, 0, *directories) == ["0.0.0", "0.0.1"]
+        asked = requests(3, 2, NEW_TOKENS)
+        fleet.submit(asked)
+        while fleet.status()[0].tokens < 60:  # told every second at least
+            time.sleep(0.05)
+        publish(fleet, 1, *directories)
+        drawn = collected(fleet, 6, *directories)
+        assert notes == []
+    assert capfd.readouterr() == ("", "")
+    before, after = (AutoModelForCausalLM.from_pretrained(found).eval() for found in directories)
+    synced = 0
+    for request in asked:
+        found = drawn[request.request_id]
+        if len(found.versions) == 1:  # it has ended before
+            assert found.versions == ((0, 0),)
+            continue
+        [(_, old), (first, new)] = found.versions
+        assert (old, new) == (0, 1)
+        expected = logprobs_across_a_sync(
+            before, after, request.prompt_ids, found.token_ids.tolist(), first, recompute=mode == "resubmit"
+        )
+        assert found.logprobs.tolist() == pytest.approx(expected, abs=1e-4)
+        synced += 1
+    assert synced > 0
+
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from tests.e2e.remote.fleets import plan, publish, requests, running
+
+directory = Path(sys.argv[1])
+with running(plan(directory, num_engines=2)) as (fleet, _):
+    publish(fleet, 0, directory)
+    fleet.submit(requests(4, 4, 140))
+    print(fleet._machines._head.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_fault_27_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3", 1)
+    folders = set(Path("/tmp").glob("rlhf-ray-*"))
+    secret = {"HF_TOKEN": "a-secret-of-the-trainer", "TMPDIR": "/tmp"}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **secret, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert trainer.stdout is not None
+    head = int(trainer.stdout.readline())
+    started = [head, *descendants(head)]
+    [*engines] = [int(pid) for pid in (tmp_path.parent / "group.pids").read_text().split()]
+    assert set(engines) < set(started)
+    for pid in engines:
+        seen = Path(f"/proc/{pid}/environ").read_text()
+        assert "RAY_AUTH_TOKEN" in seen and "a-secret-of-the-trainer" not in seen
+    listening = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True).stdout.splitlines()
+    own = [line for line in listening if any(f"pid={pid}," in line for pid in [trainer.pid, *started])]
+    assert own and all("127.0.0.1" in line.split()[3] for line in own), own
+    os.kill(engines[0], signal.SIGSTOP)
+    trainer.kill()
+    trainer.wait()
+    end = time.monotonic() + 60
+    while left := [pid for pid in started if not has_ended(pid)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+    assert set(Path("/tmp").glob("rlhf-ray-*")) == folders
+
+
+def test_a_cluster_is_joined_with_its_token_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster = Cluster(None, 1)
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"rollout\.ray\.address is set, and there is no token"):
+        Cluster("127.0.0.1:6", 1).connect()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    with pytest.raises(ConfigError, match=r"rollout\.ray\.address=127\.0\.0\.1:6: nobody answers there"):
+        Cluster("127.0.0.1:6", 1).connect()
+    address = cluster._start()
+    try:
+        joined = subprocess.run(
+            [sys.executable, "-c", JOIN, address],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "RAY_AUTH_TOKEN": "1" * 64},
+        )
+        assert joined.stdout == f"ConfigError: rollout.ray.address={address}: Ray does not take this connection\n", (
+            joined
+        )
+        joined = subprocess.run([sys.executable, "-c", JOIN, address], capture_output=True, text=True)
+        assert joined.stdout == "joined\n", joined
+        assert joined.stderr == ""
+    finally:
+        cluster.close()
+
+
+JOIN = """
+import sys
+from rlhf_mcore.rollout.remote.cluster import Cluster
+
+cluster = Cluster(sys.argv[1], 1)
+try:
+    cluster.connect()
+    print("joined")
+except ValueError as error:
+    print(f"{type(error).__name__}: {str(error).partition(' (')[0]}")
+cluster.close()
+"""
