@@ -27,6 +27,7 @@ COMMANDS = {
     "reward-test": "try the reward on the data: ground truths must be right, other answers must not",
     "serve-reward": "score responses that runs send by HTTP",
     "evaluate": "score a model on held-out prompts, or two side by side",
+    "rollouts": "list, add, drain or remove the engines of a running job",
     "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
 }

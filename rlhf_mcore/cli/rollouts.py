@@ -1,0 +1,83 @@
+"""``rlhf-mcore rollouts RUN_DIR list|add [N]|drain ID|remove ID``: the engines of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.config.errors import ConfigError
+
+_COLUMNS = {
+    "name": "engine",
+    "state": "state",
+    "version": "weights",
+    "requests": "requests",
+    "tokens": "tokens drawn",
+    "failures": "failures",
+}
+_MOST = 256  # engines added by one command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Give the command and print the engines after it. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        engines = _ask(Path(args.directory), args.command, args.argument)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    print(json.dumps(engines, indent=1) if args.json else _table(engines))
+    return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore rollouts",
+        "List, add, drain or remove the engines of a job that runs on this machine with rollout.placement=disaggregated. An engine "
+        "that is added answers requests after the next publish of weights; one that is drained answers its own first; the "
+        "requests of one that is removed are answered by others. The configuration stays as it is: a run that is started again "
+        "begins with rollout.num_engines.",
+        exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument("directory", metavar="RUN_DIR", help="<output_dir>/<project>/<experiment> of the job")
+    parser.add_argument("command", choices=("list", "add", "drain", "remove"), help="what to do")
+    parser.add_argument("argument", nargs="?", metavar="N|ID", help="add: how many (1); drain, remove: which engine")
+    parser.add_argument("--json", action="store_true", help="print the engines as JSON")
+    return parser
+
+
+def _ask(directory: Path, command: str, argument: str | None) -> list[dict[str, Any]]:
+    from rlhf_mcore.rollout.remote.control import ask
+
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; give the run directory of a job")
+    if command == "list":
+        if argument is not None:
+            raise ConfigError(f"list takes no argument, found {argument!r}; leave it out")
+        return ask(directory, command)
+    if command == "add":
+        if not (argument or "1").isdecimal() or not 1 <= int(argument or 1) <= _MOST:
+            raise ConfigError(f"add {argument!r}: not a number of engines; use one from 1 to {_MOST}")
+        return ask(directory, command, number=int(argument or 1))
+    if argument is None:
+        raise ConfigError(f"{command} which engine? `rlhf-mcore rollouts {directory} list` names them")
+    return ask(directory, command, name=argument)
+
+
+def _table(engines: Sequence[dict[str, Any]]) -> str:
+    """A version of -1 is that of an engine without weights."""
+    shown = [{**engine, "version": "none" if engine["version"] < 0 else engine["version"]} for engine in engines]
+    rows = [list(_COLUMNS.values()), *([str(engine[key]) for key in _COLUMNS] for engine in shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
