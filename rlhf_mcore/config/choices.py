@@ -90,6 +90,7 @@ GRADERS = {
     "regex": Grader(options=("pattern",)),  # a pattern of its own needs no answer
     "length": Grader(needs_answer=False, options=("min_chars", "max_chars", "margin_chars")),
     "language": Grader(needs_answer=False, options=("scripts",)),
+    "code": Grader(options=("partial", "max_tests", "test_s", "total_s")),
 }
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.

@@ -13,6 +13,10 @@ from rlhf_mcore.config.schema.key import Range
 
 _NUMBER, _MATH = [RuleConfig("final_number")], [RuleConfig("math")]
 _DAPO = [RuleConfig("answer_line", incorrect=-1.0)]
+_CODE, _TENTHS = (
+    [RuleConfig("code")],
+    [RuleConfig("code", partial=True, max_tests=10)],
+)  # the share of the first ten tests
 _THINK_AND_BOX = r"^.*<think>.*</think>.*\\boxed\{.*\}.*$"
 # Names as verl's data preparation and the data sets themselves write them, graded as verl grades them.
 SOURCES: dict[str, list[RuleConfig]] = {
@@ -22,6 +26,8 @@ SOURCES: dict[str, list[RuleConfig]] = {
     **dict.fromkeys(("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "math-ai/aime24", "math-ai/aime25"), _MATH),
     **dict.fromkeys(("opencompass/AIME2025", "yentinglin/aime_2025", "math-ai/amc23", "math-ai/minervamath"), _MATH),
     "numina_*": _MATH,
+    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), _TENTHS),
+    **dict.fromkeys(("openai_humaneval", "mbpp", "livecodebench*"), _CODE),
     "hiyouga/geometry3k": [RuleConfig("math", 0.9), RuleConfig("regex", 0.1, pattern=_THINK_AND_BOX)],
 }
 
@@ -133,5 +139,7 @@ def _problems_of(rule: RuleConfig) -> Iterator[str]:
                 yield f"{key}={getattr(rule, key)!r} is an option of the rule {owner!r}, not of {rule.name!r}; remove it"
     if rule.max_chars is not None and rule.max_chars < rule.min_chars:
         yield f"max_chars={rule.max_chars} is below min_chars={rule.min_chars}; no response is that long"
+    if rule.total_s < rule.test_s:
+        yield f"total_s={rule.total_s:g} is below test_s={rule.test_s:g}, which no test can use then; raise it"
     if not rule.scripts:
         yield "scripts=[] names no script; give some, such as [Latin] or [Han]"

@@ -2,7 +2,8 @@ r"""Rule graders: functions ``(response, ground_truth) -> float in [0, 1]`` over
 
 The text is hostile by assumption. Nothing here evaluates or executes it; lengths and exponents are capped before any
 arithmetic, every scan is linear in the length, and no response makes a grader raise. A response longer than
-``MAX_RESPONSE_CHARS`` scores 0. ``math`` alone parses an answer symbolically, in a worker process.
+``MAX_RESPONSE_CHARS`` scores 0. ``math`` alone parses an answer symbolically, in a worker process, and ``code`` alone runs one, in
+a sandbox.
 
 A ground truth may be a number, an answer in LaTeX or plain text, or a worked solution that marks its answer.
 """
@@ -15,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rlhf_mcore.config import choices
 from rlhf_mcore.config.choices import registering
-from rlhf_mcore.config.schema import RuleConfig
+from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import (
     MAX_RESPONSE_CHARS,
     answer_lines,
@@ -30,6 +31,8 @@ from rlhf_mcore.rewards.answers import (
     number_of,
     within,
 )
+from rlhf_mcore.rewards.code import CodeGrader
+from rlhf_mcore.rewards.code_tests import code_of
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
 from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
@@ -179,6 +182,7 @@ class MathGrader:
 
 
 grader("math")(MathGrader())
+grader("code")(CodeGrader())
 grader("regex")(Pattern())
 grader("length")(Length())
 grader("language")(
@@ -191,15 +195,18 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
     "answer_line": answer_lines,
     "math": last_answer,
     "multiple_choice": chosen_letters,
+    "code": lambda response: code_of(response).strip(),
 }
 
 
-def build_grader(rule: RuleConfig, workers: int | None = None) -> Grader:
+def build_grader(rule: RuleConfig, workers: int | None = None, sandbox: SandboxConfig | None = None) -> Grader:
     """The grader of a rule with the rule's own options. ``workers``: processes of those that need some.
 
     Raises:
-        ConfigError: an option that the grader does not take.
+        ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
     """
+    if rule.name == "code":
+        return CodeGrader(rule, sandbox, workers).check()
     if rule.name == "math":
         return MathGrader(workers)
     if rule.name == "regex":

@@ -19,7 +19,7 @@ from rlhf_mcore.config.reward_rules import (
     scores_alone,
     service_problems,
 )
-from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.rewards.judge import Graders, JudgedReward, judge_pool
@@ -48,7 +48,7 @@ def _build_graders(cfg: RewardConfig) -> PooledReward | RuleReward:
         return function_reward(cfg)
     if cfg.remote.url is not None:
         return remote_reward(cfg)
-    return RuleReward(cfg.rules, cfg.workers, cfg.sources)
+    return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox)
 
 
 class RuleReward:
@@ -58,11 +58,12 @@ class RuleReward:
 
     Args:
         rules: of every prompt, each name once; none: every score is 0.
-        workers: processes for the rule ``math``; None: this rank's share of the cores.
+        workers: processes for the rules ``math`` and ``code``; None: this rank's share of the cores.
         sources: rules by data source, in the place of ``rules``; those of well-known sources are known without it.
+        sandbox: of the rule ``code``.
 
     Raises:
-        ConfigError: an option that a grader does not take, such as a broken regular expression.
+        ConfigError: an option that a grader does not take, such as a broken regular expression, or less isolation than it needs.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class RuleReward:
         rules: Sequence[RuleConfig],
         workers: int | None = None,
         sources: Mapping[str, Sequence[RuleConfig]] | None = None,
+        sandbox: SandboxConfig | None = None,
     ) -> None:
-        self._rules, self._workers = list(rules), workers
+        self._rules, self._workers, self._sandbox = list(rules), workers, sandbox
         self._sources = None if sources is None else dict(sources)
         self._graders: dict[str, Grader] = {}  # by a rule's name and options: sources share processes
         for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
@@ -128,7 +130,7 @@ class RuleReward:
     def _grader(self, rule: RuleConfig) -> Grader:
         key = repr(replace(rule, weight=1.0, correct=1.0, incorrect=0.0))
         if key not in self._graders:
-            self._graders[key] = build_grader(rule, self._workers)
+            self._graders[key] = build_grader(rule, self._workers, self._sandbox)
         return self._graders[key]
 
 

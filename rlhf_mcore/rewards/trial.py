@@ -144,7 +144,7 @@ def try_reward(
     reward = build_reward(replace(cfg, on_error="zero", remote=remote, judge=judge))
     try:
         report = Report(name, seen, list(rows))
-        written = [[(row, text) for text in _right_responses(row.prompt, notations)] for row in rows]
+        written = [[(row, text) for text in _right_responses(cfg, row.prompt, notations)] for row in rows]
         best: dict[int, tuple[Score, str]] = {}
         for (row, text), score in _scored(reward, [pair for pairs in written for pair in pairs]):
             if _is_testable(cfg, row.prompt) and (
@@ -272,9 +272,11 @@ def _scored(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterato
     return zip(pairs, reward.score(responses) if responses else [], strict=True)
 
 
-def _right_responses(prompt: Prompt, notations: Sequence[str]) -> list[str]:
+def _right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]) -> list[str]:
     """Responses that give the ground truth as their answer; or the solutions that the row holds."""
     solutions = [str(prompt.extra_info[key]) for key in SOLUTIONS if prompt.extra_info.get(key)]
+    if cfg.function is None and any(rule.name == "code" for rule in _comparing(cfg, prompt)):
+        return solutions  # tests are no answer
     if prompt.ground_truth is None or not str(prompt.ground_truth).strip():
         return solutions
     truth = prompt.ground_truth if isinstance(prompt.ground_truth, str) else json.dumps(prompt.ground_truth)

@@ -255,4 +255,11 @@ def load_math(cpu_s: float) -> Call:
     return call
 
 
-LOADERS: dict[str, Callable[..., Call]] = {"reward": load_reward, "math": load_math}
+def load_code(**options: Any) -> Call:
+    """See ``rewards.code``, which other workers need not import."""
+    from rlhf_mcore.rewards.code import load_code as load
+
+    return load(**options)
+
+
+LOADERS: dict[str, Callable[..., Call]] = {"reward": load_reward, "math": load_math, "code": load_code}

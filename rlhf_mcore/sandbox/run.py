@@ -21,7 +21,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -376,10 +376,11 @@ def _supervise(running: Sequence[_Running]) -> Result:
             if first.answer is not None:
                 other.stop(Reason.OK)
     results = [each.finish() for each in running]
+    cpu_s = sum(result.cpu_s for result in results)
     used_up = (Reason.TIMEOUT, Reason.MEMORY, Reason.KILLED, Reason.OUTPUT_LIMIT, Reason.REFUSED)
     if not results[0].ok:
-        return next((result for result in results[1:] if result.reason in used_up), results[0])
-    return results[0]
+        results[0] = next((result for result in results[1:] if result.reason in used_up), results[0])
+    return replace(results[0], cpu_s=cpu_s)
 
 
 def _file(data: bytes) -> int:

@@ -36,6 +36,7 @@ from rlhf_mcore.config.schema.rollout import (
     RolloutLayoutConfig,
     RuleConfig,
     SamplingConfig,
+    SandboxConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
 from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig
@@ -70,6 +71,7 @@ __all__ = [
     "RolloutLayoutConfig",
     "RuleConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "ScheduleConfig",
     "TrainerConfig",
 ]

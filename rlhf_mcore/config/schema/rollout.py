@@ -171,6 +171,32 @@ class RuleConfig:
     max_chars: Optional[int] = key(None, "`length`: and up to here", AT_LEAST_0, null="no limit")
     margin_chars: int = key(0, "`length`: outside of the two it falls to 0 over so many characters", AT_LEAST_0)
     scripts: list[str] = key(["Latin"], "`language`: Unicode's names, such as Latin, Han, Cyrillic")
+    partial: bool = key(False, "`code`: the grade is the share of tests that are passed; false: all of them or nothing")
+    max_tests: Optional[int] = key(None, "`code`: only so many tests of a prompt, its first", AT_LEAST_1, null="all")
+    test_s: float = key(
+        6.0, "`code`: seconds of the processor for a test; of the clock, three times as many and five more", ABOVE_0
+    )
+    total_s: float = key(30.0, "`code`: likewise for all tests of a response", ABOVE_0)
+
+
+@dataclass
+class SandboxConfig:
+    """Where programs of the model run."""
+
+    minimum: str = key(
+        "filters",
+        "isolation without which a run is refused",
+        one_of(
+            rlimits="limits of processor, memory, files and processes; files and network are yours",
+            filters="and Landlock and seccomp: nothing of yours can be read, there is no network",
+            namespaces="and a machine of its own: no other process, file or network is there",
+        ),
+        more="The strongest that the machine gives is used in any case; `rlhf-mcore doctor` names it.",
+    )
+    memory_gib: float = key(2.0, "memory of a program, with all processes that it starts", ABOVE_0)
+    packages: bool = key(
+        True, "whether programs can import the packages that are installed beside rlhf_mcore, such as numpy"
+    )
 
 
 @dataclass
@@ -216,6 +242,7 @@ class RewardConfig:
         "`on_error: zero` and `drop`: the run ends where a larger share of a step's responses has no score; 1: off",
         SHARE,
     )
+    sandbox: SandboxConfig = group(SandboxConfig, "where the rule `code` runs programs of the model")
     model: RewardModelConfig = group(RewardModelConfig, "a reward model; its score is added")
     remote: RemoteRewardConfig = group(RemoteRewardConfig, "a server that scores responses; it replaces the rules")
     judge: JudgeConfig = group(JudgeConfig, "a language model that grades responses by a rubric; its grade is added")

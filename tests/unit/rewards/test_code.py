@@ -1,0 +1,249 @@
+"""The rule ``code``: the forms of tests, what counts as the same output, and grades from real workers and a real sandbox."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
+from rlhf_mcore.rewards import code
+from rlhf_mcore.rewards.code import CodeGrader
+from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.sandbox.processes import descendants
+from rlhf_mcore.sandbox.run import Level
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("first\n```py\na\n```\nthen\n```python\nb\n```\nIt prints\n```\n3\n```\nDone.", "b\n"),
+        ("```\na\n```\n```text\nb\n```", "b\n"),
+        ("print(1)", "print(1)"),
+        ("```python\na\nb", "a\nb"),
+        ("  ```Python3\n  a\n  ```", "  a\n"),
+        ("~~~python\ns = '''```'''\n~~~", "s = '''```'''\n"),
+        ("````python\n```\nx\n```\n````", "```\nx\n```\n"),
+        ("", ""),
+        ("```python", ""),
+    ],
+)
+def test_which_code_is_taken(response: str, text: str) -> None:
+    assert code_of(response) == text
+
+
+@pytest.mark.parametrize(
+    ("truth", "tests"),
+    [
+        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4"]]}, [CodeTest("program", "1\n", "2\n"), CodeTest("program", "2\n3", "4")]),
+        ('{"inputs": [[1, [2]]], "outputs": [[3]], "fn_name": "f"}', [CodeTest("function", [1, [2]], [3], "f")]),
+        ({"inputs": ['"a"\n[1]'], "outputs": ["true"], "fn_name": "f"}, [CodeTest("function", ["a", [1]], True, "f")]),
+        ({"inputs": [[{"1": 2}]], "outputs": [{"3": 4}], "fn_name": "f"}, [CodeTest("function", [{1: 2}], {3: 4}, "f")]),
+        ({"inputs": [""], "outputs": [""], "assert_case": ["assert f()"]}, [CodeTest("asserts", "assert f()")]),
+        ([{"input": "1", "output": "2", "testtype": "stdin"}], [CodeTest("program", "1", "2")]),
+        ([{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "g"}}], [CodeTest("function", [1], 2, "g")]),
+        ({"test": "def check(candidate):\n    assert candidate()", "entry_point": "f"},
+         [CodeTest("asserts", "def check(candidate):\n    assert candidate()\ncheck(f)\n")]),
+        ({"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"},
+         [CodeTest("asserts", "x = 1\nassert f(1)"), CodeTest("asserts", "x = 1\nassert f(2)")]),
+        (["assert f(1)"], [CodeTest("asserts", "assert f(1)")]),
+        ("assert f(1)\nassert f(2)", [CodeTest("asserts", "assert f(1)\nassert f(2)")]),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_forms_of_tests(truth: Any, tests: list[CodeTest]) -> None:
+    assert read_tests(truth) == tests
+
+
+@pytest.mark.parametrize(
+    ("truth", "problem"),
+    [
+        ("42", "a int holds no tests"),
+        ("forty-two", "'forty-two' asserts nothing"),
+        ([], "there are no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "Expecting value"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name its function"),
+        (None, "a NoneType holds no tests"),
+    ],
+)
+def test_what_is_no_tests(truth: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_tests(truth)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2  \r\n\n 3", "1 2\n3\n", True),
+        ("1  2", "1 2", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333", "0.333333", True),
+        ("0.33", "0.333333", False),
+        ("1.0", "1", True),
+        ("1e0", "1.0", True),
+        ("10000001", "10000000", False),
+        ("1000000000000000000001", "1000000000000000000000", False),
+        ("3.0 x", "3 x", True),
+        ("Yes", "YES", False),
+        ("2 1", "1 2", False),
+        ("nan", "nan", True),
+        ("inf", "Infinity", False),
+        ("1_000", "1000", False),
+        ("9" * 100000 + ".5", "1.5", False),
+        ("", "", True),
+        ("", "0", False),
+    ],
+)
+def test_same_output(printed: str, expected: str, same: bool) -> None:
+    assert same_output(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (3, 3, True), (3, [3], True), ((1, (2,)), [1, [2]], True), ([1, 2], [[1, 2]], True), (1, [1, 2], False), (0.1 + 0.2, 0.3, True),
+        (3, 3.0, True), ("3", 3, False), (10**400, 1.5, False), ({1: (2,)}, {1: [2]}, True), (None, [], False), ([], [], True),
+        (True, 1, True), ([1.0, "a"], [1, "a"], True),
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_same_value(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected) is same
+
+
+# --------------------------------------------------------------------------------------------------------------- grades
+SQUARES = {"inputs": ["2\n", "3\n", "-4\n", "0\n"], "outputs": ["4\n", "9\n", "16\n", "0\n"]}
+RIGHT = "Squares.\n```python\nprint(int(input()) ** 2)\n```"
+HALF = "```python\nn = int(input())\nprint(n * n if n in (2, 0) else 'no')\n```"
+
+
+@pytest.fixture(scope="module")
+def graders() -> Iterator[dict[str, CodeGrader]]:
+    quick = {"test_s": 0.3, "total_s": 2.0}
+    sandbox = SandboxConfig(memory_gib=0.5)
+    made = {
+        "all": CodeGrader(RuleConfig("code", **quick), sandbox, workers=2).check(),
+        "share": CodeGrader(RuleConfig("code", partial=True, max_tests=3, **quick), sandbox, workers=1).check(),
+    }
+    yield made
+    for grader in made.values():
+        grader.close()
+
+
+def test_all_or_nothing_and_the_share(graders: dict[str, CodeGrader]) -> None:
+    pairs = [(RIGHT, SQUARES), (HALF, SQUARES), ("no code", SQUARES), ("", SQUARES)]
+    assert graders["all"].submit(pairs)() == [(1.0, None), (0.0, None), (0.0, None), (0.0, None)]
+    assert graders["share"].submit(pairs)() == [(1.0, None), (1 / 3, None), (0.0, None), (0.0, None)]
+
+
+def test_functions_asserts_and_arrays(graders: dict[str, CodeGrader]) -> None:
+    square = "```python\ndef f(n: int) -> List[int]:\n    return n * n\n```"
+    truths = [
+        {"inputs": [[3], [4]], "outputs": [[9], [16]], "fn_name": "f"},
+        {"inputs": np.array(["3"], dtype=object), "outputs": np.array(["9"], dtype=object), "fn_name": "f"},
+        ["assert f(3) == 9", "assert f(0) == 0"],
+        {
+            "test": "def check(candidate):\n    for i in range(9):\n        assert candidate(i) == i ** 2",
+            "entry_point": "f",
+        },
+        ["assert f(3) == 10"],
+        {"test": "def check(candidate):\n    assert candidate(3) == 9", "entry_point": "g"},
+    ]
+    grades = graders["all"].submit([(square, truth) for truth in truths])()
+    assert grades == [(1.0, None)] * 4 + [(0.0, None)] * 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        "print('4')",
+        "while True: pass",
+        "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(1, 9)",
+        "x = bytearray(100 * 10**9)",
+        "while True: print('4' * 10**6)",
+        "import glob\nfor p in glob.glob('/**/*', recursive=True)[:10**5]:\n    if 'outputs' in p: print(open(p).read())",
+    ],
+    ids=range(8),
+)
+def test_fault_24_a_program_that_is_wrong_gets_nothing_and_harms_nothing(
+    graders: dict[str, CodeGrader], program: str
+) -> None:
+    response = f"```python\n{program}\n```"
+    assert graders["all"].submit([(response, SQUARES), (RIGHT, SQUARES)])() == [(0.0, None), (1.0, None)]
+
+
+def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(graders: dict[str, CodeGrader]) -> None:
+    assert graders["all"].submit([(RIGHT, "42"), (RIGHT, object()), (RIGHT, SQUARES)])() == [
+        (0.0, "error"),
+        (0.0, "error"),
+        (1.0, None),
+    ]
+
+
+def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Level(
+        "rlimits", ("rlimits",), ("namespaces: Operation not permitted", "filters: Landlock: not in this kernel")
+    )
+    monkeypatch.setattr(code, "machine_level", lambda: found)
+    cfg = RewardConfig(rules=[RuleConfig("code")])
+    with pytest.raises(ConfigError) as refused:
+        build_reward(cfg)
+    assert str(refused.value).startswith(
+        "reward.sandbox.minimum=filters: this machine gives programs of the model rlimits only "
+        "(namespaces: Operation not permitted; filters: Landlock: not in this kernel): they need a kernel with Landlock"
+    )
+    assert "reward.sandbox.minimum=rlimits; with rlimits alone" in str(refused.value)
+    cfg.sandbox.minimum = "rlimits"
+    build_reward(cfg).close()
+    build_reward(RewardConfig(rules=[RuleConfig("math")])).close()  # runs nothing
+
+
+def test_fault_24_nothing_outlives_a_trainer_that_is_killed() -> None:
+    trainer = """
+import sys
+from rlhf_mcore.config.schema import RuleConfig
+from rlhf_mcore.rewards.code import CodeGrader
+print("up", flush=True)
+sleeper = "```python\\nimport os, time\\ntry: os.fork()\\nexcept OSError: pass\\ntime.sleep(1000)\\n```"
+CodeGrader(RuleConfig("code", test_s=100, total_s=100), workers=2)(sleeper, ["assert True"]) if len(sys.argv) > 1 else None
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer, "x"], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        below: list[int] = []
+        for _ in range(3000):
+            below = descendants(process.pid)
+            if len(below) >= 5:  # a worker, its guard, two sandboxes, a program
+                break
+            time.sleep(0.01)
+        time.sleep(0.2)
+        below = descendants(process.pid)
+        process.send_signal(signal.SIGKILL)
+    assert len(below) >= 5
+    for _ in range(1000):
+        if not any(os.path.exists(f"/proc/{pid}") and _is_alive(pid) for pid in below):
+            return
+        time.sleep(0.01)
+    raise AssertionError("something is still there after 10 s")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
