@@ -281,6 +281,8 @@ class _Keeper:
             while not self._closing:
                 try:
                     self._take_new()
+                    if self._closing:  # the alarm that told so has just been read
+                        break
                     for job in self._jobs:
                         self._give_out(job)
                     self._round()

@@ -48,13 +48,15 @@ def test_which_code_is_taken(response: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("truth", "tests"),
     [
-        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4"]]}, [CodeTest("program", "1\n", "2\n"), CodeTest("program", "2\n3", "4")]),
+        ({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4"]]},
+         [CodeTest("program", "1\n", "2\n"), CodeTest("program", "2\n3", "4")]),
         ('{"inputs": [[1, [2]]], "outputs": [[3]], "fn_name": "f"}', [CodeTest("function", [1, [2]], [3], "f")]),
         ({"inputs": ['"a"\n[1]'], "outputs": ["true"], "fn_name": "f"}, [CodeTest("function", ["a", [1]], True, "f")]),
         ({"inputs": [[{"1": 2}]], "outputs": [{"3": 4}], "fn_name": "f"}, [CodeTest("function", [{1: 2}], {3: 4}, "f")]),
         ({"inputs": [""], "outputs": [""], "assert_case": ["assert f()"]}, [CodeTest("asserts", "assert f()")]),
         ([{"input": "1", "output": "2", "testtype": "stdin"}], [CodeTest("program", "1", "2")]),
-        ([{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "g"}}], [CodeTest("function", [1], 2, "g")]),
+        ([{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "g"}}],
+         [CodeTest("function", [1], 2, "g")]),
         ({"test": "def check(candidate):\n    assert candidate()", "entry_point": "f"},
          [CodeTest("asserts", "def check(candidate):\n    assert candidate()\ncheck(f)\n")]),
         ({"test_list": ["assert f(1)", "assert f(2)"], "test_setup_code": "x = 1"},
@@ -116,7 +118,8 @@ def test_same_output(printed: str, expected: str, same: bool) -> None:
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [
-        (3, 3, True), (3, [3], True), ((1, (2,)), [1, [2]], True), ([1, 2], [[1, 2]], True), (1, [1, 2], False), (0.1 + 0.2, 0.3, True),
+        (3, 3, True), (3, [3], True), ((1, (2,)), [1, [2]], True), ([1, 2], [[1, 2]], True), (1, [1, 2], False),
+        (0.1 + 0.2, 0.3, True),
         (3, 3.0, True), ("3", 3, False), (10**400, 1.5, False), ({1: (2,)}, {1: [2]}, True), (None, [], False), ([], [], True),
         (True, 1, True), ([1.0, "a"], [1, "a"], True),
     ],
