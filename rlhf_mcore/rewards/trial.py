@@ -275,7 +275,7 @@ def _scored(reward: RewardFunction, pairs: Sequence[tuple[Row, str]]) -> Iterato
 def _right_responses(cfg: RewardConfig, prompt: Prompt, notations: Sequence[str]) -> list[str]:
     """Responses that give the ground truth as their answer; or the solutions that the row holds."""
     solutions = [str(prompt.extra_info[key]) for key in SOLUTIONS if prompt.extra_info.get(key)]
-    if cfg.function is None and any(rule.name == "code" for rule in _comparing(cfg, prompt)):
+    if not scores_alone(cfg) and any(rule.name == "code" for rule in _comparing(cfg, prompt)):
         return solutions  # tests are no answer
     if prompt.ground_truth is None or not str(prompt.ground_truth).strip():
         return solutions
