@@ -281,8 +281,6 @@ class _Keeper:
             while not self._closing:
                 try:
                     self._take_new()
-                    if self._closing:  # the alarm that told so has just been read
-                        break
                     for job in self._jobs:
                         self._give_out(job)
                     self._round()
@@ -364,6 +362,8 @@ class _Keeper:
 
     def _round(self) -> None:
         """Wait until something has happened, and take note of it."""
+        if self._closing:  # the alarm that told so may just have been read
+            return
         poll = select.poll()
         poll.register(self._alarm, select.POLLIN)
         for worker in self._workers:
