@@ -18,7 +18,9 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, TRAINING, scan, step_of, transitional_path
 from rlhf_mcore.checkpoint.manifest import (
     Base,
+    Manifest,
     Problem,
+    compare,
     read_manifest,
     relative_name,
     verify,
@@ -76,7 +78,11 @@ def base_of(checkpoint: Path) -> Path | None:
     Raises:
         ConfigError: it is not there, or not what it was.
     """
-    base = read_manifest(checkpoint).info.base
+    return _base_of(checkpoint, read_manifest(checkpoint))
+
+
+def _base_of(checkpoint: Path, manifest: Manifest) -> Path | None:
+    base = manifest.info.base
     if base is None:
         return None
     path = checkpoint.resolve().parent / base.name
@@ -93,12 +99,11 @@ def base_of(checkpoint: Path) -> Path | None:
 def has_base(checkpoint: Path) -> bool:
     """Whether all that a checkpoint needs is beside it: True for a full one, and for one whose manifest cannot be read."""
     try:
-        if read_manifest(checkpoint).info.base is None:
-            return True
+        manifest = read_manifest(checkpoint)
     except ConfigError:
         return True  # damaged, which is found and reported when it is loaded
     try:
-        base_of(checkpoint)
+        _base_of(checkpoint, manifest)
     except ConfigError:
         return False
     return True
@@ -106,12 +111,13 @@ def has_base(checkpoint: Path) -> bool:
 
 def verify_chain(checkpoint: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
     """What keeps a checkpoint from being loaded: ``manifest.verify``, ``contents.lacking``, and damage of a delta's base."""
-    problems = verify(checkpoint, hashes=hashes, model=model)
-    if any(problem.kind == "manifest" for problem in problems):
-        return problems
-    problems += lacking(checkpoint, read_manifest(checkpoint).files)
     try:
-        base = base_of(checkpoint)
+        manifest = read_manifest(checkpoint)
+    except ConfigError as error:
+        return [Problem(MANIFEST, "manifest", str(error))]
+    problems = compare(checkpoint, manifest, hashes=hashes, model=model) + lacking(checkpoint, manifest.files)
+    try:
+        base = _base_of(checkpoint, manifest)
     except ConfigError as error:
         return [*problems, Problem(MANIFEST, "base", str(error))]
     if base is not None:

@@ -160,8 +160,8 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], info
         "libraries": dict(library_versions()),
         "files": {name: dict(files[name]) for name in sorted(files)},
     }
-    digest = _digest(content)
-    disk.write(directory / MANIFEST, _encode({**content, "digest": digest}))
+    digest, data = _sealed(content)
+    disk.write(directory / MANIFEST, data)
     return digest
 
 
@@ -178,7 +178,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise ConfigError(f"{path}: not the manifest of a checkpoint of this project; {_REMEDY}")
     digest = content.pop("digest", None)
     migrated = migrate(path, content, content.get("version"))
-    if digest != _digest(content) or data != _encode({**content, "digest": digest}):
+    if (digest, data) != _sealed(content):
         raise ConfigError(f"{path}: the manifest is damaged (its digest differs); {_REMEDY}")
     return _parse(Fields(migrated, str(path), _REMEDY), digest)
 
@@ -196,6 +196,11 @@ def verify(directory: Path, *, hashes: bool = True, model: str | None = None) ->
         manifest = read_manifest(directory)
     except ConfigError as error:
         return [Problem(MANIFEST, "manifest", str(error))]
+    return compare(directory, manifest, hashes=hashes, model=model)
+
+
+def compare(directory: Path, manifest: Manifest, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
+    """As ``verify``, of a checkpoint whose manifest has been read."""
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
 
@@ -239,12 +244,11 @@ def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem 
     return None
 
 
-def _encode(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(_encode(content))
+def _sealed(content: Mapping[str, Any]) -> tuple[str, bytes]:
+    """The digest of a manifest, and the manifest with the digest as its last entry."""
+    unsealed = json.dumps(content, indent=1, ensure_ascii=True, allow_nan=False).encode()
+    digest = xxhash.xxh3_128_hexdigest(unsealed + b"\n")
+    return digest, unsealed[:-2] + f',\n "digest": "{digest}"\n}}\n'.encode()
 
 
 def _parse(content: Fields, digest: str) -> Manifest:

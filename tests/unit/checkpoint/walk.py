@@ -109,8 +109,7 @@ def _look(run: Path) -> dict[str, Any]:
         "link_after": linked_step(run, "latest"),
         "again": recover(run, None, Disk()),
     }
-    save(run, 30, "later")
-    return {**report, "later": _intact(run).get("30")}
+    return {**report, "later": _version(save(run, 30, "later"), 30)}
 
 
 def _intact(run: Path) -> dict[str, str]:
