@@ -22,7 +22,8 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
-from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.own_files import refuse_link
 from rlhf_mcore.parallel.addresses import LOOPBACK, free_port, interface_addresses, interface_of, source_address
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.config import ConfigError
+from rlhf_mcore.config.errors import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
 DTYPES = ("fp32", "bf16", "fp16")

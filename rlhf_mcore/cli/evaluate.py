@@ -10,7 +10,7 @@ from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
-from rlhf_mcore.config import ConfigError
+from rlhf_mcore.config.errors import ConfigError
 
 MODULE = "rlhf_mcore.cli.evaluate"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from uuid import uuid4
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.launch import FORWARDED, TRAIN, with_restarts
-from rlhf_mcore.config import ConfigError
+from rlhf_mcore.config.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "node.sh"
 GRACE_S = 30.0  # for the other nodes to end by themselves after one has

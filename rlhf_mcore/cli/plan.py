@@ -12,7 +12,8 @@ from typing import Any
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType
 
 _RATES = [field.name for field in fields(GpuType) if field.name != "name"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.plan import device_and_assumptions
-from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import GPUS
 
 if TYPE_CHECKING:

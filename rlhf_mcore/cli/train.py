@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
-from rlhf_mcore.config import Config, ConfigError
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,4 @@
 """Configuration: the typed tree (schema), reading it (load), its derived values (derive) and its checks (validate).
 
-Nothing here imports torch, transformers, megatron or vllm.
+Nothing here imports torch, transformers, megatron or vllm. Nor is anything imported here: a worker of rewards needs none of the tree.
 """
-
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import Config
-
-__all__ = ["Config", "ConfigError"]

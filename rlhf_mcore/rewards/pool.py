@@ -278,7 +278,7 @@ class _Keeper:
     # ------------------------------------------------------------------------------------------ in the pool's own thread
     def _serve(self) -> None:
         try:
-            while not self._closing:
+            while not self._is_closing():
                 try:
                     self._take_new()
                     for job in self._jobs:
@@ -296,9 +296,13 @@ class _Keeper:
             while self._workers:
                 self._workers.pop().stop()
 
-    def _take_new(self) -> None:
+    def _is_closing(self) -> bool:
+        """The alarm is cleared before anything is looked at: what happens after that ends the next wait."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._alarm)
+        return self._closing
+
+    def _take_new(self) -> None:
         while self._new:
             job, loads = self._new.popleft()
             if not loads:

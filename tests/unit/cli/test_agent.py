@@ -12,7 +12,7 @@ from torch.distributed.run import config_from_args, parse_args
 from rlhf_mcore.cli import agent
 from rlhf_mcore.cli.launch import torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
-from rlhf_mcore.config import ConfigError
+from rlhf_mcore.config.errors import ConfigError
 
 NODE = argparse.Namespace(nodes=2, node_rank=1, address="10.0.0.1", port=4567, run_id="12.0.0")
 

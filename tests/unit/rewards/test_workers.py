@@ -9,8 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
 from rlhf_mcore.rewards.frames import MAX_FRAME_BYTES, FrameError, decode, encode
 from rlhf_mcore.rewards.function import PooledReward, function_reward
-from rlhf_mcore.rewards.pool import default_workers
+from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
@@ -39,7 +40,8 @@ def reward(tmp_path: Path):
     made: list[PooledReward] = []
 
     def make(body: str = "", source: str = "", **settings: Any) -> PooledReward:
-        path = tmp_path / "my_reward.py"
+        path = tmp_path / str(len(made)) / "my_reward.py"
+        path.parent.mkdir()
         path.write_text(source or HEAD + body)
         made.append(function_reward(RewardConfig(function=f"{path}:grade", **{"workers": 1, **settings})))
         return made[-1]
@@ -105,17 +107,32 @@ BAD = {
     "closed descriptors": ("os.closerange(0, 256)", r"closed the descriptors of its process"),
     "memory": ("hoard = [bytearray(2**24) for _ in range(2**20)]", r"ran out of memory \(reward\.memory_gib=0\.25\)"),
     "one huge block": ("return len(bytes(2**40))", r"ran out of memory"),
-    "sleep": ("time.sleep(10**6)", r"gave no result within reward\.timeout_s=1\.5 s"),
-    "ignores signals": (
-        "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(10**6)",
-        r"gave no result within",
-    ),
-    "stops itself": ("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(10**6)", r"gave no result within"),
-    "a child, and signals are ignored": (
-        "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; os.fork(); time.sleep(10**6)",
-        r"gave no result within",
-    ),
 }
+NO_ANSWER = {
+    "sleep": "time.sleep(10**6)",
+    "ignores signals": "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; time.sleep(10**6)",
+    "stops itself": "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(10**6)",
+    "a child, and signals are ignored": "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; os.fork(); time.sleep(10**6)",
+}
+
+
+def scoring(threads: ThreadPoolExecutor, reward: Any, body: str, timeout_s: float) -> list[Future[list[Score]]]:
+    """A good, a bad and a good response, scored by the same function under both policies."""
+    rows = [trajectory(text, index) for index, text in enumerate(["good", "bad", "good"])]
+    guarded = "if solution_str == 'good': return 1\n    " + body
+    rewards = [reward(guarded, on_error=policy, timeout_s=timeout_s, memory_gib=0.25) for policy in ("fail", "zero")]
+    return [threads.submit(each.score, rows) for each in rewards]
+
+
+def check_policies(name: str, scored: list[Future[list[Score]]], cause: str, failure: str) -> None:
+    """The bad response ends the run, or is worth nothing."""
+    failing, zeroing = scored
+    with pytest.raises(ConfigError, match=r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause) as error:
+        failing.result()
+    assert "set reward.on_error=zero" in str(error.value), name
+    scores = zeroing.result()
+    assert scores == [Score(1.0), Score(0.0, failure=failure), Score(1.0)], name
+    assert re.search(r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause, scores[1].cause), name
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -123,20 +140,18 @@ def test_fault_24_and_31_a_bad_function_ends_in_its_policy(
     reward: Callable[..., PooledReward], name: str, capfd: Any
 ) -> None:
     body, cause = BAD[name]
-    guarded = "if solution_str == 'good': return 1\n    " + body
-    texts = ["good", "bad", "good"]
-    rows = [trajectory(text, index) for index, text in enumerate(texts)]
-    kind = "timeout" if "gave no result" in cause else "error"
-    limits = {"timeout_s": 1.5 if kind == "timeout" else 300.0, "memory_gib": 0.25}
-    rewards = [reward(guarded, on_error=policy, **limits) for policy in ("fail", "zero")]
-    with ThreadPoolExecutor() as threads:  # both wait for the same time
-        failing, zeroing = (threads.submit(each.score, rows) for each in rewards)
-    with pytest.raises(ConfigError, match=r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause) as error:
-        failing.result()
-    assert "set reward.on_error=zero" in str(error.value)
-    scores = zeroing.result()
-    assert scores == [Score(1.0), Score(0.0, failure=kind), Score(1.0)]
-    assert re.search(r"my_reward\.py:grade on prompt 'train-1', sample 3, " + cause, scores[1].cause)
+    with ThreadPoolExecutor() as threads:
+        check_policies(name, scoring(threads, reward, body, timeout_s=300.0), cause, "error")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_fault_24_and_31_functions_that_do_not_answer_end_in_their_policy(
+    reward: Callable[..., PooledReward], capfd: Any
+) -> None:
+    with ThreadPoolExecutor(2 * len(NO_ANSWER)) as threads:  # all wait for the same time
+        scored = {name: scoring(threads, reward, body, timeout_s=1.5) for name, body in NO_ANSWER.items()}
+        for name, futures in scored.items():
+            check_policies(name, futures, r"gave no result within reward\.timeout_s=1\.5 s", "timeout")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -203,6 +218,33 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
     scored.close()
     with pytest.raises(RuntimeError, match="closed"):  # nobody waits for workers that have ended
         waits()
+
+
+def test_a_pool_that_is_closed_while_it_clears_its_alarm_ends_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "my_reward.py").write_text(HEAD + "return 1")
+    options = {"spec": f"{tmp_path / 'my_reward.py'}:grade", "key": "reward.function"}
+    pool = WorkerPool("a function", "reward", options, WorkerLimits(workers=1))
+    pool.check()
+    clear, ring = os.eventfd_read, os.eventfd_write
+    clearing, closing, rung = Event(), Event(), Event()
+
+    def clear_late(alarm: int) -> int:
+        clearing.set()
+        rung.wait(60)
+        return clear(alarm)
+
+    def ring_and_tell(alarm: int, value: int) -> None:
+        ring(alarm, value)
+        if closing.is_set():
+            rung.set()
+
+    monkeypatch.setattr(os, "eventfd_read", clear_late)
+    monkeypatch.setattr(os, "eventfd_write", ring_and_tell)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(pool.check)  # rings, and leaves the pool without work to wait for
+        assert clearing.wait(60)
+        closing.set()
+        threads.submit(pool.close).result(30)  # without its alarm the pool looks again after a minute
 
 
 def test_one_worker_keeps_state_between_calls(reward: Callable[..., PooledReward]) -> None:
