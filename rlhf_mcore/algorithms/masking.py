@@ -21,11 +21,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar mean of ``values`` where ``mask`` holds; 0 for an empty mask."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
-
-
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Scalar sum of ``weights * values`` (same shapes), skipping positions of weight zero.
 

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from rlhf_mcore.checkpoint.layout import SAVE_REQUEST
-from rlhf_mcore.checkpoint.links import BestRule
+from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import CheckpointConfig
 
@@ -259,11 +259,6 @@ class Triggers:
         if decision.best:
             self.best_value, self.best_step = self._earlier_best
 
-    def rule(self) -> BestRule | None:
-        """Which checkpoint is the best, None if no metric decides it."""
-        metric = self.config.metric_for_best_model
-        return BestRule(metric, self.config.greater_is_better) if metric is not None else None
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run continues from, as plain JSON. A save that was decided on counts as done: it stores this."""
         return {
@@ -284,7 +279,7 @@ class Triggers:
         return math.floor(self.num_epochs() / every + 1e-9) if every else 0
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        rule = self.rule()
+        rule = best_rule(self.config)
         if rule is None or not metrics:
             return False
         if rule.metric not in metrics:

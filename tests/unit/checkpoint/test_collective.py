@@ -16,6 +16,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.disk import Disk, SaveError
 from rlhf_mcore.checkpoint.housekeeping import tidy
 from rlhf_mcore.checkpoint.layout import linked_step, scan, scan_transitional
+from rlhf_mcore.checkpoint.links import best_rule
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, read_manifest
 from rlhf_mcore.checkpoint.retention import Retention
 from rlhf_mcore.checkpoint.triggers import SignalRequests, Triggers
@@ -123,7 +124,7 @@ def test_fault_07_the_link_moves_whatever_is_switched_on(
         else:
             writer.save(info, write)
         triggers.saved(step, 0.1)
-        notes = tidy(tmp_path, Retention(1, keep_every), triggers.rule(), Disk(), archiver)
+        notes = tidy(tmp_path, Retention(1, keep_every), best_rule(triggers.config), Disk(), archiver)
         assert not any("could not" in note for note in notes)
         assert linked_step(tmp_path, "latest") == step
         assert verify_chain(tmp_path / "latest") == []
