@@ -19,6 +19,8 @@ from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
 from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
+from rlhf_mcore.doctor.isolation import check_isolation
+from rlhf_mcore.sandbox.run import machine_level
 
 FAILED = 1
 QUICK_BYTES, FULL_BYTES = 4 << 20, 256 << 20  # written to the run directory
@@ -86,6 +88,7 @@ def _local(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
     yield machine.check_memory()
     yield machine.check_shared_memory(bool(gpus))
     yield from machine.check_limits(machine.has_infiniband())
+    yield check_isolation(machine_level())
     yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 
 

@@ -14,17 +14,22 @@ from rlhf_mcore.rewards.answers import fits
 from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
 from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.rewards.symbolic import Verdict
-from rlhf_mcore.sandbox.run import Level, Limits, Program, Reason, Result, Sandbox, machine_level, site_packages
+from rlhf_mcore.sandbox.run import (
+    REMEDIES,
+    Level,
+    Limits,
+    Program,
+    Reason,
+    Result,
+    Sandbox,
+    machine_level,
+    site_packages,
+)
 from rlhf_mcore.sandbox.values import from_json, to_json
 
 _SPARE_S = 120.0  # of an item, for starting sandboxes and killing what is in them
 _SPARE_GIB = 2.0  # of a worker, beside what a program may use: tests and outputs
 _LEAST_OUTPUT, _MOST_OUTPUT = 2**20, 2**26  # bytes that a program may print
-_REMEDY = {
-    "filters": "they need a kernel with Landlock (Linux 5.13, and landlock in /sys/kernel/security/lsm) and the library libseccomp2",
-    "namespaces": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
-    "in a container start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined",
-}
 
 
 def require_isolation(minimum: str) -> Level:
@@ -43,7 +48,7 @@ def require_isolation(minimum: str) -> Level:
     )
     raise ConfigError(
         f"reward.sandbox.minimum={minimum}: this machine gives programs of the model {level.name} only ({'; '.join(level.missing)}): "
-        f"{_REMEDY[minimum]}, or accept less with reward.sandbox.minimum={level.name}{less}"
+        f"{REMEDIES[minimum]}, or accept less with reward.sandbox.minimum={level.name}{less}"
     )
 
 

@@ -32,6 +32,11 @@ import rlhf_mcore
 from rlhf_mcore.sandbox.processes import descendants, kill_below, memory_of
 
 LEVELS = ("rlimits", "filters", "namespaces")  # by rising isolation
+REMEDIES = {  # how a machine comes to give a level
+    "filters": "use a kernel with Landlock (Linux 5.13, landlock in /sys/kernel/security/lsm) and install libseccomp2",
+    "namespaces": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
+    "start a container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined",
+}
 STOP = b"stop"
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0  # for killing what a program has started

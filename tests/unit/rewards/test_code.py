@@ -210,7 +210,7 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
         build_reward(cfg)
     assert str(refused.value).startswith(
         "reward.sandbox.minimum=filters: this machine gives programs of the model rlimits only "
-        "(namespaces: Operation not permitted; filters: Landlock: not in this kernel): they need a kernel with Landlock"
+        "(namespaces: Operation not permitted; filters: Landlock: not in this kernel): use a kernel with Landlock"
     )
     assert "reward.sandbox.minimum=rlimits; with rlimits alone" in str(refused.value)
     cfg.sandbox.minimum = "rlimits"
