@@ -5,12 +5,15 @@ A recipe turns (place, row) pairs into ``PreparedExample``s; what is wrong with 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mcore.rewards.answers import last_boxed
+from rlhf_mcore.rewards.code_tests import read_tests
 
 Message = dict[str, str]
 PlacedRow = tuple[str, dict[str, Any]]
@@ -18,6 +21,10 @@ Recipe = Callable[[Iterable[PlacedRow]], Iterator["PreparedExample | RowError"]]
 
 GSM8K_INSTRUCTION = 'Think step by step and give the final answer after "####".'
 BOXED_INSTRUCTION = r"Think step by step and put the final answer in \boxed{}."
+PROGRAM_INSTRUCTION = (
+    "Write a Python program that reads standard input and writes standard output. Put it in one ```python code block."
+)
+FUNCTION_INSTRUCTION = "Write it in Python, and put all of the code in one ```python code block."
 ROLES = {
     "system": "system",
     "user": "user",
@@ -87,6 +94,86 @@ def math(place: str, row: Mapping[str, Any]) -> PreparedExample:
     return PreparedExample(
         place, "math", prompt, ground_truth=str(answer).strip(), response=solution.strip(), ability="math", extra=extra
     )
+
+
+def code(place: str, row: Mapping[str, Any]) -> PreparedExample:
+    """Tasks whose answer is code that passes tests, as their data sets have them; the tests become the ground truth.
+
+    HumanEval (arXiv 2107.03374), MBPP (2108.07732), APPS (2105.09938), TACO (2312.14852), CodeContests (2203.07814) and LiveCodeBench
+    (2403.07974; of its private tests those that are JSON: others are pickled, and are not read).
+    """
+    make = next((make for key, make in _CODE_SHAPES.items() if row.get(key) is not None), None)
+    if make is None:
+        raise RowError(f"none of {', '.join(_CODE_SHAPES)} holds tests")
+    try:
+        source, question, tests, solution = make(row)
+        is_program = read_tests(tests)[0].kind == "program"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise error if isinstance(error, RowError) else RowError(f"the tests cannot be read: {error}") from error
+    starter = row.get("starter_code")
+    start = (
+        f"\n\nBegin with\n```python\n{starter.rstrip()}\n```" if isinstance(starter, str) and starter.strip() else ""
+    )
+    response = f"```python\n{solution.strip()}\n```" if solution else None
+    extra = {key: str(row[key]) for key in ("task_id", "difficulty", "question_id") if row.get(key) is not None}
+    return PreparedExample(
+        place,
+        source,
+        _user(question + start, PROGRAM_INSTRUCTION if is_program else FUNCTION_INSTRUCTION),
+        ground_truth=json.dumps(tests),
+        response=response,
+        ability="code",
+        extra={**extra, "solution": response} if response else extra,
+    )
+
+
+_CodeTask = tuple[str, str, Any, "str | None"]  # data source, question, tests, a solution
+
+
+def _humaneval(row: Mapping[str, Any]) -> _CodeTask:
+    prompt, tests = _text(row, "prompt"), {key: _text(row, key) for key in ("test", "entry_point")}
+    solution = row.get("canonical_solution")
+    question = f"Complete this function.\n\n```python\n{prompt.strip()}\n```"
+    return "openai_humaneval", question, tests, f"{prompt}{solution}" if solution else None
+
+
+def _mbpp(row: Mapping[str, Any]) -> _CodeTask:
+    tests = {key: row[key] for key in ("test_list", "test_setup_code", "test_imports") if row.get(key)}
+    shown = "\n".join(tests["test_list"])  # else nobody knows what the function is called
+    question = (
+        f"{_text(row, 'text' if row.get('text') else 'prompt')}\n\nThese tests have to pass:\n```python\n{shown}\n```"
+    )
+    return "mbpp", question, tests, row.get("code")
+
+
+def _apps(row: Mapping[str, Any]) -> _CodeTask:
+    tests, solutions = (json.loads(row[key]) if row.get(key) else [] for key in ("input_output", "solutions"))
+    return "taco" if "skill_types" in row else "apps", _text(row, "question"), tests, next(iter(solutions), None)
+
+
+def _code_contests(row: Mapping[str, Any]) -> _CodeTask:
+    groups = [row.get(key) or {} for key in ("public_tests", "private_tests", "generated_tests")]
+    tests = {f"{key}s": [text for group in groups for text in group.get(key) or ()] for key in ("input", "output")}
+    written = row.get("solutions") or {"language": [], "solution": []}
+    python = (text for language, text in zip(written["language"], written["solution"], strict=True) if language == 3)
+    return "codecontests", _text(row, "description"), tests, next(python, None)
+
+
+def _live_code_bench(row: Mapping[str, Any]) -> _CodeTask:
+    tests = json.loads(row["public_test_cases"])
+    with suppress(ValueError):
+        tests += json.loads(row.get("private_test_cases") or "[]")
+    metadata = json.loads(row.get("metadata") or "{}")
+    return "livecodebench", _text(row, "question_content"), [{**test, "metadata": metadata} for test in tests], None
+
+
+_CODE_SHAPES: dict[str, Callable[[Mapping[str, Any]], _CodeTask]] = {
+    "entry_point": _humaneval,
+    "test_list": _mbpp,
+    "input_output": _apps,
+    "public_tests": _code_contests,
+    "public_test_cases": _live_code_bench,
+}
 
 
 def rule_graded(place: str, row: Mapping[str, Any]) -> PreparedExample:
@@ -262,6 +349,7 @@ RECIPES: dict[str, Recipe] = {
     "gsm8k": per_row(gsm8k),
     "math": per_row(math),
     "dapo": per_row(rule_graded),
+    "code": per_row(code),
     "open_assistant": open_assistant,
     "preference": per_row(preference),
     "chat": per_row(chat),
@@ -271,6 +359,8 @@ RECIPES: dict[str, Recipe] = {
 def recognise(row: Mapping[str, Any]) -> str | None:
     """The recipe for data whose first row is ``row``, or None."""
     keys = row.keys()
+    if keys & _CODE_SHAPES.keys():
+        return "code"
     if {"chosen", "rejected"} <= keys:
         return "preference"
     if "message_id" in keys or isinstance(row.get("prompt"), Mapping):

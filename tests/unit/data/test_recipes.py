@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.reward_rules import rules_of
 from rlhf_mcore.data.recipes import RECIPES, PreparedExample, RowError, recognise
+from rlhf_mcore.rewards.code import CodeGrader
+from rlhf_mcore.rewards.code_tests import CodeTest, read_tests
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many in all?",
@@ -197,3 +201,91 @@ def test_unusable_rows_name_place_and_reason(recipe: str, row: dict[str, Any], m
 )
 def test_shapes_are_recognised_by_their_columns(row: dict[str, Any], expected: str | None) -> None:
     assert recognise(row) == expected
+
+
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'def add(a, b):\n    """The sum."""\n',
+    "canonical_solution": "    return a + b\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "entry_point": "add",
+}
+MBPP = {
+    "task_id": 2,
+    "text": "Write a function add.",
+    "code": "def add(a, b):\r\n    return a + b",
+    "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    "test_setup_code": "",
+    "challenge_test_list": [],
+}
+APPS = {
+    "question": "Add two numbers.",
+    "solutions": '["a, b = map(int, input().split())\\nprint(a + b)"]',
+    "input_output": '{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}',
+    "difficulty": "interview",
+    "starter_code": "",
+}
+TACO = {
+    "question": "Add two numbers.",
+    "solutions": '["class Solution:\\n    def add(self, a, b):\\n        return a + b"]',
+    "input_output": '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}',
+    "starter_code": "class Solution:\n    def add(self, a, b):\n",
+    "skill_types": "[]",
+}
+CODE_CONTESTS = {
+    "description": "Add two numbers.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": ["2 2\n"], "output": ["4\n"]},
+    "generated_tests": {"input": [], "output": []},
+    "solutions": {"language": [2, 3], "solution": ["int main", "print(sum(map(int, input().split())))"]},
+}
+LIVE_CODE_BENCH = {
+    "question_content": "Add two numbers.",
+    "public_test_cases": '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]',
+    "private_test_cases": "eJxr",  # pickled
+    "metadata": '{"func_name": "add"}',
+    "starter_code": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        ",
+    "question_id": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "source", "tests", "in_prompt"),
+    [
+        (HUMANEVAL, "openai_humaneval", [CodeTest("asserts", HUMANEVAL["test"] + "\ncheck(add)\n")], "Complete this function."),
+        (MBPP, "mbpp", [CodeTest("asserts", f"\n{text}") for text in MBPP["test_list"]], "assert add(1, 2) == 3"),
+        (APPS, "apps", [CodeTest("program", "1 2\n", "3\n")], "standard input"),
+        (TACO, "taco", [CodeTest("function", [1, 2], [3], "add")], "Begin with\n```python\nclass Solution:"),
+        (CODE_CONTESTS, "codecontests", [CodeTest("program", "1 2\n", "3\n"), CodeTest("program", "2 2\n", "4\n")], "standard input"),
+        (LIVE_CODE_BENCH, "livecodebench", [CodeTest("function", [1, 2], 3, "add")], "Begin with"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_code(row: dict[str, Any], source: str, tests: list[CodeTest], in_prompt: str) -> None:
+    assert recognise(row) == "code"
+    made = one("code", row)
+    assert (made.data_source, made.ability) == (source, "code")
+    assert in_prompt in made.prompt[0]["content"]
+    assert read_tests(made.ground_truth) == tests
+    rules = rules_of(source, {})
+    assert rules is not None
+    if made.response is not None:  # the solution of the data set passes its tests
+        grader = CodeGrader(rules[0])
+        assert grader(made.extra["solution"], made.ground_truth) == 1.0
+        assert grader("```python\ndef add(a, b): return 7\nprint(7)\n```", made.ground_truth) == 0.0
+        grader.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({**APPS, "input_output": "{"}, "the tests cannot be read: Expecting property name"),
+        ({**APPS, "input_output": '{"inputs": [], "outputs": []}'}, "the tests cannot be read: there are no tests"),
+        ({**MBPP, "test_list": ["print(1)"]}, r"the tests cannot be read: '\\nprint\(1\)' asserts nothing"),
+        ({**HUMANEVAL, "test": ""}, "'test' must be a text that is not empty"),
+    ],
+)
+def test_code_whose_tests_cannot_be_read(row: dict[str, Any], problem: str) -> None:
+    (found,) = RECIPES["code"]([("here", row)])
+    assert isinstance(found, RowError)
+    assert re.search(problem, str(found)), found
