@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.plan import device_and_assumptions
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -25,21 +26,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _simulate(args)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
+    except KeyboardInterrupt:
+        print("interrupted; fewer --steps or bounds of --staleness take less time", file=sys.stderr)
+        return exit_codes.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rlhf-mcore simulate",
-        description=(
-            "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and "
-            "bounded staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest."
-        ),
-        epilog=exit_codes.TOOL_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "rlhf-mcore simulate",
+        "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and bounded "
+        "staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest.",
+        exit_codes.TOOL_EPILOG,
+        "YAML file, as for train",
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, as for train")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings that win over the file's")
     parser.add_argument(
         "--lengths",
         metavar="LENGTHS",
@@ -101,13 +100,10 @@ def _simulate(args: argparse.Namespace) -> int:
     times = _times(args, cfg, lengths.mean)
     own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
     own_split = configured_split(cfg, world_size)
-    wanted = {
-        schedule: [own_split] if schedule == own and devices == own_split.devices else splits(cfg, devices, schedule)
-        for schedule in schedules(cfg, bounds)
-    }
+    wanted = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
     responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n
     steps = args.steps or max(8, min(30, 60_000 // responses))
-    comparison = compare(times, lengths, wanted, steps=steps, seed=args.seed)
+    comparison = compare(times, lengths, wanted, (own, own_split), steps=steps, seed=args.seed)
     if args.json:
         write_atomically(args.json, pretty_json(as_json(comparison, own)))
     if args.png:

@@ -73,9 +73,17 @@ def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:
 
 
 def compare(
-    times: Times, lengths: ResponseLengths, wanted: Mapping[Schedule, Sequence[Split]], *, steps: int, seed: int
+    times: Times,
+    lengths: ResponseLengths,
+    wanted: Mapping[Schedule, Sequence[Split]],
+    configured: tuple[Schedule, Split],
+    *,
+    steps: int,
+    seed: int,
 ) -> Comparison:
     """Simulate each schedule on the most promising of its splits; leave out those that have none.
+
+    The ``configured`` schedule is shown on the ``configured`` split, if that is among its splits.
 
     Raises:
         ConfigError: no schedule has one.
@@ -92,7 +100,8 @@ def compare(
                 continue
             possible.append((samples_bound(scenario, schedule, lengths.mean), split, scenario))
         rows = []
-        for bound, split, scenario in _promising(possible):
+        own = [entry for entry in possible if (schedule, entry[1]) == configured]
+        for bound, split, scenario in own + _promising([entry for entry in possible if entry not in own]):
             outcome = simulate(scenario, schedule, lengths.draw(scenario.samples, seed), steps)
             rows.append(Row(schedule, split, outcome, bound))
         if rows:
@@ -106,7 +115,10 @@ def compare(
             )
         )
     left_out = [schedule.name for schedule in wanted if schedule.name not in tried]
-    best = [max(rows, key=lambda row: row.outcome.tokens_per_s) for rows in tried.values()]
+    best = [
+        max(rows, key=lambda row: ((row.schedule, row.split) == configured, row.outcome.tokens_per_s))
+        for rows in tried.values()
+    ]
     return Comparison(lengths, times.source, best, tried, left_out)
 
 

@@ -1,8 +1,8 @@
 """Times of engines and trainer from the records of runs: metrics.jsonl and rollouts/.
 
 A step's generation is linear in what its lengths determine: decode steps of the engine that takes most, response tokens of an
-engine, requests of an engine. The rest of a step is linear in its response tokens. Coefficients are fitted by least squares of
-relative errors and are not negative.
+engine, requests of an engine. The rest of a step is linear in its response tokens. Coefficients are fitted by the least sum of
+relative distances and are not negative.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ _NOT_TRAINING = (
     "build_model",
     "start_engine",
 )
+_REWEIGHTED = 20  # times, until the sum of squares is one of distances
 _MOST_STEPS = 200  # of a run: its last ones
 Matrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseFit:
-    """Seconds. ``train_token_s`` is of one device. ``error``: mean relative distance of the steps' times from the fit."""
+    """Seconds. ``train_token_s`` is of one device. ``error``: median relative distance of a step's time from the fit."""
 
     step_s: float
     sequence_s: float
@@ -158,29 +159,30 @@ def decode_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def nonnegative_fit(work: Matrix, seconds: Matrix) -> tuple[list[float], float]:
-    """Coefficients c >= 0 with work @ c near to ``seconds`` by relative error, and the mean of that. A few outliers do not count.
+    """Coefficients c >= 0 with the least sum of relative distances of work @ c from ``seconds``, and the median distance.
+
+    Steps that something else on the machine has disturbed count little, as long as most are undisturbed.
 
     Args:
         work: [steps, columns].
         seconds: [steps].
     """
-    kept = np.full(len(seconds), True)
-    for _ in range(2):
-        coefficients = _least_squares(work[kept], seconds[kept])
-        error = np.abs(work @ coefficients - seconds) / np.maximum(seconds, 1e-9)
-        kept = error <= np.quantile(error, 0.9)
-    return coefficients.tolist(), float(error[kept].mean())
+    relative, closeness = work / np.maximum(seconds, 1e-9)[:, None], np.ones(len(seconds))
+    for _ in range(_REWEIGHTED):
+        coefficients = _least_squares(relative, closeness)
+        distance = np.abs(relative @ coefficients - 1)
+        closeness = 1 / np.sqrt(np.maximum(distance, 1e-4))
+    return coefficients.tolist(), float(np.median(distance))
 
 
-def _least_squares(work: Matrix, seconds: Matrix) -> Matrix:
-    """The best of the fits of all subsets of the columns that have no negative coefficient."""
-    weights = 1 / np.maximum(seconds, 1e-9)
-    best, least = np.zeros(work.shape[1]), np.inf
-    columns = range(work.shape[1])
+def _least_squares(relative: Matrix, weights: Matrix) -> Matrix:
+    """The best of the fits to 1 of all subsets of the columns that have no negative coefficient."""
+    best, least = np.zeros(relative.shape[1]), np.inf
+    columns = range(relative.shape[1])
     for chosen in (list(some) for count in columns for some in combinations(columns, count + 1)):
-        found = np.linalg.lstsq(work[:, chosen] * weights[:, None], np.ones(len(seconds)), rcond=None)[0]
-        residual = float(((work[:, chosen] @ found * weights - 1) ** 2).sum())
+        found = np.linalg.lstsq(relative[:, chosen] * weights[:, None], weights, rcond=None)[0]
+        residual = float((((relative[:, chosen] @ found - 1) * weights) ** 2).sum())
         if (found >= 0).all() and residual < least * (1 - 1e-6):
-            best, least = np.zeros(work.shape[1]), residual
+            best, least = np.zeros(relative.shape[1]), residual
             best[chosen] = found
     return best

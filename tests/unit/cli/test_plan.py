@@ -101,3 +101,10 @@ def test_training_still_asks_for_the_files(run_yaml: str) -> None:
         validate(load_config(run_yaml), 8)
     text = str(caught.value)
     assert "no *.safetensors" in text and "has no tokenizer" in text and "absent.parquet" in text
+
+
+def test_engines_of_their_own_are_planned_beside_the_trainer(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = ["rollout.placement=disaggregated", "rollout.num_engines=2", "trainer.max_staleness=1"]
+    assert plan.main([run_yaml, "--world-size", "8", "actor.layout.tp=2", *apart]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 and 2 of engines x H100") and "generation meanwhile" in out

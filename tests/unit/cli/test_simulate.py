@@ -57,6 +57,18 @@ def test_schedules_are_compared_without_torch(run_yaml: str, tmp_path: Path) -> 
         assert sum(row["staleness"].values()) == 6 * 8 * 4 and row["staleness_max"] <= row["max_staleness"]
 
 
+APART = ("rollout.placement=disaggregated", "rollout.num_engines=3", "trainer.max_staleness=3", "trainer.world_size=1")
+
+
+def test_the_configured_schedule_is_shown_on_its_own_devices(run_yaml: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert simulate.main([run_yaml, "--json", str(out), *LENGTHS, *APART]) == 0
+    (own,) = (row for row in json.loads(out.read_text())["schedules"] if row["configured"])
+    assert own["name"] == "staleness 3, partial rollouts"
+    assert (own["rollout"], own["training"]) == (3, 1)
+    assert [(split["rollout"], split["training"]) for split in own["splits"]] == [(1, 3), (2, 2), (3, 1)]
+
+
 def test_a_picture_is_drawn(run_yaml: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert simulate.main([run_yaml, "--devices", "3", "--png", str(tmp_path / "out.png"), *LENGTHS]) == 0

@@ -135,9 +135,9 @@ def test_a_fit_finds_what_made_the_times_and_is_never_negative() -> None:
     rng = np.random.default_rng(0)
     work = rng.uniform(1, 100, (60, 3))
     seconds = work @ np.array([0.2, 0.003, 0.0])
-    seconds[::20] *= 5  # a step in twenty was disturbed
+    seconds[::4] *= rng.uniform(1.2, 5, 15)  # a step in four was disturbed
     found, error = nonnegative_fit(work, seconds)
-    assert found == pytest.approx([0.2, 0.003, 0.0], abs=1e-6) and error < 1e-6
+    assert found == pytest.approx([0.2, 0.003, 0.0], abs=1e-4) and error < 1e-4
     found, _ = nonnegative_fit(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([1.0, 3.0, 5.0]))
     assert min(found) >= 0  # the best line is 2 x - 1
 
