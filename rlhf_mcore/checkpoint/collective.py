@@ -128,7 +128,7 @@ class CheckpointWriter:
         return free is None or self._num_bytes <= free
 
     def _given_up(self, failure: SaveError, partial: Path | None) -> SaveError:
-        """Remove what was written, and tell of a full disk what is missing. Collective."""
+        """Remove what was written, and name what is missing where the disk is full. Collective."""
         room = ""
         if _is_first():
             if partial is not None:

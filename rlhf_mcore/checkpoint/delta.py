@@ -1,6 +1,7 @@
 """Delta saves: weight files as compressed differences to the last full checkpoint.
 
-Chains have length one: a delta always leans on a full checkpoint, which its manifest names with the digest of that one's manifest.
+Chains have length one: the base of a delta is always a full checkpoint, which its manifest names with
+the digest of that one's manifest.
 How a file is stored is in ``delta_files``.
 """
 
@@ -40,7 +41,7 @@ def choose_base(run: Path, full_every: int) -> Base | None:
 
     Args:
         run: the run directory.
-        full_every: a full save and the deltas that lean on it, together.
+        full_every: a full save and the deltas to it, together.
     """
     full: Base | None = None
     last: dict[str, int] = {}  # position of the newest delta to each base; retention may have removed some before it
@@ -73,7 +74,7 @@ def encode(directory: Path, paths: Iterable[str | Path], base: Path) -> list[Pat
 
 
 def base_of(checkpoint: Path) -> Path | None:
-    """The full checkpoint that a delta leans on, None for a full one.
+    """The full checkpoint that a delta is a difference to, None for a full one.
 
     Raises:
         ConfigError: it is not there, or not what it was.

@@ -130,7 +130,7 @@ def pin(run: Path, step: int, name: str, disk: Disk) -> Path:
     disk.make_directory(link.parent)
     disk.symlink(link, f"../checkpoint-{step}")
     disk.sync_directory(link.parent)
-    if not (checkpoint_path(run, step) / MANIFEST).is_file():  # the run has dropped it since it was looked at
+    if not (checkpoint_path(run, step) / MANIFEST).is_file():  # the run has removed it since the scan
         disk.unlink(link)
         raise ConfigError(f"STEP={step}: the run has removed checkpoint-{step} just now; choose another one")
     return link

@@ -234,7 +234,7 @@ def _check(root: Path, name: str, entry: FileEntry, *, hashes: bool) -> Problem 
             return Problem(name, "unreadable", "not a regular file")
         if size != entry.size:
             verb = "truncated" if size < entry.size else "too long"
-            return Problem(name, "size", f"{verb}: {size} bytes, the manifest says {entry.size}")
+            return Problem(name, "size", f"{verb}: {size} bytes, the manifest has {entry.size}")
         if hashes and hash_file(path) != entry:
             return Problem(name, "hash", "damaged: its content differs from the manifest's hash")
     except FileNotFoundError:

@@ -123,7 +123,7 @@ class Nodes:
         return [*self.shell, host, f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"]
 
     def _wait(self) -> int:
-        """Wait for all, or for the first failure, which is told, and then a while for the others."""
+        """Wait for all, or for the first failure, which is printed, and then a while for the others."""
         while True:
             codes = [agent.poll() for agent in self._agents]
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]

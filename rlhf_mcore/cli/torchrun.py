@@ -84,12 +84,12 @@ class Agent:
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Print what ended the run, once. Returns the exit code.
 
-        The cause is the first error that a rank has told of and that no other rank's end explains; else a rank that was killed;
+        The cause is the first error that a rank has reported and that no other rank's end explains; else a rank that was killed;
         else one that left without an error; else whatever torchrun saw first.
         """
         self.reports.read()
-        own = [told for told in self.reports.failures if told.kind != CONSEQUENCE]
-        explained = {told.rank for told in self.reports.failures if told.kind == CONSEQUENCE}
+        own = [entry for entry in self.reports.failures if entry.kind != CONSEQUENCE]
+        explained = {entry.rank for entry in self.reports.failures if entry.kind == CONSEQUENCE}
         rank, failure = first_failure({n: found for n, found in failures.items() if n not in explained} or failures)
         if own:
             self._say(own[0].text, own[0].rank)
@@ -98,13 +98,13 @@ class Agent:
             )  # torchrun may have ended it before it came to its own exit
         if failure.exitcode == REQUEUE:
             return REQUEUE
-        told = {entry.rank: entry.text for entry in self.reports.failures}
-        if rank not in told:
+        reported = {entry.rank: entry.text for entry in self.reports.failures}
+        if rank not in reported:
             self._say(f"rank {rank} {_how(failure.exitcode)}", rank, failure.local_rank, tail=True)
         elif left := [number for number in self.reports.unfinished() if number not in failures]:
             self._say(_LEFT.format(left[0]), left[0])
         else:
-            self._say(told[rank], rank)
+            self._say(reported[rank], rank)
         return of_process(failure.exitcode)
 
     def check_done(self) -> int:

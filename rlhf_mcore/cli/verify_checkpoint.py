@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore verify-checkpoint",
-        "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it leans on too. "
+        "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it needs too. "
         "Given a run directory, all checkpoints in it and the links to them.",
         EPILOG,
     )

@@ -115,7 +115,7 @@ class _Wanted:
 def row_problems(
     file: str, field: str, check: Callable[[dict[str, Any], str], None] | None, limits: RowLimits, deadline: float
 ) -> Iterator[str]:
-    """The first row of a file that cannot be used, among those that are looked at until ``deadline`` (of the monotonic clock)."""
+    """The first row of a file that cannot be used, among those that are read until ``deadline`` (of the monotonic clock)."""
     try:
         for place, row in islice(read_rows(Path(file), limits), SCANNED_ROWS):
             if check is not None:

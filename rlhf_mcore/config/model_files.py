@@ -1,4 +1,4 @@
-"""What can be said about a Hugging Face model directory from its small files, without torch or transformers."""
+"""What the small files of a Hugging Face model directory show, without torch or transformers."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _path_problems(cfg: Config) -> Iterator[str]:
 
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:
-    """What concerns scores and prompts alone: no model is looked at."""
+    """What concerns scores and prompts alone: no model is read."""
     yield from (*choice_problems(cfg), *range_problems(cfg), *reward_problems(cfg), *prompt_problems(cfg))
 
 

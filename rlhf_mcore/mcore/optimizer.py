@@ -118,8 +118,8 @@ class Optimizer:
     def is_finite(self) -> bool:
         """Whether the weights that this rank steps, their masters and their moments hold no NaN and no infinity. Local.
 
-        One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow, so then every element is
-        looked at.
+        One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow: then every element
+        is checked.
         """
         weights = {parameter.name: parameter.tensor.view(-1) for parameter in self._local_parameters()}
         tensors = []

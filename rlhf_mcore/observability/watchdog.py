@@ -30,7 +30,7 @@ class Watchdog:
     Args:
         seconds: without progress; 0 switches it off.
         file: where stacks go.
-        watcher: who is told of progress.
+        watcher: gets the reports of progress.
     """
 
     def __init__(self, seconds: int, file: TextIO | None = None, watcher: Watcher | None = None):

@@ -138,7 +138,7 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
     plan = sync_plan(cfg, actor, world_size, gpu.per_node)
     counted = plan.bytes()
     received = counted.received
-    # Where nodes are not told apart, the bridge counts every rank as one.
+    # Where nodes are not distinguished, the bridge counts every rank as one.
     several = num_devices(cfg, world_size) > gpu.per_node
     imported = counted.imported if several else np.zeros_like(received)
     link, net = gpu.nvlink_bytes_per_s * assumed.link_efficiency, gpu.network_bytes_per_s * assumed.link_efficiency

@@ -300,7 +300,7 @@ class StateReader:
             raise self._damaged(f"tensor {name}: {sum(box.numel for box in missing)} elements are missing")
 
     def _mapped(self, name: str, key: str, shape: Sequence[int]) -> Tensor:
-        """A stored rectangle, mapped from the file: what is not looked at is not read."""
+        """A stored rectangle, mapped from the file: pages are read when they are used."""
         path = self.directory / name
         if name not in self._open:
             try:

@@ -2,7 +2,7 @@
 
 There is no table of models here. vLLM keeps, for its layerwise reload, the layout in which every parameter was loaded. The
 parameters are put into that layout on the meta device, ``model.load_weights`` is given meta tensors under Hugging Face names, and
-every write into a parameter is looked at and not executed: strides and offsets of meta tensors are real, so the two sides of a
+every write into a parameter is recorded and not executed: strides and offsets of meta tensors are real, so the two sides of a
 ``copy_`` tell which rectangle of which tensor goes where.
 
 Whether a write to the live tensor reaches the kernels is tried out, not assumed: see :func:`trace`.

@@ -1,7 +1,7 @@
 """What one rank does in a sync: buckets of local copies and messages, worked out from the common schedule without any other rank.
 
 Both ends of a message walk the same units and cells in the same order, so they agree on its content by construction. Phase 0 sends
-from source tensors; phase 1 (only where nodes are told apart) forwards from destination tensors what phase 0 has brought.
+from source tensors; phase 1 (only where nodes are distinguished) forwards from destination tensors what phase 0 has brought.
 """
 
 from __future__ import annotations

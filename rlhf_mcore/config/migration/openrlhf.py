@@ -428,7 +428,7 @@ _SUPERVISED_REASONS = {
     "eval.split": "name the file of the split",
     "eval.steps": "set evaluate.every with data.eval",
     "logger": "metrics go to metrics.jsonl and TensorBoard here",
-    "loss": "pairs are told apart by the sigmoid of the difference (Bradley and Terry) here",
+    "loss": "pairs are distinguished by the sigmoid of the difference (Bradley and Terry) here",
     "model": "see the keys of model",
     "muon": "AdamW is the only optimizer",
     "train.max_epochs": "depends on the number of rows: set trainer.num_steps to epochs x rows / train.batch_size",

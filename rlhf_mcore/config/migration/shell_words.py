@@ -1,6 +1,6 @@
 """Words of a shell script: variables, parameter expansion, quoting, arithmetic and tests, on tree-sitter's syntax tree.
 
-Nothing is run and no file is looked at. What only a run would know (the environment, the output of a command) is a marked name in a
+Nothing is run and no file is read. What only a run would know (the environment, the output of a command) is a marked name in a
 value, empty in tests and in arithmetic an unknown, which ``named_unknowns`` turns into text for our configuration.
 """
 

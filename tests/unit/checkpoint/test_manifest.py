@@ -81,7 +81,7 @@ def test_fault_10_a_truncated_file_is_named(tmp_path: Path) -> None:
     size = shard.stat().st_size
     os.truncate(shard, size - 1)
     (problem,) = verify(checkpoint, hashes=False)
-    assert str(problem) == f"actor/model.safetensors: truncated: {size - 1} bytes, the manifest says {size}"
+    assert str(problem) == f"actor/model.safetensors: truncated: {size - 1} bytes, the manifest has {size}"
     with shard.open("ab") as file:
         file.write(b"ab")
     (problem,) = verify(checkpoint)

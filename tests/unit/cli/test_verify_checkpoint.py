@@ -66,7 +66,7 @@ def test_all_checkpoints_of_a_run_and_its_links(tmp_path: Path, capsys: pytest.C
     assert run(tmp_path) == 2
     assert capsys.readouterr().out.splitlines() == [
         f"{first}: damaged",
-        "  trainer_state.json: truncated: 0 bytes, the manifest says 2",
+        "  trainer_state.json: truncated: 0 bytes, the manifest has 2",
         f"{second}: intact",
         f"{tmp_path / 'latest'}: intact",
         f"{tmp_path / 'best'}: damaged",
