@@ -2,7 +2,8 @@
 
 Timed is what a rank does alone once places are described: `build_plan` and its own `rank_view`. Describing the places (by rules and
 tracing; independent of the world's size) and the digest are timed beside it. The figure is CPU seconds of the slowest sampled rank
-at the largest world, median of the repetitions; the exponent is that of its growth with the number of ranks.
+at the largest world, median of the repetitions; the exponent is that of its growth with the number of ranks. A trainer of 2,048
+ranks with engines on 512 ranks of their own is timed beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 GOAL_S, GOAL_EXPONENT = 1.0, 1.05
 BUCKET_BYTES = 256 * 2**20
 TP, PP, EP, ENGINE_TP = 8, 8, 8, 8
+APART = (2048, 512)  # ranks of the trainer, and of engines of their own
 
 
 def main() -> None:
@@ -30,21 +32,25 @@ def main() -> None:
     quick = parser.parse_args().quick
     worlds = (256, 1024) if quick else (1024, 4096, 16384)
     rows = [measure(model, world, 1 if quick else 3) for model in (LLAMA_70B, QWEN_235B) for world in worlds]
+    apart = [measure(model, APART[0], 1 if quick else 3, APART[1]) for model in (LLAMA_70B, QWEN_235B)]
     exponents = {
         model.name: exponent([row for row in rows if row["model"] == model.name]) for model in (LLAMA_70B, QWEN_235B)
     }
     slowest = max(row["plan_cpu_s"] for row in rows if row["ranks"] == worlds[-1])
-    measured = {"bucket_bytes": BUCKET_BYTES, "rows": rows, "exponents": exponents, "goal_exponent": GOAL_EXPONENT}
+    measured = {"bucket_bytes": BUCKET_BYTES, "rows": rows, "apart": apart, "exponents": exponents}
+    measured["goal_exponent"] = GOAL_EXPONENT
     print(f"bridge_plan_exponent {max(exponents.values()):.3f} goal {GOAL_EXPONENT}")
     report("bridge_plan", measured, ratio=slowest, goal=GOAL_S, quick=quick)
 
 
-def measure(model: Model, world: int, repeats: int) -> dict[str, Any]:
-    """Times of one model on one world, for its first, a middle and its last rank."""
-    layout = trainer_layout(model, world, TP, PP, EP if model.geometry.num_experts else 1)
-    (held, needed), describing = timed(
-        lambda: (sources(model, layout), destinations(model, ENGINE_TP, world // ENGINE_TP))
-    )
+def measure(model: Model, trainers: int, repeats: int, apart: int = 0) -> dict[str, Any]:
+    """Times of one model on one world, for its first, a middle and its last rank.
+
+    Engines are on the trainer's ranks, or on ``apart`` ranks behind them.
+    """
+    layout = trainer_layout(model, trainers, TP, PP, EP if model.geometry.num_experts else 1)
+    engines, first, world = (apart or trainers) // ENGINE_TP, trainers if apart else 0, trainers + apart
+    (held, needed), describing = timed(lambda: (sources(model, layout), destinations(model, ENGINE_TP, engines, first)))
     order, nodes = spread_order(list(shapes(model)), held), even_nodes(world, 8)
     by_rank = {}
     for rank in (0, world // 2 + 3, world - 1):

@@ -24,6 +24,7 @@ class SyncStats:
     received_bytes: int
     local_bytes: int
     peak_bytes: int
+    sent_bytes: int = 0
 
 
 class SyncMismatch(RuntimeError):

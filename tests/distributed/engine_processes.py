@@ -36,9 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 class Served:
     """An engine in this process, and what it is asked."""
 
-    def __init__(self, node: str, shapes: dict[str, list[int]]) -> None:
-        self._engine = Engine(shapes, torch.float32)
-        self._end = EngineEnd(self._engine, node)
+    def __init__(self, engine: Any, node: str = "") -> None:
+        self._engine, self._end = engine, EngineEnd(engine, node)
         self._trouble: dict[str, Any] = {}  # what is to happen, and where
         open_bucket = EngineDestinations.open
 
@@ -98,13 +97,12 @@ def left() -> list[int]:
     return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), memory]
 
 
-def serve(socket_path: str, order: dict[str, Any]) -> None:
+def serve(socket_path: str, name: str, served: Served) -> None:
     """Answer what the control asks, until it is gone."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_path)
     stream = connection.makefile("rw")
-    served = Served(order["node"], order["shapes"])
-    stream.write(json.dumps({"name": order["name"], "pid": os.getpid()}) + "\n")
+    stream.write(json.dumps({"name": name, "pid": os.getpid()}) + "\n")
     stream.flush()
     for line in stream:
         asked = json.loads(line)
@@ -121,10 +119,29 @@ def serve(socket_path: str, order: dict[str, Any]) -> None:
         stream.flush()
 
 
+def started(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Run a script that knows nothing of the trainer's world."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME",
+    ):
+        environment.pop(name, None)
+    command = [sys.executable, "-W", "ignore", *command]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
+
+
 class _Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.stream = connection, connection.makefile("rw")
-        self.pid: int = json.loads(self.stream.readline())["pid"]
+        hello = json.loads(self.stream.readline())
+        self.name: str = hello["name"]
+        self.pid: int = hello["pid"]
 
     def ask(self, do: str, **given: Any) -> None:
         with contextlib.suppress(OSError):
@@ -147,54 +164,66 @@ class _Channel:
 class EngineProcesses:
     """Control of the engines: a :class:`RemoteEngines`. What engines answer to ``finish`` is in ``answers``."""
 
-    def __init__(self, directory: Path, shapes: dict[str, list[int]]) -> None:
-        self._shapes, path = shapes, directory / "engines"
+    def __init__(self, directory: Path, shapes: dict[str, list[int]] | None = None) -> None:
+        """``shapes`` of what engines hold; None: the caller starts their processes."""
+        self._shapes, self.path = shapes, directory / "engines"
         self._listening = socket.socket(socket.AF_UNIX)
-        self._listening.bind(str(path))
+        self._listening.bind(str(self.path))
         self._listening.listen()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
-            environment.pop(name, None)
-        command = [sys.executable, "-W", "ignore", str(Path(__file__)), str(path)]
-        self._starter = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
+        self._starter = None if shapes is None else started([str(Path(__file__)), str(self.path)])
         self._channels: dict[str, _Channel] = {}
         self.answers: list[dict[str, Any]] = []
         self.log: list[str] = []
 
     def start(self, name: str, node: str = "") -> None:
         order = {"name": name, "node": node, "shapes": self._shapes}
-        assert self._starter.stdin is not None
+        assert self._starter is not None and self._starter.stdin is not None
         self._starter.stdin.write(json.dumps(order) + "\n")
         self._starter.stdin.flush()
-        self._channels[name] = _Channel(self._listening.accept()[0])
+        self.accept()
 
-    def end(self, name: str) -> None:
-        channel = self._channels.pop(name)
-        channel.connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(channel.pid, signal.SIGKILL)
+    def accept(self) -> None:
+        """Wait for a process that has been started. Its name is that of the engine, a dot and a rank, where there are several."""
+        channel = _Channel(self._listening.accept()[0])
+        self._channels[channel.name] = channel
+
+    def end(self, engine: str) -> None:
+        for name in [name for name in self._channels if name.partition(".")[0] == engine]:
+            channel = self._channels.pop(name)
+            channel.connection.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(channel.pid, signal.SIGKILL)
 
     def ask(self, name: str, do: str, **given: Any) -> Any:
-        self._channels[name].ask(do, **given)
-        answer = self._channels[name].answer(60)
-        return answer.get("answer", answer)
+        return self.ask_all([name], do, **given)[0]
+
+    def ask_all(self, names: Sequence[str], do: str, **given: Any) -> list[Any]:
+        for name in names:
+            self._channels[name].ask(do, **given)
+        answers = [self._channels[name].answer(120) for name in names]
+        return [answer.get("answer", answer) for answer in answers]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._channels)
 
     def close(self) -> None:
-        for name in list(self._channels):
-            self.end(name)
-        self._starter.kill()
-        self._starter.wait()
+        for name in self.names:
+            self.end(name.partition(".")[0])
+        if self._starter is not None:
+            self._starter.kill()
+            self._starter.wait()
         self._listening.close()
 
     # ------------------------------------------------------------------------------------------ RemoteEngines
     def pause(self) -> list[EngineProcess]:
         self.log.append("pause")
-        return [EngineProcess(name, str(channel.pid)) for name, channel in sorted(self._channels.items())]
+        return [EngineProcess(name.partition(".")[0], str(self._channels[name].pid)) for name in self.names]
 
     def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
         self.log.append("join")
-        for (_, channel), spec in zip(sorted(self._channels.items()), specs, strict=True):
-            channel.ask("join", spec=asdict(spec), bridge=bridge)
+        for name, spec in zip(self.names, specs, strict=True):
+            self._channels[name].ask("join", spec=asdict(spec), bridge=bridge)
 
     def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
         self.log.append("sync" if only is None else "some")
@@ -209,7 +238,7 @@ class EngineProcesses:
             if "error" in answer:
                 problems.append(f"{name} {answer['error']}")
                 if not answer["lost"]:
-                    self.end(name)
+                    self.end(name.partition(".")[0])
         return problems
 
     def resume(self) -> None:
@@ -221,7 +250,8 @@ def main(socket_path: str) -> None:
     for line in sys.stdin:
         if os.fork() == 0:
             try:
-                serve(socket_path, json.loads(line))
+                order = json.loads(line)
+                serve(socket_path, order["name"], Served(Engine(order["shapes"], torch.float32), order["node"]))
             except BaseException:
                 traceback.print_exc()
             os._exit(0)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.run.endpoints import Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
@@ -39,6 +40,7 @@ class BridgeJob:
     geometry: ModelGeometry
     bucket_bytes: int
     verify: str = "off"
+    live_cpu_weights: bool = False  # of vLLM; see keep_loading_layout
     poison: bool = False
 
     def to_json(self) -> str:
@@ -104,11 +106,16 @@ class EngineEnd:
     def __init__(self, target: WeightTarget, node: str = "") -> None:
         self._side = Side((), target, node)
         self._end: _End | None = None
+        self._is_live = False
 
     def join(self, spec: GroupSpec, bridge: str) -> None:
         """See :class:`WeightReceiver`."""
         self.leave()
-        self._end = _End(self._side, BridgeJob.of_json(bridge), spec)
+        job = BridgeJob.of_json(bridge)
+        if job.live_cpu_weights and not self._is_live:
+            keep_loading_layout(self._side.target.model)
+            self._is_live = True
+        self._end = _End(self._side, job, spec)
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
         """See :class:`WeightReceiver`."""
@@ -139,6 +146,7 @@ class RemoteBridge:
         engines: control of the engines, on the first of these; None on the others.
         address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
         timeout_s: how long a rank waits for others to come, and for a message.
+        note: is told that a transfer is made again; which engines have failed is known to their control.
     """
 
     def __init__(
@@ -150,10 +158,11 @@ class RemoteBridge:
         *,
         address: str,
         timeout_s: float,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
         self._side, self._job, self._trainers, self._engines = side, job, trainers, engines
-        self._address, self._timeout_s = address, timeout_s
+        self._address, self._timeout_s, self._note = address, timeout_s, note
         self._end: _End | None = None
         self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
         self._problems: list[str] = []  # of the last transfer that failed
@@ -258,6 +267,8 @@ class RemoteBridge:
             return result
         self._problems = problems
         self.leave()
+        if self._engines is not None:
+            self._note("weights have not got to all engines: they are brought again, to those that are well")
         return None
 
 

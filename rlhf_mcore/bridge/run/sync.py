@@ -236,10 +236,8 @@ class PlannedBridge:
                 compare(self._source_digests(transfer), written.digests())
         if self._verify == "full":
             self._compare_in_full(written.copies, version)
-        plan = transfer.rank_plan
-        return SyncStats(
-            time.perf_counter() - started, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes
-        )
+        plan, seconds = transfer.rank_plan, time.perf_counter() - started
+        return SyncStats(seconds, plan.received_bytes, plan.local_bytes, transfer.executor.peak_bytes, plan.sent_bytes)
 
     def _part(self, only: Sequence[str]) -> _Transfer:
         if min(all_gather_json(self._target.policy_version, self._group)) < 0:

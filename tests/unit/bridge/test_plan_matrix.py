@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def described(model: Model, ranks: int, tp: int, pp: int, ep: int, engine_tp: in
     return held, destinations(model, engine_tp, ranks // engine_tp)
 
 
-def plan_of(model: Model, held: list[Place], needed: list[Place], ranks_per_node: int | None = 8) -> Plan:
+def plan_of(model: Model, held: list[Place], needed: list[Place], nodes: list[int] | int | None = 8) -> Plan:
+    """``nodes``: the node of every rank, or the number of ranks of each."""
     names = list(shapes(model))
     size = 1 + max(place.ranks[-1] for place in (*held, *needed))
     return build_plan(
@@ -55,7 +57,7 @@ def plan_of(model: Model, held: list[Place], needed: list[Place], ranks_per_node
         element_sizes=dict.fromkeys(names, 2),
         bucket_bytes=BUCKET,
         order=spread_order(names, held),
-        nodes=None if ranks_per_node is None else even_nodes(size, ranks_per_node),
+        nodes=even_nodes(size, nodes) if isinstance(nodes, int) else nodes,
     )
 
 
@@ -83,10 +85,39 @@ def test_experts_in_parts_on_uneven_interleaved_stages(ranks: int, ep: int, etp:
     check_bound(model, ranks, held, destinations(model, 8, ranks // 8))
 
 
-def check_bound(model: Model, ranks: int, held: list[Place], needed: list[Place]) -> None:
+@pytest.mark.parametrize(
+    ("model", "trainers", "engines", "engine_tp", "engines_per_node"),
+    [
+        (DENSE, (2048, 8, 8, 1), 64, 8, 1),
+        (MOE, (2048, 8, 4, 8), 64, 8, 2),
+        (DENSE, (64, 4, 2, 1), 9, 4, 3),
+    ],
+)
+def test_engines_of_their_own_get_what_they_need_and_their_machines_import_it_once(
+    model: Model, trainers: tuple[int, int, int, int], engines: int, engine_tp: int, engines_per_node: int
+) -> None:
+    """Trainer ranks in machines of eight, behind them the ranks of engines in machines of another size. Engines hold nothing."""
+    first = trainers[0]
+    held = sources(model, trainer_layout(model, *trainers))
+    needed = destinations(model, engine_tp, engines, first)
+    machines = even_nodes(first, 8)
+    machines += [machines[-1] + 1 + number for number in even_nodes(engines * engine_tp, engine_tp * engines_per_node)]
+    check_bound(model, first + engines * engine_tp, held, needed, machines)
+    counted = plan_of(model, held, needed, machines).bytes()
+    assert counted.received[:first].sum() == counted.local.sum() == 0
+    distinct = 2 * sum(prod(shape) for shape in shapes(model).values())  # every machine has whole engines
+    by_machine = np.bincount(np.array(machines[first:]) - machines[first], counted.imported[first:])
+    np.testing.assert_array_equal(by_machine, np.full(-(-engines // engines_per_node), distinct))
+    sent = counted.sent[:first]  # nobody sends all: the busiest sends at most twice the mean
+    assert sent.sum() == distinct * len(by_machine) and sent.max() <= 2 * sent.mean() + BUCKET
+
+
+def check_bound(
+    model: Model, ranks: int, held: list[Place], needed: list[Place], nodes: list[int] | int | None = 8
+) -> None:
     """Everything is covered, nothing is received that need not be, and what the parts say adds up."""
     check_coverage(held, needed, shapes(model))
-    plan = plan_of(model, held, needed)
+    plan = plan_of(model, held, needed, nodes)
     counted = plan.bytes()
     np.testing.assert_array_equal(counted.received, counted.lower_bound)
     assert counted.sent.sum() == counted.received.sum()
@@ -153,7 +184,7 @@ def test_digest_is_the_same_wherever_it_is_computed() -> None:
     assert len(first.digest) == 32
     assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 4)).digest
     assert first.digest != plan_of(MOE, *described(MOE, 128, 4, 2, 8, 8)).digest
-    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8), ranks_per_node=4).digest
+    assert first.digest != plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8), nodes=4).digest
 
 
 def test_a_moved_view_changes_the_digest_though_no_message_changes() -> None:

@@ -1,0 +1,72 @@
+"""One rank of a vLLM engine in a process that knows nothing of the trainer's world; tests/distributed/engine_processes.py controls it.
+
+    engine_rank.py SOCKET ORDER
+
+ORDER is JSON: name, rank, world_size, and the directories of the model and of the engine's own store.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.schema import RolloutConfig
+from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.types import Request, Sampling
+from tests.distributed.engine_processes import Served, serve
+
+PROMPTS = [[5, 9, 33], [7, 70, 12, 3, 18, 2]]
+
+
+class VLLM(Served):
+    def answer(self, do: str, given: dict[str, Any]) -> Any:
+        if do == "load":  # as vLLM does, from full tensors
+            self._engine.load_weights(iter(load_file(given["path"]).items()), version=99)
+            return None
+        if do == "seen":
+            return self._seen()
+        return super().answer(do, given)
+
+    def _seen(self) -> dict[str, Any]:
+        """Hashes of the parameters that hold something, what the engine says, and how likely it thinks that is."""
+        sampling = Sampling(temperature=0.0, max_new_tokens=6)
+        requests = [Request(number, f"p{number}", prompt, sampling, 0) for number, prompt in enumerate(PROMPTS)]
+        drawn = {found.request_id: found for found in self._engine.generate(requests)}
+        return {
+            "live": {
+                name: blake2b(p.detach().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+                for name, p in self._engine.model.named_parameters()
+                if p.numel() and not p.is_meta
+            },
+            "said": [[drawn[n].token_ids.tolist(), drawn[n].logprobs.tolist()] for n in sorted(drawn)],
+            "version": self._engine.policy_version,
+        }
+
+
+def main(socket_path: str, order: dict[str, Any]) -> None:
+    platform, model = current_platform(), order["model"]
+    platform.setup_process(0, 1)
+    store = dist.FileStore(str(Path(order["store"]) / order["engine"]), order["world_size"])
+    dist.init_process_group(
+        platform.collective_backend, store=store, rank=order["rank"], world_size=order["world_size"]
+    )
+    layout = RolloutLayoutConfig(tp=order["world_size"])
+    cfg = RolloutConfig(layout=layout, kv_cache_gib=0.02, max_num_seqs=16)
+    shapes = hf_shapes(load_spec(model).geometry)
+    engine = build_engine(cfg, EngineModel(model, model, "fp32", 64, seed=0, shapes=shapes))
+    serve(socket_path, f"{order['engine']}.{order['rank']}", VLLM(engine))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,81 @@
+"""Two trainer ranks that bring weights to vLLM engines in processes of their own; run by torchrun, judged by test_remote.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.parallel.addresses import LOOPBACK
+from rlhf_mcore.parallel.collectives import broadcast_json, world_group
+from tests.distributed import models
+from tests.distributed.engine_processes import EngineProcesses, started
+from tests.distributed.setting import Settings, build, finish, groups_of, moe_groups_of, start
+from tests.e2e.rollout.tiny import save_tokenizer
+
+# Names of layouts of four ranks: two ranks have half of the data-parallel size. The last one finds live weights in the engines.
+LAYOUTS = {"qwen3_tied": ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2"), "qwen3_moe": ("ep2_dp4", "tp2_sp_ep2_etp1_dp2")}
+ENGINES = {"qwen3_tied": {"a": 2, "b": 2}, "qwen3_moe": {"c": 1}}
+
+
+def engines_of(name: str, path: Path) -> EngineProcesses:
+    """Each engine of a model, with its tensor-parallel size in processes."""
+    engines = EngineProcesses(path)
+    script = str(Path(__file__).with_name("engine_rank.py"))
+    for engine, size in ENGINES[name].items():
+        for rank in range(size):
+            order = {"engine": engine, "rank": rank, "world_size": size, "model": str(path), "store": str(path)}
+            started([script, str(engines.path), json.dumps(order)])
+    for _ in range(sum(ENGINES[name].values())):
+        engines.accept()
+    return engines
+
+
+def measure(directory: Path, name: str) -> dict[str, Any]:
+    platform, path, groups, found = start(), directory / name, {}, {}
+    if dist.get_rank() == 0:
+        models.make(name, path)
+        save_tokenizer(path)
+    dist.barrier()
+    engines = engines_of(name, path) if dist.get_rank() == 0 else None
+    file = str(path / "model.safetensors")
+    for version, layout in enumerate(LAYOUTS[name]):
+        made = (moe_groups_of if name in models.MOE_MODELS else groups_of)(layout, groups)
+        model, _ = build(path, made, platform, Settings())
+        is_live = layout == LAYOUTS[name][-1]
+        job = BridgeJob(model.spec.geometry, 30_000, "digest", live_cpu_weights=is_live, poison=True)
+        side = Side(model.local_parameters(), NoTarget())
+        bridge = RemoteBridge(side, job, world_group(), engines, address=LOOPBACK, timeout_s=120)
+        bridge.sync(version)
+        if engines is not None:
+            answers, synced = engines.answers, engines.ask_all(engines.names, "seen")
+            engines.ask_all(engines.names, "load", path=file)
+            loaded = engines.ask_all(engines.names, "seen")
+            found[layout] = {"names": engines.names, "answers": answers, "synced": synced, "loaded": loaded}
+        dist.barrier()
+        if (
+            is_live and name == "qwen3_tied"
+        ):  # one of the two ranks of an engine is killed: the whole engine is left out
+            if engines is not None:
+                engines.ask("b.1", "trouble", during="sync", kind="kill", at=2)
+            bridge.sync(50)
+            if engines is not None:
+                found["killed"] = {"names": engines.names, "seen": engines.ask_all(engines.names, "seen")}
+        bridge.leave()
+    if engines is not None:
+        engines.close()
+    return broadcast_json(found, 0)
+
+
+def main(directory: Path) -> None:
+    findings = {name: measure(directory, name) for name in LAYOUTS}
+    finish(findings, directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
