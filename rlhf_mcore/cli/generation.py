@@ -116,13 +116,15 @@ def _disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights)
     worker = RolloutWorker(fleet or NoGenerator(), EngineRank(0, 1, is_lead=fleet is not None), data.decode)
+    live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
     bridge = RemoteBridge(
         Side(actor.model.local_parameters(), NoTarget()),
-        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify),
+        BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
         timeout_s=rollout.engine_timeout_s,
+        note=run.record.note,
     )
     run.stack.callback(bridge.leave)
     on_error = OnError.of(cfg.reward)

@@ -119,7 +119,7 @@ class RemotePublisher:
             stats = self.bridge.sync(version)
             if self.canary is not None:
                 self.canary.check(version)
-        return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
+        return {"bridge/sent_bytes": float(stats.sent_bytes)}
 
     def withdraw(self) -> None:
         """Engines sample on."""
