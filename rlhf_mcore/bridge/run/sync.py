@@ -27,7 +27,7 @@ from rlhf_mcore.bridge.run.endpoints import EngineDestinations, LiveSources, Sou
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
-from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
 from rlhf_mcore.protocols import SyncMismatch, SyncStats, WeightTarget
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
@@ -154,7 +154,7 @@ class PlannedBridge:
         check_coverage(self._described.sources, self._described.destinations, shapes)
         # What has to come together, because it is repacked as one. This may differ between ranks.
         repacked = [sorted({p.hf_name for q in layer for p in q.pieces}) for layer in self._map.repacked]
-        self._together = [frozenset(layer) for layers in all_gather_json(repacked, group) for layer in layers]
+        self._together = [frozenset(layer) for layers, _ in all_gather_unique_json(repacked, group) for layer in layers]
         self._sources = sources or LiveSources({p.name: p.tensor.view(-1) for p in parameters})
         self._whole = self._planned(None)
         self._parts: dict[frozenset[str], _Transfer] = {}
@@ -197,9 +197,8 @@ class PlannedBridge:
             for parameter in self._map.parameters
             for piece in parameter.pieces
         }
-        return {
-            name: getattr(torch, dtype) for part in all_gather_json(mine, self._group) for name, dtype in part.items()
-        }
+        every = all_gather_unique_json(mine, self._group)
+        return {name: getattr(torch, dtype) for part, _ in every for name, dtype in part.items()}
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
         """Write weights into the engine and set their version. Collective over the group.
