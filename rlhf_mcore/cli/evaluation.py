@@ -20,6 +20,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
+from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
@@ -63,6 +64,8 @@ from rlhf_mcore.types import Prompt
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
 _HOW_TO_GRADE = (
+    "pool",
+    "ray",
     "workers",
     "timeout_s",
     "memory_gib",
@@ -96,7 +99,8 @@ def run(cfg: Config) -> None:
     """
     with rank.in_world(cfg, TIMEOUT) as process, ExitStack() as stack:
         watchdog = process.watchdog
-        reward = on_every_rank(lambda: build_reward(cfg.reward))
+        pools = reward_pools(cfg.reward)
+        reward = on_every_rank(lambda: build_reward(cfg.reward, pools))
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = on_every_rank(lambda: _tasks(cfg, folders))
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))

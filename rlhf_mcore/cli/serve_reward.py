@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env: str | None) -> None:
+    from rlhf_mcore.cli.reward_pools import reward_pools
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.rewards.http_pool import token_of
     from rlhf_mcore.rewards.reward import build_reward, what_scores
@@ -68,7 +69,7 @@ def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env:
         print(f"serving {what_scores(cfg)} on {address} (Ctrl-C ends it)", flush=True)
 
     # What has no score is told to the client, whose reward.on_error decides.
-    with closing(build_reward(replace(cfg, on_error="zero"))) as reward:
+    with closing(build_reward(replace(cfg, on_error="zero"), reward_pools(cfg))) as reward:
         serve(RewardServer(reward, token), host, port, tell)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_mcore.checkpoint.registry import Stateful
 from rlhf_mcore.cli.generation import Rewards, build_generation, start_fleet
 from rlhf_mcore.cli.models import ModelBuilder
+from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
@@ -64,7 +65,8 @@ def rl_trainer(run: RunContext) -> Trainer:
     """Reinforcement learning from responses that engines draw and graders or a reward model score."""
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
-        graders = on_every_rank(lambda: build_reward(cfg.reward))
+        pools = reward_pools(cfg.reward)
+        graders = on_every_rank(lambda: build_reward(cfg.reward, pools))
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):

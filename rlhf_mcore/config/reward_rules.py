@@ -79,6 +79,8 @@ def service_problems(cfg: RewardConfig) -> Iterator[str]:
             yield f"{key}={without_login(url)!r} {problem}"
     if cfg.function is not None and remote.url is not None:
         yield f"reward.function={cfg.function!r} and reward.remote.url are both set, and both would give the score; remove one"
+    if cfg.pool != "ray" and cfg.ray.address is not None:
+        yield f"reward.ray.address={cfg.ray.address!r} is of reward.pool=ray, found {cfg.pool!r}; set reward.pool=ray"
     if judge.url is not None and judge.model is None:
         yield "reward.judge.model is null; name the model that reward.judge.url is to judge with"
     if judge.rubric is not None and judge.rubric_file is not None:

@@ -66,7 +66,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += balance_problems("actor", cfg.actor.moe.aux_loss_coef, geometry, "model.path")
     if kind.generates:
         problems += [*algorithm_problems(cfg), *rollout_problems(cfg), *reward_problems(cfg)]
-        problems += [*prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]
+        problems += [*_ray_problems(cfg), *prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]
         if in_range:
             problems += [
                 *engine_problems(cfg, world_size, geometry),
@@ -143,6 +143,16 @@ def reward_problems(cfg: Config) -> Iterator[str]:
     elif not scores_alone(cfg.reward):
         yield from rule_problems(cfg.reward)
     yield from service_problems(cfg.reward)
+
+
+def _ray_problems(cfg: Config) -> Iterator[str]:
+    """A process is part of one cluster."""
+    own, engines = cfg.reward.ray.address, cfg.rollout.ray.address
+    if cfg.reward.pool == "ray" and cfg.rollout.placement == "disaggregated" and (own is None or own != engines):
+        yield (
+            f"reward.ray.address={own} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
+            "engines are in one cluster; set both to its address"
+        )
 
 
 def _schedule_problems(cfg: Config) -> Iterator[str]:

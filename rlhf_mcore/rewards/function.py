@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -26,6 +26,18 @@ class Pool(Protocol):
     def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
         """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
         ...
+
+
+class CheckedPool(Pool, Protocol):
+    """A pool that loads something."""
+
+    def check(self) -> None:
+        """Find out now whether it can be loaded. Raises ConfigError where it cannot."""
+        ...
+
+
+# Name for messages, what is loaded with which options, limits -> a pool: WorkerPool itself, or one of Ray's.
+Pools = Callable[[str, str, Mapping[str, Any], WorkerLimits], CheckedPool]
 
 
 class PooledReward:
@@ -96,7 +108,7 @@ class PooledReward:
             ) from error
 
 
-def function_reward(cfg: RewardConfig) -> PooledReward:
+def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledReward:
     """A function, called as ``f(data_source, solution_str, ground_truth, extra_info) -> float | dict``.
 
     Arguments go by keyword if the function has parameters of these four names, so that their order does not matter;
@@ -105,6 +117,7 @@ def function_reward(cfg: RewardConfig) -> PooledReward:
 
     Args:
         cfg: with ``function`` set to ``path/to/file.py:name``.
+        pools: makes its workers.
 
     Raises:
         ConfigError: naming ``reward.function``: the file or the name is missing, the file fails to import, or the function
@@ -113,7 +126,7 @@ def function_reward(cfg: RewardConfig) -> PooledReward:
     assert cfg.function is not None
     name = f"{KEY}={cfg.function}"
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
-    pool = WorkerPool(name, "reward", {"spec": cfg.function, "key": KEY}, limits)
+    pool = pools(name, "reward", {"spec": cfg.function, "key": KEY}, limits)
     pool.check()
     return PooledReward(name, pool, cfg.on_error)
 

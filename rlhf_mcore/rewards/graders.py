@@ -34,6 +34,7 @@ from rlhf_mcore.rewards.answers import (
 from rlhf_mcore.rewards.code import CodeGrader
 from rlhf_mcore.rewards.code_tests import code_of
 from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
+from rlhf_mcore.rewards.pool import WorkerPool
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
 from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
 
@@ -146,8 +147,8 @@ class MathGrader:
     alone decides is decided here; the rest is parsed in worker processes, within a deadline (``rewards.symbolic``).
     """
 
-    def __init__(self, workers: int | None = None) -> None:
-        self._equivalence = Equivalence(workers)
+    def __init__(self, workers: int | None = None, pools: Callable[..., Any] = WorkerPool) -> None:
+        self._equivalence = Equivalence(workers, pools)
         self.close = self._equivalence.close
 
     def __call__(self, response: str, ground_truth: Any) -> float:
@@ -199,8 +200,13 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def build_grader(rule: RuleConfig, workers: int | None = None, sandbox: SandboxConfig | None = None) -> Grader:
-    """The grader of a rule with the rule's own options. ``workers``: processes of those that need some.
+def build_grader(
+    rule: RuleConfig,
+    workers: int | None = None,
+    sandbox: SandboxConfig | None = None,
+    pools: Callable[..., Any] = WorkerPool,
+) -> Grader:
+    """The grader of a rule with the rule's own options. ``workers``: processes of those that need some, which ``pools`` makes.
 
     Raises:
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
@@ -208,7 +214,7 @@ def build_grader(rule: RuleConfig, workers: int | None = None, sandbox: SandboxC
     if rule.name == "code":
         return CodeGrader(rule, sandbox, workers).check()
     if rule.name == "math":
-        return MathGrader(workers)
+        return MathGrader(workers, pools)
     if rule.name == "regex":
         return Pattern(rule.pattern)
     if rule.name == "length":

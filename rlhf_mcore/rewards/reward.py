@@ -20,16 +20,19 @@ from rlhf_mcore.config.reward_rules import (
     service_problems,
 )
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
-from rlhf_mcore.rewards.function import PooledReward, function_reward
+from rlhf_mcore.rewards.function import PooledReward, Pools, function_reward
 from rlhf_mcore.rewards.graders import BatchGrader, Grader, build_grader, finds_answer
 from rlhf_mcore.rewards.judge import Graders, JudgedReward, judge_pool
+from rlhf_mcore.rewards.pool import WorkerPool
 from rlhf_mcore.rewards.remote import remote_reward
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.types import Prompt, Score, Trajectory
 
 
-def build_reward(cfg: RewardConfig) -> Graders:
+def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
     """The rules that ``cfg`` asks for, or in their place the function or the server; and the judge. A reward model is not part of it.
+
+    ``pools`` makes the workers, where there are any.
 
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
@@ -37,18 +40,18 @@ def build_reward(cfg: RewardConfig) -> Graders:
     if problems := [*service_problems(cfg), *([] if scores_alone(cfg) else rule_problems(cfg))]:
         raise ConfigError.many(problems)
     if cfg.judge.url is None:
-        return _build_graders(cfg)
+        return _build_graders(cfg, pools)
     name = f"reward.judge.url={cfg.judge.url}"
     judge = PooledReward(name, judge_pool(cfg.judge), cfg.on_error, with_prompt=True)
-    return JudgedReward(_build_graders(cfg), judge, cfg.judge.weight)
+    return JudgedReward(_build_graders(cfg, pools), judge, cfg.judge.weight)
 
 
-def _build_graders(cfg: RewardConfig) -> PooledReward | RuleReward:
+def _build_graders(cfg: RewardConfig, pools: Pools) -> PooledReward | RuleReward:
     if cfg.function is not None:
-        return function_reward(cfg)
+        return function_reward(cfg, pools)
     if cfg.remote.url is not None:
         return remote_reward(cfg)
-    return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox)
+    return RuleReward(cfg.rules, cfg.workers, cfg.sources, cfg.sandbox, pools)
 
 
 class RuleReward:
@@ -72,8 +75,10 @@ class RuleReward:
         workers: int | None = None,
         sources: Mapping[str, Sequence[RuleConfig]] | None = None,
         sandbox: SandboxConfig | None = None,
+        pools: Pools = WorkerPool,
     ) -> None:
         self._rules, self._workers, self._sandbox = list(rules), workers, sandbox
+        self._pools = pools
         self._sources = None if sources is None else dict(sources)
         self._graders: dict[str, Grader] = {}  # by a rule's name and options: sources share processes
         for rule in [*rules, *(rule for table in (sources or {}).values() for rule in table)]:
@@ -130,7 +135,7 @@ class RuleReward:
     def _grader(self, rule: RuleConfig) -> Grader:
         key = repr(replace(rule, weight=1.0, correct=1.0, incorrect=0.0))
         if key not in self._graders:
-            self._graders[key] = build_grader(rule, self._workers, self._sandbox)
+            self._graders[key] = build_grader(rule, self._workers, self._sandbox, self._pools)
         return self._graders[key]
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 
@@ -31,11 +32,12 @@ class Equivalence:
 
     Args:
         workers: processes; None: this rank's share of the cores. They are started when there is something to compare.
+        pools: makes them, as ``rewards.function.Pools``.
     """
 
-    def __init__(self, workers: int | None = None) -> None:
+    def __init__(self, workers: int | None = None, pools: Callable[..., Any] = WorkerPool) -> None:
         limits = WorkerLimits(workers or default_workers(), TIMEOUT_S, MEMORY_GIB, retries=0)
-        self._pool = WorkerPool("reward rule 'math'", "math", {"cpu_s": CPU_S}, limits)
+        self._pool = pools("reward rule 'math'", "math", {"cpu_s": CPU_S}, limits)
         self.close = self._pool.close
 
     def submit(self, pairs: Sequence[tuple[str, str]]) -> Callable[[], list[Verdict]]:

@@ -39,7 +39,7 @@ from rlhf_mcore.config.schema.rollout import (
     SandboxConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 
 __all__ = [
     "ActorConfig",
@@ -66,6 +66,7 @@ __all__ = [
     "RemoteRewardConfig",
     "RewardConfig",
     "RewardModelConfig",
+    "RewardRayConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutLayoutConfig",

@@ -19,7 +19,7 @@ from rlhf_mcore.config.schema.key import (
     one_of,
 )
 from rlhf_mcore.config.schema.models import RewardModelConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
 
 
 @dataclass
@@ -220,6 +220,12 @@ class RewardConfig:
         "`path/to/file.py:name`, called as f(data_source, solution_str, ground_truth, extra_info); replaces the rules",
         more="It is called in worker processes ([rewards](rewards.md)).",
     )
+    pool: str = key(
+        "local",
+        "where workers run",
+        one_of(local="beside their rank", ray="on the machines of a Ray cluster, those without a GPU among them"),
+    )
+    ray: RewardRayConfig = group(RewardRayConfig)
     workers: Optional[int] = key(
         None, "worker processes of a rank", AT_LEAST_1, null="its share of the cores, at most 8"
     )

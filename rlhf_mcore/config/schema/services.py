@@ -49,3 +49,17 @@ class JudgeConfig:
     timeout_s: float = key(120.0, "for one try of a request", ABOVE_0)
     deadline_s: float = key(600.0, "for a request with all its tries", ABOVE_0)
     retries: int = key(4, "tries of a request after the first, further and further apart", AT_LEAST_0)
+
+
+@dataclass
+class RewardRayConfig:
+    """Where the workers of ``reward.pool: ray`` run."""
+
+    address: Optional[str] = key(
+        None,
+        "`pool: ray`: of a running cluster, as `10.0.0.1:6379`, of which this machine is part",
+        null="one is started on each machine, and ends with the run",
+    )
+    cpus_per_worker: float = key(
+        1.0, "`pool: ray`: cores that Ray counts for a worker; 0.1 for one that waits", ABOVE_0
+    )

@@ -38,7 +38,7 @@ _GROUP_OF = {
     "leave": "weights",
     "resume": "weights",
 }
-_AUTH = "RAY_AUTH_TOKEN"
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 
 class ProcessLost(RuntimeError):
@@ -99,9 +99,10 @@ class Cluster:
     cores: int
     gpus: int = 0
     own_gpus: Sequence[str] = ()
+    key: str = "rollout.ray.address"  # of the configuration, for messages
     _head: subprocess.Popen[bytes] | None = None
     _line: socket.socket | None = None
-    _joined: str = ""
+    joined: str = ""  # address of the head
     _looked: float = 0.0
     _answered: float = 0.0
     _groups: dict[str, Any] = field(default_factory=dict)  # placement groups by the name of what is in them
@@ -116,31 +117,32 @@ class Cluster:
         address = self._start() if self.address is None else self.address
         if self.address is not None:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            _require_token()
+            _require_token(self.key)
         if address != "auto":
-            _refuse_unless_listening(address)
+            _refuse_unless_listening(address, self.key)
         import ray
         from ray._private import worker
 
         if DEBUG_VARIABLE not in os.environ:
             logging.getLogger("ray").setLevel(logging.CRITICAL)
-        try:
-            ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
+        try:  # a process is in one cluster: reward workers and engines share what the first of them has joined
+            if not ray.is_initialized():
+                ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
         except Exception as error:
             raise ConfigError(
-                f"rollout.ray.address={self.address}: Ray does not take this connection ({_first_lines(error)}); check the address, "
-                f"the version of Ray ({ray.__version__} here) and {_AUTH}"
+                f"{self.key}={self.address}: Ray does not take this connection ({_first_lines(error)}); check the address, "
+                f"the version of Ray ({ray.__version__} here) and {TOKEN_VARIABLE}"
             ) from error
         if DEBUG_VARIABLE not in os.environ:
             worker.print_to_stdstream = lambda *_, **__: None  # what Ray tells of its own end: the fleet tells it once
-        self._joined = str(ray.get_runtime_context().gcs_address)
+        self.joined = str(ray.get_runtime_context().gcs_address)
         self._answered = time.monotonic()
 
     def _start(self) -> str:
         os.environ.update(SETTINGS)
-        os.environ.setdefault(_AUTH, secrets.token_hex(32))
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(32))
         environment = {
-            name: value for name, value in os.environ.items() if name == _AUTH or not is_secret_variable(name)
+            name: value for name, value in os.environ.items() if name == TOKEN_VARIABLE or not is_secret_variable(name)
         }
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.own_gpus)
@@ -169,16 +171,16 @@ class Cluster:
     def problem(self) -> str | None:
         """Why there is no Ray any more. Looks every few seconds."""
         now = time.monotonic()
-        if not self._joined:
+        if not self.joined:
             return None
         if self._head is not None and self._head.poll() is not None:
             return "Ray on this machine has ended"
         if now - self._looked > _PROBE_S:
             self._looked = now
-            host, _, port = self._joined.rpartition(":")
+            host, _, port = self.joined.rpartition(":")
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=_PROBE_S):
                 self._answered = time.monotonic()
-        return f"Ray's head at {self._joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
+        return f"Ray's head at {self.joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
 
     def capacity_problem(self, engines: int, tp: int) -> str | None:
         """Why so many engines can never run here."""
@@ -237,7 +239,7 @@ class Cluster:
 
     def close(self) -> None:
         """End all engines, and Ray where it was started here."""
-        if self._joined:
+        if self.joined:
             import ray
 
             ray.shutdown()
@@ -246,25 +248,25 @@ class Cluster:
             self._head.wait()
 
 
-def _refuse_unless_listening(address: str) -> None:
+def _refuse_unless_listening(address: str, key: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"rollout.ray.address={address}: nobody answers there ({error}); give the host and port that ray start --head has "
+            f"{key}={address}: nobody answers there ({error}); give the host and port that ray start --head has "
             "printed, or null to start Ray on this machine"
         ) from error
 
 
-def _require_token() -> None:
+def _require_token(key: str) -> None:
     """A cluster that takes orders from anybody runs anybody's code."""
-    known = [os.environ.get(_AUTH), os.environ.get(f"{_AUTH}_PATH")]
+    known = [os.environ.get(TOKEN_VARIABLE), os.environ.get(f"{TOKEN_VARIABLE}_PATH")]
     if os.environ.get("RAY_AUTH_MODE") is None:
         if not any(known) and not (Path.home() / ".ray" / "auth_token").is_file():
             raise ConfigError(
-                "rollout.ray.address is set, and there is no token of that cluster; start Ray with RAY_AUTH_MODE=token and set "
-                f"{_AUTH} or {_AUTH}_PATH here (RAY_AUTH_MODE=disabled joins a cluster that has none)"
+                f"{key} is set, and there is no token of that cluster; start Ray with RAY_AUTH_MODE=token and set "
+                f"{TOKEN_VARIABLE} or {TOKEN_VARIABLE}_PATH here (RAY_AUTH_MODE=disabled joins a cluster that has none)"
             )
         os.environ["RAY_AUTH_MODE"] = "token"
 

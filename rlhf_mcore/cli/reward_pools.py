@@ -1,0 +1,47 @@
+"""Where a run's reward workers are started: beside their rank, or by Ray."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.rewards.function import Pools
+from rlhf_mcore.rewards.pool import WorkerPool
+from rlhf_mcore.rewards.ray_pool import RayPools
+
+KEY = "reward.ray.address"
+
+
+def reward_pools(cfg: RewardConfig) -> Pools:
+    """What makes the workers of this rank. Collective over the world, where there is one.
+
+    Without an address the first rank of each machine starts Ray there, and the others join it.
+
+    Raises:
+        ConfigError: there is no Ray at the address; on every rank.
+    """
+    if cfg.pool != "ray":
+        return WorkerPool
+    from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
+
+    def connected(address: str | None) -> Cluster:
+        cluster = Cluster(address, 1, key=KEY)
+        with ThreadPoolExecutor(1) as thread:  # on the main thread Ray would set signal handlers
+            thread.submit(cluster.connect).result()
+        return cluster
+
+    if not dist.is_initialized():
+        return RayPools(connected(cfg.ray.address), cfg.ray.cpus_per_worker)
+    starts = cfg.ray.address is None and os.environ.get("LOCAL_RANK", "0") == "0"
+    own = on_every_rank(lambda: connected(None) if starts else None)
+    machine = os.environ.get("GROUP_RANK", "0")
+    told = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
+    address = cfg.ray.address
+    if own is None and address is None:
+        address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in told if entry[:1] == [machine])
+    cluster = on_every_rank(lambda: own or connected(address))
+    return RayPools(cluster, cfg.ray.cpus_per_worker)

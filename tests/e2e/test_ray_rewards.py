@@ -1,0 +1,155 @@
+"""Reward workers under a real Ray of this machine: the same scores and policies as beside the trainer, and actors that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import RewardConfig, RuleConfig
+from rlhf_mcore.own_processes import children, has_ended
+from rlhf_mcore.rewards.function import PooledReward, function_reward
+from rlhf_mcore.rewards.ray_pool import RayPools
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.episodes import single_turn
+
+HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RayPools]:
+    """Ray is started once for all tests of this file."""
+    cluster = Cluster(None, 1, key="reward.ray.address")
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(cluster.connect).result()
+    yield RayPools(cluster)
+    cluster.close()
+
+
+@pytest.fixture
+def reward(tmp_path: Path, pools: RayPools) -> Iterator[Callable[..., PooledReward]]:
+    made: list[PooledReward] = []
+
+    def make(body: str, **settings: Any) -> PooledReward:
+        path = tmp_path / "my_reward.py"
+        path.write_text(HEAD + body)
+        cfg = RewardConfig(function=f"{path}:grade", **{"workers": 1, "on_error": "zero", **settings})
+        made.append(function_reward(cfg, pools))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def trajectory(text: str, index: int = 0, truth: Any = "42") -> Trajectory:
+    prompt = Prompt(f"train-{index}", index, [1], "What?", data_source="sums", ground_truth=truth)
+    return single_turn(prompt, 3, [5], [-0.1], text, "stop", 0)
+
+
+def rows(count: int) -> list[Trajectory]:
+    return [trajectory(str(number), number) for number in range(count)]
+
+
+def test_scores_are_those_of_local_workers(
+    reward: Callable[..., PooledReward], tmp_path: Path, pools: RayPools
+) -> None:
+    here = f"float(os.getcwd() == {os.getcwd()!r})"
+    body = f"import random; return {{'score': int(solution_str) + random.random(), 'here': {here}}}"
+    far = reward(body, workers=2).score(rows(50))
+    local = function_reward(RewardConfig(function=f"{tmp_path}/my_reward.py:grade", workers=1))
+    assert far == local.score(rows(50)) and far[0].parts == {"here": 1.0}
+    local.close()
+    pairs = [(r"\boxed{\frac{1}{\sqrt3}}", r"\frac{\sqrt3}{3}"), (r"\boxed{x+1}", "x+2")]
+    ruled = build_reward(RewardConfig(rules=[RuleConfig("math")], workers=1), pools)
+    assert [score.value for score in ruled.score([trajectory(*pair[:1], truth=pair[1]) for pair in pairs])] == [
+        1.0,
+        0.0,
+    ]
+    ruled.close()
+
+
+def test_fault_24_a_bad_function_ends_in_its_policy_there_too(reward: Callable[..., PooledReward]) -> None:
+    bad = {
+        "1": ("raise ValueError('no such unit')", "error", "raised ValueError: no such unit"),
+        "2": ("os._exit(7)", "error", "ended its process with exit code 7"),
+        "3": ("os.fork(); time.sleep(10**6)", "timeout", "gave no result within reward.timeout_s=1.5 s"),
+        "4": (
+            "hoard = [bytearray(2**24) for _ in range(2**20)]",
+            "error",
+            "ran out of memory (reward.memory_gib=0.25)",
+        ),
+    }
+    body = "\n    ".join(f"if solution_str == '{text}': {what}" for text, (what, *_) in bad.items()) + "\n    return 1"
+    scores = reward(body, timeout_s=1.5, memory_gib=0.25, workers=2).score(rows(6))
+    assert [score.value for score in scores] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    for text, (_, kind, cause) in bad.items():
+        found = scores[int(text)]
+        assert found.failure == kind and cause in found.cause and f"prompt 'train-{text}', sample 3" in found.cause
+    with pytest.raises(ConfigError, match=r"prompt 'train-1', sample 3, raised ValueError: no such unit"):
+        reward(body, timeout_s=1.5, memory_gib=0.25, on_error="fail").score(rows(3))
+
+
+def test_credentials_stay_here(reward: Callable[..., PooledReward], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    body = "return {'score': 0, **{name: 1 for name, value in os.environ.items() if value == 'secret' or 'RAY_AUTH' in name}}"
+    assert reward(body, env=["JUDGE_KEY"]).score(rows(1))[0].parts == {"JUDGE_KEY": 1.0}
+
+
+def test_fault_32_what_an_actor_held_is_tried_on_another_one(
+    reward: Callable[..., PooledReward], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The worker's parent is the actor: it is killed in the middle of the fifth response, once."""
+    mark = tmp_path / "been here"
+    kill = "os.kill(os.getppid(), 9); time.sleep(99)"
+    first = f"solution_str == '5' and not os.path.exists({str(mark)!r})"
+    body = f"if {first}: open({str(mark)!r}, 'w'); {kill}\n    return 1"
+    assert reward(body, workers=2).score(rows(40)) == [Score(1.0)] * 40
+    assert "lost its Ray actor" in capfd.readouterr().err
+    always = f"if solution_str == '2': {kill}\n    return 1"
+    found = reward(always).score(rows(4))
+    assert [score.failure for score in found] == [None, None, "error", None]
+    assert "lost its Ray actor" in found[2].cause
+
+
+def test_a_function_that_cannot_be_loaded_is_named(reward: Callable[..., PooledReward]) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.function.*no_such_module"):
+        reward("return 1\nimport no_such_module")
+
+
+def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., PooledReward], tmp_path: Path) -> None:
+    mark = tmp_path / "go on"
+    scored = reward(
+        f"while solution_str == '0' and not os.path.exists({str(mark)!r}): time.sleep(0.01)\n    return 1", workers=2
+    )
+    slow, quick = scored.submit(rows(1)), [scored.submit(rows(4)[1:]) for _ in range(3)]
+    assert [collect() for collect in quick] == [[Score(1.0)] * 3] * 3
+    mark.touch()
+    assert slow() == [Score(1.0)]
+
+
+def test_there_is_no_ray_at_an_address() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.ray\.address=127\.0\.0\.1:1: nobody answers there"):
+        os.environ.setdefault("RAY_AUTH_TOKEN", "x" * 32)
+        Cluster("127.0.0.1:1", 1, key="reward.ray.address").connect()
+
+
+def test_fault_32_a_run_without_ray_ends_with_one_message(reward: Callable[..., PooledReward], pools: RayPools) -> None:
+    """The last test of the file: Ray is killed while a response is being scored."""
+    waiting = reward("time.sleep(10**6)", timeout_s=600.0).submit(rows(1))
+    time.sleep(1.0)
+    (head,) = children()
+    os.kill(head, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"reward\.function=.*: Ray on this machine has ended; start the run again"):
+        waiting()
+    assert has_ended(head)
