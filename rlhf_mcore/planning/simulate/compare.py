@@ -107,13 +107,8 @@ def compare(
         if rows:
             tried[schedule.name] = sorted(rows, key=lambda row: row.split.rollout)
     if not tried:
-        raise (
-            refusals[0]
-            if refusals
-            else ConfigError(
-                "engines and trainer cannot divide the devices: their layouts ask for more; raise --devices"
-            )
-        )
+        none = "engines and trainer cannot divide the devices: their layouts ask for more; raise --devices"
+        raise refusals[0] if refusals else ConfigError(none)
     left_out = [schedule.name for schedule in wanted if schedule.name not in tried]
     best = [
         max(rows, key=lambda row: ((row.schedule, row.split) == configured, row.outcome.tokens_per_s))
@@ -132,27 +127,17 @@ def _promising(possible: list[tuple[float, Split, Scenario]]) -> list[tuple[floa
 def as_json(comparison: Comparison, own: Schedule) -> dict[str, Any]:
     """Everything but the traces as JSON values; times in seconds."""
     lengths, first = comparison.lengths, comparison.rows[0].outcome.tokens_per_s
-    found = []
-    for row in comparison.rows:
-        content = {each.name: getattr(row.outcome, each.name) for each in fields(row.outcome) if each.name != "trace"}
-        others = [
-            {
-                **asdict(each.split),
-                "samples_per_s": each.outcome.samples_per_s,
-                "tokens_per_s": each.outcome.tokens_per_s,
-                "bound_samples_per_s": each.bound,
-            }
-            for each in comparison.tried[row.schedule.name]
-        ]
-        found.append(
-            {"name": row.schedule.name, "configured": row.schedule == own, **asdict(row.schedule), **asdict(row.split)}
-            | content
-            | {
-                "staleness_max": row.outcome.staleness_max,
-                "tokens_per_s": row.outcome.tokens_per_s,
-                "bound_samples_per_s": row.bound,
-            }
-            | {"speedup": row.outcome.tokens_per_s / first, "splits": others}
-        )
     described = {"source": lengths.name, "count": len(lengths.values), "mean": lengths.mean, "cut": lengths.cut}
+    found = [
+        {"name": row.schedule.name, "configured": row.schedule == own, **asdict(row.schedule), **_rates(row)}
+        | {each.name: getattr(row.outcome, each.name) for each in fields(row.outcome) if each.name != "trace"}
+        | {"staleness_max": row.outcome.staleness_max, "speedup": row.outcome.tokens_per_s / first}
+        | {"splits": [_rates(each) for each in comparison.tried[row.schedule.name]]}
+        for row in comparison.rows
+    ]
     return {"lengths": described, "times": comparison.source, "schedules": found}
+
+
+def _rates(row: Row) -> dict[str, Any]:
+    outcome, bound = row.outcome, {"bound_samples_per_s": row.bound}
+    return {**asdict(row.split), "samples_per_s": outcome.samples_per_s, "tokens_per_s": outcome.tokens_per_s} | bound

@@ -145,13 +145,12 @@ class MeasuredTimes:
     def scenario(self, split: Split) -> Scenario:
         """See ``Times``."""
         cfg, fit = self.cfg, self.fit
-        engines = split.rollout // cfg.rollout.layout.tp
-        token_s, prefix_token_s = fit.train_token_s / split.training, fit.prompt_s / cfg.data.max_prompt_tokens
+        prefix_token_s = fit.prompt_s / cfg.data.max_prompt_tokens
         return Scenario(
             cfg.trainer.prompts_per_step,
             cfg.rollout.sampling.n,
-            engines,
+            split.rollout // cfg.rollout.layout.tp,
             EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs),
-            TrainTimes(fit.train_step_s, token_s),
+            TrainTimes(fit.train_step_s, fit.train_token_s / split.training),
             fit.sync_s,
         )
