@@ -20,6 +20,7 @@ Lengths = npt.NDArray[np.int64]
 COLUMNS = ("num_tokens", "response_length", "length")
 FORMS = "FILE, lognormal(mu,sigma,max) or geometric(mean,max)"
 MAX_LENGTH = 1 << 24  # of one response
+ENOUGH = 200_000  # responses of a run: its last ones
 _MAX_BYTES = 1 << 28
 _MAX_COUNT = 20_000_000
 _DRAWN = 1 << 16  # lengths of a distribution: their quantiles, so that a mean is not left to chance
@@ -117,7 +118,11 @@ def _measured(path: Path) -> Lengths:
             raise ConfigError(
                 f"--lengths {path}: no directory of a run, there is no {ROLLOUTS}/step-*.jsonl; {_REMEDY}"
             )
-        values = np.concatenate([rollout_lengths(file) for file in files])
+        values = np.zeros(0, np.int64)
+        for file in reversed(files):
+            values = np.concatenate([rollout_lengths(file), values])
+            if len(values) >= ENOUGH:
+                break
     elif path.suffix == ".parquet":
         values = _parquet(path)
     elif path.suffix == ".jsonl":

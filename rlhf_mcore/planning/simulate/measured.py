@@ -25,7 +25,7 @@ from rlhf_mcore.foreign import Fields
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
 from rlhf_mcore.planning.inputs import num_engines
-from rlhf_mcore.planning.simulate.lengths import Lengths, rollout_lengths
+from rlhf_mcore.planning.simulate.lengths import ENOUGH, Lengths, rollout_lengths
 
 _REMEDY = "name the directory of another run"
 _NOT_TRAINING = (
@@ -40,7 +40,6 @@ _NOT_TRAINING = (
     "start_engine",
 )
 _REWEIGHTED = 20  # times, until the sum of squares is one of distances
-_MOST_STEPS = 200  # of a run: its last ones
 Matrix = npt.NDArray[np.float64]
 
 
@@ -109,11 +108,14 @@ def _recorded(directory: Path) -> Iterator[_Step]:
             "of waiting; name a synchronous run"
         )
     lines = {line.integer("step"): line for line in read_lines(directory / METRICS, _REMEDY)}
-    found = []
-    for number in sorted(lines)[-_MOST_STEPS:]:
+    found: list[_Step] = []
+    responses = 0
+    for number in sorted(lines, reverse=True):
         file = directory / ROLLOUTS / f"step-{number:06d}.jsonl"
-        if number > 1 and "timing/generate_s" in lines[number] and file.is_file():
-            found.append(_step(cfg, lines[number], rollout_lengths(file)))
+        if number > 1 and "timing/generate_s" in lines[number] and file.is_file() and responses < ENOUGH:
+            lengths = rollout_lengths(file)
+            responses += len(lengths)
+            found.append(_step(cfg, lines[number], lengths))
     if not found:
         raise ConfigError(
             f"--run {directory}: no step after the first has both its times in {METRICS} and its lengths in {ROLLOUTS}; make more "

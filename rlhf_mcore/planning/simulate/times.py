@@ -140,7 +140,7 @@ class MeasuredTimes:
 
     @property
     def source(self) -> str:
-        return f"measured in {', '.join(self.runs)}"
+        return f"measured in {', '.join(self.runs)}: {self.fit.steps} steps, half of them within {self.fit.error:.1%} of the fit"
 
     def scenario(self, split: Split) -> Scenario:
         """See ``Times``."""
