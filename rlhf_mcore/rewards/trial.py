@@ -24,6 +24,7 @@ from rlhf_mcore.config.reward_rules import needs_truth, rules_for, scores_alone
 from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConfig, RuleConfig
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
+from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.latex import canonical
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
@@ -222,9 +223,11 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
 
 
 def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) -> None:
-    """Raises ConfigError where data sources have no rules. ``sources``: rows of each."""
+    """Raises ConfigError where data sources have no rules, or rules that this machine cannot follow. ``sources``: rows of each."""
     prompts = (Prompt("", 0, [], "", data_source=source) for source in sources.elements())
     check_sources(prompts, cfg.sources, name)
+    if any(rule.name == "code" for source in sources for rule in rules_for(source, cfg.rules, cfg.sources)):
+        require_isolation(cfg.sandbox.minimum)
 
 
 def as_text(report: Report, shown: int = 10) -> str:

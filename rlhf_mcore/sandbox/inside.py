@@ -296,6 +296,7 @@ def _confine(limits: dict[str, int], walls: Walls, scratch: str, descriptors: li
     os.closerange(_FAILED + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     os.chdir(scratch)
     os.umask(0o077)
+    os.environ.pop("LD_LIBRARY_PATH", None)
     os.environ.update(HOME=scratch, TMPDIR=scratch)
     others = 2 if walls.isolated else 0  # in the user namespace: the two processes of the sandbox itself
     if walls.nobody:

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +31,9 @@ import rlhf_mcore
 from rlhf_mcore.sandbox.processes import descendants, kill_below, memory_of
 
 LEVELS = ("rlimits", "filters", "namespaces")  # by rising isolation
+NONE = "none"  # not even an interpreter of its own can be started
 REMEDIES = {  # how a machine comes to give a level
+    "rlimits": "find out why Python does not start with an empty environment",
     "filters": "use a kernel with Landlock (Linux 5.13, landlock in /sys/kernel/security/lsm) and install libseccomp2",
     "namespaces": "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); "
     "start a container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined",
@@ -116,19 +117,19 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a machine gives: one of ``LEVELS``, the walls in words, and what is missing for more."""
+    """What a machine gives: one of ``LEVELS`` or ``NONE``, the walls in words, and what is missing for more."""
 
     name: str
     walls: tuple[str, ...]
     missing: tuple[str, ...] = ()
 
     def reaches(self, minimum: str) -> bool:
-        return LEVELS.index(self.name) >= LEVELS.index(minimum)
+        return self.name in LEVELS[LEVELS.index(minimum) :]
 
 
 def site_packages() -> list[str]:
     """Directories of the packages that are installed beside this one."""
-    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 @lru_cache(maxsize=1)
@@ -143,7 +144,7 @@ def machine_level() -> Level:
             missing.append(f"{name}: {error}")
             continue
         return Level(found.name, found.walls, (*missing, *found.missing))
-    raise AssertionError("every machine gives rlimits")
+    return Level(NONE, (), tuple(missing))
 
 
 def run_python(code: str, limits: Limits = Limits(), *, stdin: str = "", minimum: str = "filters") -> Result:
@@ -178,11 +179,13 @@ class Sandbox:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(rlhf_mcore.__file__).parents[1])
-        options = {"level": self._wanted, "readable": self._packages}
+        libraries = os.environ.get("LD_LIBRARY_PATH", "")  # that the interpreter itself may need
+        readable = [*self._packages, *filter(os.path.isdir, libraries.split(":"))]
+        options = {"level": self._wanted, "readable": readable}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), root, json.dumps(options)],
-                env=_ENVIRONMENT,
+                env={**_ENVIRONMENT, **({"LD_LIBRARY_PATH": libraries} if libraries else {})},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -354,7 +357,10 @@ class _Running:
         if "failed" in self.answer:
             return Result(Reason.REFUSED, detail=self.answer["failed"])
         code, cpu_s = os.waitstatus_to_exitcode(self.answer["status"]), self.answer["cpu_s"]
-        reason = self.stopped or (Reason.OUTPUT_LIMIT if any(stream.is_full for stream in self.streams) else None)
+        stopped = (
+            None if code >= 0 and self.stopped is Reason.TIMEOUT else self.stopped
+        )  # it has ended before it was killed
+        reason = stopped or (Reason.OUTPUT_LIMIT if any(stream.is_full for stream in self.streams) else None)
         if reason is None and code < 0:
             spent = -code in (signal.SIGKILL, signal.SIGXCPU) and cpu_s >= 0.9 * self.limits.cpu_s
             reason = Reason.TIMEOUT if spent else Reason.KILLED
@@ -367,19 +373,26 @@ class _Running:
 def _supervise(running: Sequence[_Running]) -> Result:
     """Until the first program has ended; the others are stopped then."""
     first, *others = running
-    while any(each.answer is None for each in running):
-        poll = select.poll()
+    try:
+        while any(each.answer is None for each in running):
+            poll = select.poll()
+            for each in running:
+                if each.answer is None:
+                    for descriptor in each.interests():
+                        poll.register(descriptor, select.POLLIN)
+            poll.poll(1000 * _LOOK_S)
+            for each in running:
+                if each.answer is None:
+                    each.look()
+            for other in others:
+                if first.answer is not None:
+                    other.stop(Reason.OK)
+    except BaseException:  # Ctrl-C: nobody waits for the answers, which the next program must not be given
         for each in running:
-            if each.answer is None:
-                for descriptor in each.interests():
-                    poll.register(descriptor, select.POLLIN)
-        poll.poll(1000 * _LOOK_S)
-        for each in running:
-            if each.answer is None:
-                each.look()
-        for other in others:
-            if first.answer is not None:
-                other.stop(Reason.OK)
+            each.sandbox.close()
+            for stream in each.streams:
+                os.close(stream.descriptor)
+        raise
     results = [each.finish() for each in running]
     cpu_s = sum(result.cpu_s for result in results)
     used_up = (Reason.TIMEOUT, Reason.MEMORY, Reason.KILLED, Reason.OUTPUT_LIMIT, Reason.REFUSED)

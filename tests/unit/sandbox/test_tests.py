@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -13,7 +14,7 @@ import pytest
 from rlhf_mcore.sandbox.run import Limits, Program, Reason, Result, Sandbox
 from rlhf_mcore.sandbox.values import from_json, refuse, to_json, update
 
-QUICK = Limits(cpu_s=1, wall_s=2.0, memory_bytes=256 * 2**20, output_bytes=2**16)
+QUICK = Limits(cpu_s=1, wall_s=20.0, memory_bytes=256 * 2**20, output_bytes=2**16)
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,8 @@ def test_code_that_is_wrong_does_not_pass(pair: tuple[Sandbox, Sandbox], code: s
 
 
 def test_code_that_hangs_is_the_reason(pair: tuple[Sandbox, Sandbox]) -> None:
-    assert check(pair, "def f(x):\n    while True: pass", "assert f(1) == 2").reason is Reason.TIMEOUT
+    endless = Program("def f(x):\n    while True: pass", "serve")
+    short = replace(QUICK, wall_s=0.2)
+    assert pair[0].test(endless, Program("assert f(1) == 2", "test"), pair[1], short).reason is Reason.TIMEOUT
     assert check(pair, "def f(x): return [bytearray(10**9)]", "assert f(1) == 2").reason is Reason.MEMORY
     assert check(pair, "def f(x): return 2", "assert f(1) == 2").reason is Reason.OK
