@@ -25,6 +25,7 @@ from rlhf_mcore.protocols import EngineRank, RewardFunction, WeightBridge, Weigh
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet, FleetPlan
 from rlhf_mcore.rollout.remote.host import EngineOrder
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
@@ -157,6 +158,7 @@ def start_fleet(run: RunContext) -> Fleet | None:
     fleet = Fleet(cluster, plan, run.record.note)
     fleet.start()
     run.stack.callback(fleet.close)
+    run.stack.enter_context(listening(fleet, run.directory))
     return fleet
 
 

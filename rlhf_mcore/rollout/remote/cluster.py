@@ -182,18 +182,24 @@ class Cluster:
                 self._answered = time.monotonic()
         return f"Ray's head at {self.joined} does not answer" if now - self._answered > 5 * _PROBE_S else None
 
-    def capacity_problem(self, engines: int, tp: int) -> str | None:
-        """Why so many engines can never run here."""
+    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None:
+        """Why so many engines cannot run here. Nodes of a cluster may still be joining: it has ``wait_s`` to get them."""
         import ray
 
-        found, ranks = ray.cluster_resources(), engines * tp
-        for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus)):
-            if found.get(name, 0) < needed:
-                return (
-                    f"rollout.num_engines={engines}: with rollout.layout.tp={tp} the engines need {needed} {name}s, and Ray has "
-                    f"{found.get(name, 0):g}; lower it, or give Ray more"
-                )
-        return None
+        end = time.monotonic() + (0.0 if self.address is None else wait_s)
+        while True:
+            found, ranks = ray.cluster_resources(), engines * tp
+            short = [
+                f"{needed} {name}s, and Ray has {found.get(name, 0):g}"
+                for name, needed in (("CPU", ranks * self.cores), ("GPU", ranks * self.gpus))
+                if found.get(name, 0) < needed
+            ]
+            if not short or time.monotonic() > end:
+                break
+            time.sleep(1.0)
+        if not short:
+            return None
+        return f"rollout.num_engines={engines}: with rollout.layout.tp={tp} the engines need {short[0]}; lower it, or give Ray more"
 
     def spawn(self, name: str, tp: int) -> list[RayProcess]:
         """Processes for the ranks of an engine, on one machine. They start when Ray has room for them. ``name`` is used once."""

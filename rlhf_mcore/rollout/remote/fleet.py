@@ -23,6 +23,7 @@ START_TIMEOUT_S = 900.0  # of an engine, from its order to its first sign: impor
 _STARTING = ("due", "placing", "starting")
 _TICK_S = 0.25
 _CLOSE_S = 30.0
+_ROOM_S = 120.0  # for nodes of a cluster to join it
 
 
 class Call(Protocol):
@@ -49,7 +50,7 @@ class Machines(Protocol):
 
     def problem(self) -> str | None: ...
 
-    def capacity_problem(self, engines: int, tp: int) -> str | None: ...
+    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None: ...
 
     def spawn(self, name: str, tp: int) -> Sequence[Process]: ...
 
@@ -171,7 +172,7 @@ class Fleet:
     def _run(self) -> None:
         try:
             self._machines.connect()
-            if problem := self._machines.capacity_problem(self._plan.num_engines, self._plan.tp):
+            if problem := self._machines.capacity_problem(self._plan.num_engines, self._plan.tp, _ROOM_S):
                 raise ConfigError(problem)
             while not self._closing.is_set():
                 self.tick()

@@ -26,7 +26,7 @@ SETTINGS = {
     "RAY_AUTH_MODE": "token",
 }
 _NEEDED = ("gcs_server", "raylet")  # Ray's processes without which there is no Ray
-_OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travels through it
+OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travels through it
 _MANY = 65536  # cores that engines may ask for: here the user counts them, not Ray
 _LONGEST_FOLDER = 30  # of its path: sockets below it have names of 70 characters, and a socket's may have 107
 _LOOK_S = 0.5
@@ -66,7 +66,7 @@ def _start(folder: Path, gpus: int) -> str:
         include_dashboard=False,
         configure_logging=False,
         log_to_driver=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
+        object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address=LOOPBACK,
         _temp_dir=str(folder),
     )

@@ -14,6 +14,7 @@ from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.fleet import EnginesLost, Fleet
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
 from tests.e2e.rollout.tiny import save_model
+from tests.processes import descendants
 
 NEW_TOKENS = 100
 
@@ -50,12 +51,6 @@ def pids(fleet: Fleet, directories: tuple[Path, Path], name: str) -> list[int]:
     return [int(line) for line in (directories[0].parent / f"{name}.pids").read_text().split()]
 
 
-def descendants(pid: int) -> list[int]:
-    """The children of a process, and theirs."""
-    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return found + [other for child in found for other in descendants(child)]
-
-
 def kill(pid: int, folder: Path) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -72,7 +67,7 @@ def silence(pid: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"), [(kill, ""), (freeze, "has not answered for 4 s"), (silence, "has drawn no token for 4 s")]
 )
-def test_fault_18_19_25_every_request_is_answered_once_whatever_happens_to_an_engine(
+def test_fault_18_and_19_and_25_every_request_is_answered_once_whatever_happens_to_an_engine(
     pair: tuple[Fleet, list[str]],
     directories: tuple[Path, Path],
     undisturbed: dict[int, list[int]],

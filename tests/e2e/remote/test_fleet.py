@@ -15,9 +15,9 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
-from tests.e2e.remote.test_faults import descendants
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
+from tests.processes import descendants
 
 NEW_TOKENS = 120
 
@@ -65,6 +65,7 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
 TRAINER = """
 import os, sys, time
 from pathlib import Path
+from tests.processes import descendants
 from tests.e2e.remote.fleets import plan, publish, requests, running
 
 directory = Path(sys.argv[1])
@@ -76,7 +77,7 @@ with running(plan(directory, num_engines=2)) as (fleet, _):
 """
 
 
-def test_fault_27_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen3", 1)
     folders = set(Path("/tmp").glob("rlhf-ray-*"))
     secret = {"HF_TOKEN": "a-secret-of-the-trainer", "TMPDIR": "/tmp"}

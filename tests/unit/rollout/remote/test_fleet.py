@@ -106,7 +106,7 @@ class Machines:
     def problem(self) -> str | None:
         return self.is_gone
 
-    def capacity_problem(self, engines: int, tp: int) -> str | None:
+    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None:
         return "no room" if engines * tp > self.room else None
 
     def spawn(self, name: str, tp: int) -> Sequence[Engine]:
@@ -228,7 +228,7 @@ def keep_from_drawing(engine: Engine) -> None:
         (keep_from_drawing, "it has drawn no token for 10 s, although it has requests"),
     ],
 )
-def test_fault_18_19_requests_of_an_engine_that_fails_are_drawn_by_another(
+def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     start: Start, fault: Callable[[Engine], None], reason: str
 ) -> None:
     run = start()

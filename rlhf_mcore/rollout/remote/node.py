@@ -1,0 +1,80 @@
+"""Ray on one node of a job: ``python -m rlhf_mcore.rollout.remote.node --address A --port P [--head] [--cpus N]``.
+
+``launch/slurm/train.sbatch`` starts it on every node. It ends with its step, and nothing of Ray is left then. The
+head has no room for engines: it is on a node of the trainer's. Whoever joins needs the token in RAY_AUTH_TOKEN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
+from rlhf_mcore.parallel.addresses import free_port, source_address
+from rlhf_mcore.rollout.remote.head import OBJECT_STORE_BYTES
+
+_LOOK_S = 0.5
+_JOIN_S = 120.0  # for the head to be there
+
+
+def main() -> int:
+    """Run Ray until it or this process is told to end. Returns the exit code."""
+    parser = argparse.ArgumentParser("python -m rlhf_mcore.rollout.remote.node")
+    parser.add_argument("--address", required=True, help="of the head, on the network between the nodes")
+    parser.add_argument("--port", type=int, required=True, help="of the head")
+    parser.add_argument("--head", action="store_true")
+    parser.add_argument("--cpus", type=int, default=1, help="cores for engines; not of the head")
+    args = parser.parse_args()
+    if not os.environ.get("RAY_AUTH_TOKEN"):
+        print(
+            "error: RAY_AUTH_TOKEN is not set, and Ray would take orders from anybody; set a secret of 32 bytes or more"
+        )
+        return 2
+    adopt_orphans()
+    ending: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda found, _: ending.append(found))
+    folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")  # paths of sockets are short
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+    end = time.monotonic() + _JOIN_S
+    try:
+        while True:
+            ray = subprocess.Popen(_command(args, folder), env=environment, stdout=subprocess.DEVNULL)
+            while not ending and not has_ended(ray.pid):
+                time.sleep(_LOOK_S)
+            if ending or args.head or time.monotonic() > end:
+                return 0 if ending else 1
+            _end_children()
+    finally:
+        _end_children()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _command(args: argparse.Namespace, folder: str) -> list[str]:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    own = source_address(args.address)
+    command += [f"--node-ip-address={own}", "--dashboard-agent-listen-port=0"]
+    command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: jobs share nodes
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    if args.head:
+        return [
+            *command,
+            *("--head", f"--port={args.port}", f"--temp-dir={folder}", "--include-dashboard=false"),
+            *(f"--ray-client-server-port={free_port(own)}", "--num-cpus=0", "--num-gpus=0"),
+        ]
+    return [*command, f"--address={args.address}:{args.port}", f"--num-cpus={args.cpus}"]
+
+
+def _end_children() -> None:
+    while left := [pid for pid in children() if not has_ended(pid)]:
+        end_all(left)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
