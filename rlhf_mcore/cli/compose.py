@@ -24,6 +24,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import build_trackers
@@ -53,6 +54,7 @@ def run(cfg: Config, announced: int = 0) -> bool:
         seed_process(cfg.seed, dist.get_rank())
         timers = Timers(process.platform.synchronize)
         record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog)
+        record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mcore.observability.console import Console
+from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.watchdog import Watchdog
@@ -37,6 +38,7 @@ class RunRecord:
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
+    alarm: RewardAlarm | None = None
     without_score: str = "count as 0"  # what becomes of responses without a score
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
@@ -85,9 +87,9 @@ class RunRecord:
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Continue what a run that is resumed has recorded before, the numbers in it: null stands for one that was not finite."""
         for record in records:
-            self._remember(
-                record["step"], {name: value for name, value in record.items() if _finite(value) is not None}
-            )
+            metrics = {name: value for name, value in record.items() if _finite(value) is not None}
+            self._remember(record["step"], metrics)
+            list(self._alarms(metrics))
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)
@@ -122,6 +124,11 @@ class RunRecord:
             self.tracker.log(step, everything)
         if self.console is not None:
             self.console.step(step, everything)
+        for line in self._alarms(everything):
+            self.note(f"step {step}: {line}")
+
+    def _alarms(self, metrics: Mapping[str, float]) -> Iterable[str]:
+        return self.alarm.lines(metrics) if self.alarm is not None else ()
 
     def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
         """Write the evaluation of the model of an earlier step, with which the run ends, as ``final/*`` of the last step."""

@@ -39,7 +39,7 @@ from rlhf_mcore.config.schema.rollout import (
     SandboxConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
-from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardRayConfig
+from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardAlarmConfig, RewardRayConfig
 
 __all__ = [
     "ActorConfig",
@@ -64,6 +64,7 @@ __all__ = [
     "RecomputeConfig",
     "ReferenceConfig",
     "RemoteRewardConfig",
+    "RewardAlarmConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RewardRayConfig",

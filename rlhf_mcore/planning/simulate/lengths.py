@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import open_file, read_text, shorten
+from rlhf_mcore.foreign import Fields, open_file, read_text, shorten
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import ROLLOUTS
 
@@ -30,11 +31,15 @@ _REMEDY = "give " + FORMS
 
 @dataclass(frozen=True, slots=True)
 class ResponseLengths:
-    """``values``: [M] int64, lengths in tokens, each as likely as any other. ``cut``: the share that is as long as the limit."""
+    """``values``: [M] int64, lengths in tokens, each as likely as any other. ``cut``: the share that is as long as the limit.
+
+    ``per_prompt``: so many values one after the other are responses to one prompt, which may be alike; 1: nothing is known.
+    """
 
     name: str
     values: Lengths
     cut: float
+    per_prompt: int = 1
 
     @property
     def mean(self) -> float:
@@ -42,14 +47,19 @@ class ResponseLengths:
         return float(self.values.mean())
 
     def draw(self, samples: int, seed: int) -> Callable[[int], list[int]]:
-        """Lengths of the responses of a group, by its number; the same for every schedule that asks."""
+        """Lengths of the responses of a group, by its number; the same for every schedule that asks.
+
+        They are those of one prompt where the responses of prompts are known and are as many.
+        """
         made: dict[int, list[list[int]]] = {}
+        known = self.values.reshape(-1, samples if self.per_prompt == samples else 1)
+        drawn = samples // known.shape[1]
 
         def group(number: int) -> list[int]:
             block, place = divmod(number, 512)
             if block not in made:
                 rng = np.random.default_rng((seed, block))
-                made[block] = self.values[rng.integers(len(self.values), size=(512, samples))].tolist()
+                made[block] = known[rng.integers(len(known), size=(512, drawn))].reshape(512, samples).tolist()
             return made[block][place]
 
         return group
@@ -63,10 +73,12 @@ def read_lengths(source: str, limit: int) -> ResponseLengths:
     Raises:
         ConfigError: there is no such file, it holds no lengths, or parameters are not possible.
     """
-    values = _distribution(source, limit)
+    values, per_prompt = _distribution(source, limit), 1
     if values is None:
-        values = _measured(Path(source))
-    return ResponseLengths(shorten(source), np.minimum(values, limit), float((values >= limit).mean()))
+        values, per_prompt = _recorded(Path(source)) if Path(source).is_dir() else (_file(Path(source)), 1)
+        if not len(values):
+            raise ConfigError(f"--lengths {source}: there are no lengths in it; {_REMEDY}")
+    return ResponseLengths(shorten(source), np.minimum(values, limit), float((values >= limit).mean()), per_prompt)
 
 
 def _distribution(source: str, limit: int) -> Lengths | None:
@@ -110,40 +122,36 @@ def _normal_quantiles(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.array([inverse(share) for share in at])
 
 
-def _measured(path: Path) -> Lengths:
-    if path.is_dir():
-        folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
-        files = sorted(folder.glob("step-*.jsonl"))
-        if not files:
-            raise ConfigError(
-                f"--lengths {path}: no directory of a run, there is no {ROLLOUTS}/step-*.jsonl; {_REMEDY}"
-            )
-        values = np.zeros(0, np.int64)
-        for file in reversed(files):
-            values = np.concatenate([rollout_lengths(file), values])
-            if len(values) >= ENOUGH:
-                break
-    elif path.suffix == ".parquet":
-        values = _parquet(path)
-    elif path.suffix == ".jsonl":
-        values = _checked(path, _json_numbers(path))
-    else:
-        text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
-        lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-        values = _checked(path, ((f"line {number}", line) for number, line in lines if line))
-    if not len(values):
-        raise ConfigError(f"--lengths {path}: there are no lengths in it; {_REMEDY}")
-    return values
+def _recorded(path: Path) -> tuple[Lengths, int]:
+    """Lengths of a run's last responses, and how many there are of each prompt, or 1 if that differs."""
+    folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
+    files = sorted(folder.glob("step-*.jsonl"), reverse=True)
+    if not files:
+        raise ConfigError(f"--lengths {path}: no directory of a run, there is no {ROLLOUTS}/step-*.jsonl; {_REMEDY}")
+    values: list[int] = []
+    responses: set[int] = set()
+    for file in files:
+        lines = list(read_lines(file, _REMEDY))
+        values += rollout_lengths(lines)
+        responses |= {len(list(group)) for _, group in groupby(lines, key=lambda line: line.content.get("prompt_id"))}
+        if len(values) >= ENOUGH:
+            break
+    return np.array(values, np.int64), responses.pop() if len(responses) == 1 else 1
 
 
-def rollout_lengths(path: Path) -> Lengths:
-    """Of the responses of one step, from a file of a run's rollouts.
+def rollout_lengths(lines: Iterable[Fields]) -> list[int]:
+    """Of the responses that a run has recorded."""
+    return [line.integer("num_tokens", 1, MAX_LENGTH) for line in lines]
 
-    Raises:
-        ConfigError: it is not such a file.
-    """
-    lines = read_lines(path, "name another run")
-    return np.array([line.integer("num_tokens", 1, MAX_LENGTH) for line in lines], dtype=np.int64)
+
+def _file(path: Path) -> Lengths:
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if path.suffix == ".jsonl":
+        return _checked(path, _json_numbers(path))
+    text = read_text(path, limit=_MAX_BYTES, where=f"--lengths {path}", remedy=_REMEDY)
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    return _checked(path, ((f"line {number}", line) for number, line in lines if line))
 
 
 def _json_numbers(path: Path) -> Iterator[tuple[str, object]]:

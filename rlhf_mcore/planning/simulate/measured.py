@@ -113,7 +113,7 @@ def _recorded(directory: Path) -> Iterator[_Step]:
     for number in sorted(lines, reverse=True):
         file = directory / ROLLOUTS / f"step-{number:06d}.jsonl"
         if number > 1 and "timing/generate_s" in lines[number] and file.is_file() and responses < ENOUGH:
-            lengths = rollout_lengths(file)
+            lengths = np.array(rollout_lengths(read_lines(file, _REMEDY)), np.int64)
             responses += len(lengths)
             found.append(_step(cfg, lines[number], lengths))
     if not found:

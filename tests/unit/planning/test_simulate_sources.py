@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def write_run(path: Path, steps: int = 8, scale: int = 20, **settings: Any) -> l
             kept += lengths
         timing = {"generate": generate, "score": 0.1, "update": update, "sync": 0.25, "evaluate": 9.0, "step": 50.0}
         lines.append(json.dumps({"step": step} | {f"timing/{name}_s": value for name, value in timing.items()}))
-        rows = [json.dumps({"step": step, "num_tokens": length}) for length in lengths]
+        rows = [json.dumps({"prompt_id": f"p{n // 2}", "num_tokens": length}) for n, length in enumerate(lengths)]
         (path / "rollouts" / f"step-{step:06d}.jsonl").write_text("\n".join(rows) + "\n")
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return kept
@@ -191,7 +192,21 @@ def test_times_of_runs_are_found_in_their_records(tmp_path: Path) -> None:
 def test_rollouts_of_a_run_are_lengths(tmp_path: Path) -> None:
     kept = write_run(tmp_path / "run")
     for source in ("run", "run/rollouts"):
-        assert read_lengths(str(tmp_path / source), 512).values.tolist()[4:] == kept
+        found = read_lengths(str(tmp_path / source), 512)
+        assert Counter(found.values[:-4].tolist()) == Counter(kept)  # the first step's are the last
+        assert found.per_prompt == 2
+
+
+def test_responses_to_a_prompt_are_drawn_together(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    rows = [{"prompt_id": f"p{number // 2}", "num_tokens": 1 + number} for number in range(100)]
+    (tmp_path / "rollouts" / "step-000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lengths = read_lengths(str(tmp_path), 512)
+    pairs = [lengths.draw(2, 0)(number) for number in range(200)]
+    assert all(first % 2 == 1 and second == first + 1 for first, second in pairs) and len(set(map(tuple, pairs))) > 40
+    assert any(
+        second != first + 1 for first, second, _ in map(lengths.draw(3, 0), range(200))
+    )  # other numbers: of any prompt
 
 
 @pytest.mark.parametrize(

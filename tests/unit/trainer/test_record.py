@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.trainer.record import RunRecord
@@ -150,3 +151,12 @@ def test_responses_without_a_score_are_one_line_of_a_step() -> None:
             "raised ValueError: x",
         )
     ]
+
+
+def test_a_jump_of_the_reward_is_told_also_after_a_resume() -> None:
+    log = Log()
+    record = RunRecord(clock(), 0, console=log, alarm=RewardAlarm(5.0, 4))  # type: ignore[arg-type]
+    record.recall([{"step": step, "reward/mean": 0.5} for step in range(1, 5)])
+    record.step(5, {"reward/mean": 0.9})
+    (note,) = [line[1] for line in log.lines if line[0] == "note"]
+    assert note.startswith("step 5: the mean score is 0.9, more than ever from 0.5, that of the 4 steps before")
