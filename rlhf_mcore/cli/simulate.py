@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,8 +139,8 @@ def _checked(args: argparse.Namespace) -> list[int]:
     if not bounds or not all(1 <= bound <= 64 for bound in bounds):
         raise ConfigError(f"--staleness {args.staleness} is no list of bounds from 1 to 64, as in --staleness 1,2,4")
     for path in (args.json, args.png):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{path} cannot be written: it is a directory, or is in none; correct the path")
+        if path and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise ConfigError(f"{path} cannot be written: it is a directory, or in none that is writable; correct the path")
     return bounds
 
 

@@ -44,7 +44,7 @@ def tables(comparison: Comparison, own: Schedule) -> Iterator[Table | str]:
     if any(row.schedule == own for row in comparison.rows):
         yield "* the configuration's own"
     if comparison.left_out:
-        yield f"not shown, for engines and trainer cannot divide the devices: {'; '.join(comparison.left_out)}"
+        yield f"not shown, for engines and trainer cannot divide the devices (--devices): {'; '.join(comparison.left_out)}"
     if any(len(rows) > 1 for rows in comparison.tried.values()):
         yield _by_split(comparison)
 
