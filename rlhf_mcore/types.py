@@ -148,17 +148,22 @@ class Completion:
     finish_reason: str  # "stop" or "length"
 
 
+LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Tokens ``start`` to ``stop`` of an episode, by who wrote them: "prompt", "policy" or "environment".
 
     ``reward`` is what a turn of the policy got by itself, at its last token; the score of the whole episode comes at the end.
+    ``text``, without special tokens, is there where an environment has answered.
     """
 
     writer: str
     start: int
     stop: int
     reward: float = 0.0
+    text: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +184,7 @@ class Trajectory:
     versions: tuple[tuple[int, int], ...]
     response_text: str
     finish_reason: str
+    score: Score | None = None  # that the environment gave
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:
@@ -202,8 +208,8 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the token limit ended it, and not the policy."""
-        return self.finish_reason == "length"
+        """Whether a limit ended it, and neither the policy nor the environment."""
+        return self.finish_reason in LIMITS
 
 
 FAILURES = ("error", "timeout")  # why a response may have got no score

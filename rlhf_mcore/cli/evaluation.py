@@ -27,6 +27,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.environments.build import build_graders, episode_worker
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
@@ -34,7 +35,6 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
-from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout import Engine, EngineModel, build_engine
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
@@ -100,7 +100,7 @@ def run(cfg: Config) -> None:
     with rank.in_world(cfg, TIMEOUT) as process, ExitStack() as stack:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
-        reward = on_every_rank(lambda: build_reward(cfg.reward, pools))
+        reward = on_every_rank(lambda: build_graders(cfg, pools))
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = on_every_rank(lambda: _tasks(cfg, folders))
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
@@ -357,7 +357,10 @@ class _Engines:
         engine = self._engine
         assert engine is not None
         on_every_rank(lambda: self._load(engine, cfg.model.path, reader))
-        decode = partial(load_tokenizer(tokenizer).batch_decode, skip_special_tokens=True)
+        loaded = load_tokenizer(tokenizer)
+        decode = partial(loaded.batch_decode, skip_special_tokens=True)
+        if cfg.environment.function is not None:
+            return episode_worker(cfg, engine, engine.rank, loaded, decode)
         return RolloutWorker(engine, engine.rank, decode)
 
     def _load(self, engine: Engine, path: str, reader: Weights) -> None:

@@ -17,6 +17,7 @@ from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
+from rlhf_mcore.environments.build import episode_worker
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
@@ -81,6 +82,9 @@ def _colocated(
     cfg, record, dynamic = run.cfg, run.record, run.cfg.algorithm.dynamic_sampling
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
     worker = RolloutWorker(engine, engine.rank, data.decode)
+    canary = _build_canary(run, actor, worker, engine)
+    if cfg.environment.function is not None:
+        worker = episode_worker(cfg, engine, engine.rank, data.tokenizer, data.decode)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
@@ -93,7 +97,6 @@ def _colocated(
         record,
         rewards.add_model,
     )
-    canary = _build_canary(run, actor, worker, engine)
     return Generation(source, EnginePublisher(engine, _build_bridge(cfg, actor, engine), record, canary), worker)
 
 

@@ -15,7 +15,7 @@ from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.cli.run_context import Data, RunContext, T
 from rlhf_mcore.cli.saving import SavedModel, build_checkpointer
 from rlhf_mcore.config.data_files import file_keys, wanted_columns
-from rlhf_mcore.config.derive import longest_example, needs_critic
+from rlhf_mcore.config.derive import grades, longest_example, needs_critic
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
@@ -25,9 +25,10 @@ from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.environments.build import build_graders
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.rewards.reward import build_reward, check_sources
+from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
@@ -66,7 +67,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     cfg, record = run.cfg, run.record
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
-        graders = on_every_rank(lambda: build_reward(cfg.reward, pools))
+        graders = on_every_rank(lambda: build_graders(cfg, pools))
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
@@ -189,7 +190,7 @@ def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[
     data, reward = run.cfg.data, run.cfg.reward
     train = load_prompts(data.train, tokenizer, data)
     held_out = load_prompts(data.eval, tokenizer, data, field="data.eval") if data.eval else []
-    if not scores_alone(reward):
+    if not scores_alone(reward) and grades(run.cfg):
         check_sources(train, reward.sources, "data.train")
         check_sources(held_out, reward.sources, "data.eval")
     return train, held_out

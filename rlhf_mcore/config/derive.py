@@ -109,7 +109,7 @@ def resolve(cfg: Config) -> Config:
 
 
 def _resolve_algorithm(cfg: Config) -> None:
-    algorithm, longest = cfg.algorithm, cfg.rollout.sampling.max_new_tokens
+    algorithm, longest = cfg.algorithm, longest_response(cfg)
     algorithm.rollout_correction.mode = correction_mode(cfg)
     if algorithm.constant_length is None:
         algorithm.constant_length = longest
@@ -137,9 +137,20 @@ def needs_critic(cfg: Config) -> bool:
 
 def needs_answer(cfg: Config) -> bool:
     """Whether some grader compares a response with a ground truth from the data."""
-    return not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
+    return grades(cfg) and not scores_alone(cfg.reward) and any_needs_truth(cfg.reward)
+
+
+def grades(cfg: Config) -> bool:
+    """Whether ``reward`` scores responses; else an environment alone does."""
+    return cfg.environment.function is None or cfg.environment.score != "environment"
 
 
 def max_new_tokens(cfg: Config) -> int:
     """The longest response that training or evaluation asks for."""
-    return max(cfg.rollout.sampling.max_new_tokens, cfg.evaluate.max_new_tokens or 0)
+    return max(longest_response(cfg), cfg.evaluate.max_new_tokens or 0)
+
+
+def longest_response(cfg: Config) -> int:
+    """Most tokens of a row of a step after its prompt."""
+    episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
+    return episode or cfg.rollout.sampling.max_new_tokens

@@ -13,6 +13,7 @@ _GENERATION = (
     "rollout.",
     "bridge.",
     "reward.",
+    "environment.",
     "critic.",
     "reference.",
     "algorithm.advantage",

@@ -17,7 +17,9 @@ from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.data_files import example_problems, prompt_problems
 from rlhf_mcore.config.derive import (
     default_world_size,
+    grades,
     longest_example,
+    longest_response,
     max_new_tokens,
     padded_to,
     resolve,
@@ -138,6 +140,9 @@ def reward_and_data_problems(cfg: Config) -> Iterator[str]:
 
 def reward_problems(cfg: Config) -> Iterator[str]:
     """Whether something gives scores."""
+    yield from _environment_problems(cfg)
+    if not grades(cfg):
+        return
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
     elif not scores_alone(cfg.reward):
@@ -152,6 +157,19 @@ def _ray_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"reward.ray.address={own} and rollout.ray.address={engines}: with rollout.placement=disaggregated workers of rewards and "
             "engines are in one cluster; set both to its address"
+        )
+
+
+def _environment_problems(cfg: Config) -> Iterator[str]:
+    own = cfg.environment
+    if own.function is None:
+        return
+    if own.function != "tools":
+        yield from map(FileProblem, function_problems(own.function, "environment.function"))
+    if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
+        yield (
+            f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="
+            f"{cfg.rollout.sampling.max_new_tokens} of one turn; raise it, or lower that"
         )
 
 
@@ -176,13 +194,13 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
 
 def microbatch_problems(cfg: Config) -> Iterator[str]:
     """A sequence is never cut, so the longest one has to fit: of training, and of evaluation where a reward model reads it."""
-    longest, what = cfg.data.max_prompt_tokens + cfg.rollout.sampling.max_new_tokens, "rollout.sampling"
-    if cfg.reward.model.path is not None and max_new_tokens(cfg) > cfg.rollout.sampling.max_new_tokens:
-        longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate"
+    longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
+    if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
+        longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
     if cfg.trainer.max_tokens_per_microbatch < longest:
         yield (
             f"trainer.max_tokens_per_microbatch={cfg.trainer.max_tokens_per_microbatch} is less than "
-            f"data.max_prompt_tokens + {what}.max_new_tokens={longest}; raise it to {longest} or more"
+            f"data.max_prompt_tokens + {what}={longest}; raise it to {longest} or more"
         )
 
 
@@ -207,9 +225,14 @@ def _position_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[
 
 
 def _sum(cfg: Config) -> str:
-    evaluated = cfg.evaluate.max_new_tokens or 0
-    new = "evaluate" if evaluated > cfg.rollout.sampling.max_new_tokens else "rollout.sampling"
-    return f"data.max_prompt_tokens + {new}.max_new_tokens"
+    evaluated = (cfg.evaluate.max_new_tokens or 0) > longest_response(cfg)
+    return f"data.max_prompt_tokens + {'evaluate.max_new_tokens' if evaluated else _response_key(cfg)}"
+
+
+def _response_key(cfg: Config) -> str:
+    """The key that bounds a row of a step after its prompt."""
+    has_own = cfg.environment.function is not None and cfg.environment.max_tokens is not None
+    return "environment.max_tokens" if has_own else "rollout.sampling.max_new_tokens"
 
 
 def _example_batch_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
 
 import numpy as np
 import safetensors
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlhf_mcore.types import Completion, Prompt, Trajectory, Turn
+from rlhf_mcore.types import Completion, Prompt, Score, Trajectory, Turn
 
 
 def episode(
@@ -91,10 +92,11 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "group": number,
             "sample": t.sample,
             "length": len(t.token_ids),
-            "turns": [(turn.writer, turn.start, turn.stop, turn.reward) for turn in t.turns],
+            "turns": [astuple(turn) for turn in t.turns],
             "versions": t.versions,
             "text": t.response_text,
             "finish_reason": t.finish_reason,
+            "score": t.score and asdict(t.score),
         }
         for number, t in rows
     ]
@@ -126,6 +128,7 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
                 versions=tuple((first, version) for first, version in record["versions"]),
                 response_text=record["text"],
                 finish_reason=record["finish_reason"],
+                score=Score(**score) if (score := record.get("score")) else None,
             )
             found.setdefault(record["group"], []).append(trajectory)
     except (safetensors.SafetensorError, KeyError, TypeError) as error:

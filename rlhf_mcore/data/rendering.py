@@ -82,7 +82,7 @@ class Renderer:
                 f"{conversations[0][1]}: the prompt is a list of messages, but the tokenizer has no chat template; "
                 "give model.tokenizer_path one with a template, or make the prompts plain strings"
             )
-        answers = _in_child(self._apply, [messages for messages, _ in conversations])
+        answers = in_child(self._apply, [messages for messages, _ in conversations])
         for messages, place in conversations:
             answer = next(answers)
             if "error" in answer:
@@ -96,7 +96,7 @@ class Renderer:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def _in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
+def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:
     """What ``apply`` makes of each input, {"text": ...} or {"error": ...}, in a child that the kernel ends where it takes too much."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():

@@ -187,4 +187,13 @@ def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str,
         "num_tokens": trajectory.num_sampled,
         "finish_reason": trajectory.finish_reason,
         "policy_version": trajectory.policy_version,
+        **_turns(trajectory),
     }
+
+
+def _turns(trajectory: Trajectory) -> dict[str, Any]:
+    """What was said in an environment: who wrote it, its text, and a reward of its own."""
+    after_prompt = [turn for turn in trajectory.turns if turn.writer != "prompt"]
+    if trajectory.score is None:
+        return {}
+    return {"turns": [{"writer": t.writer, "text": t.text, "reward": t.reward} for t in after_prompt]}

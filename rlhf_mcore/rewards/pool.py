@@ -41,7 +41,7 @@ _TAIL_CHARS = 1000  # of what a worker has printed, kept for the message about i
 # The working directory is not searched for modules of the standard library, as it is by -c and -m.
 _BOOTSTRAP = (
     "import sys; del sys.path[0]; sys.path.append(sys.argv[2]); "
-    "from rlhf_mcore.rewards.worker import main; main(int(sys.argv[1]))"
+    "from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
 )
 
 
@@ -72,16 +72,16 @@ class Outcome:
     timed_out: bool = False
 
 
-class _Worker:
-    """One process, with what it was given and has not answered yet."""
+class Worker:
+    """One process, with what it was given and has not answered yet. ``program``: the module whose ``main`` it runs."""
 
-    def __init__(self, order: bytes, env: Sequence[str]) -> None:
+    def __init__(self, order: bytes, env: Sequence[str], program: str = "rlhf_mcore.rewards.worker") -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(rlhf_mcore.__file__).parents[1])
         names = (*ENVIRONMENT, *env)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), root],
+                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), root, program],
                 env={name: os.environ[name] for name in names if name in os.environ} | SETTINGS,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -234,7 +234,7 @@ class _Keeper:
         memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
         self._name, self._limits = name, limits
         self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._jobs: list[Job] = []
         self._new: deque[tuple[Job, bool]] = deque()
         self._loading: list[Job] = []  # wait for the first worker that has loaded
@@ -339,12 +339,12 @@ class _Keeper:
             if not worker.held and worker.ready and worker.ending() is not None:
                 self._discard(worker)
 
-    def _start(self) -> _Worker:
-        worker = _Worker(self._order, self._limits.env)
+    def _start(self) -> Worker:
+        worker = Worker(self._order, self._limits.env)
         self._workers.append(worker)
         return worker
 
-    def _discard(self, worker: _Worker) -> None:
+    def _discard(self, worker: Worker) -> None:
         self._workers.remove(worker)
         worker.stop()
 
@@ -357,7 +357,7 @@ class _Keeper:
             indices = [job.waiting.popleft() for _ in range(min(chunk, len(job.waiting)))]
             self._give(idle or self._start(), job, indices)
 
-    def _give(self, worker: _Worker, job: Job, indices: Sequence[int]) -> None:
+    def _give(self, worker: Worker, job: Job, indices: Sequence[int]) -> None:
         worker.outgoing += pack(b"[" + b",".join(job.items[index] for index in indices) + b"]")
         worker.held.extend(indices)
         worker.job = job
@@ -391,7 +391,7 @@ class _Keeper:
             elif (worker.held or not worker.ready) and time.monotonic() >= worker.deadline:
                 self._lose(worker, "", timed_out=True)
 
-    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _take(self, worker: Worker, message: dict[str, Any]) -> None:
         worker.deadline = time.monotonic() + self._limits.timeout_s
         if "problem" in message:
             self._discard(worker)
@@ -407,7 +407,7 @@ class _Keeper:
             assert worker.job is not None
             worker.job.finish(worker.held.popleft(), Outcome(message))
 
-    def _lose(self, worker: _Worker, cause: str, timed_out: bool = False) -> None:
+    def _lose(self, worker: Worker, cause: str, timed_out: bool = False) -> None:
         """Kill a worker. The item that it was at is tried again alone on a fresh one, or is lost; the others wait."""
         self._discard(worker)
         tail = f"; it last printed: {worker.tail.strip()!r}" if worker.tail.strip() else ""

@@ -19,6 +19,7 @@ import numpy as np
 
 from rlhf_mcore.config.data_files import SCANNED_ROWS, file_keys, row_limits, settings_of
 from rlhf_mcore.config.data_rows import ground_truth, mapping
+from rlhf_mcore.config.derive import grades
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import needs_truth, rules_for, scores_alone
 from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConfig, RuleConfig
@@ -184,6 +185,8 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     Raises:
         ConfigError: the reward cannot be had, a data source has no rules, or no rule reads any of the ground truths.
     """
+    if not grades(cfg):
+        return None
     build_reward(cfg.reward).close()
     opaque = _is_opaque(cfg.reward)
     if cfg.data.transform is not None or not (opaque or cfg.reward.rules or cfg.reward.sources is not None):

@@ -41,12 +41,12 @@ def main(descriptor: int) -> None:
     ``{"problem": text}``. Every later one is a list of items, each of which is answered in turn. ``{"lost": cause}`` instead
     of an answer means that the worker ends.
     """
-    _end_with(descriptor)
+    end_with(descriptor)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)  # programs that a function starts do not get it
-    messages = _messages(connection)
+    messages = messages_of(connection)
     order = next(messages)
-    _limit(order["memory_bytes"])
+    limit_memory(order["memory_bytes"])
     sys.path.append(os.getcwd())  # where the trainer finds modules of the user's, too; last, so that it hides nothing
     try:
         call = LOADERS[order["load"]](**order["options"])
@@ -81,14 +81,15 @@ def _answer(call: Call, item: Any, process: int) -> dict[str, Any]:
     return answer
 
 
-def _messages(connection: socket.socket) -> Iterator[Any]:
+def messages_of(connection: socket.socket) -> Iterator[Any]:
+    """What the pool sends, until it closes the connection."""
     buffer = bytearray()
     while data := connection.recv(_RECEIVE_BYTES):
         buffer += data
         yield from decode(buffer)
 
 
-def _end_with(descriptor: int) -> None:
+def end_with(descriptor: int) -> None:
     """Nothing of this process group outlives the trainer, whatever the function is doing and whatever it has started.
 
     The kernel ends this process with the thread that has started it. Its children are ended by a second process, which waits
@@ -104,7 +105,8 @@ def _end_with(descriptor: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _limit(memory_bytes: int) -> None:
+def limit_memory(memory_bytes: int) -> None:
+    """Allocations of this process, and of each that it starts, fail beyond ``memory_bytes``."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Of the data, not of the address space: libraries reserve much of that and use little.
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -136,7 +138,7 @@ def load_reward(spec: str, key: str) -> Call:
         try:
             result = function(**dict(zip(PARAMETERS, arguments, strict=True))) if by_keyword else function(*arguments)
             problem = _result_problem(result)
-            return {"error": f"returned {_shown(result)}: {problem}"} if problem else _score(result)
+            return {"error": f"returned {shown(result)}: {problem}"} if problem else _score(result)
         except MemoryError:
             raise
         except SystemExit as error:
@@ -180,15 +182,16 @@ def _signature_problem(function: Callable[..., Any], by_keyword: bool) -> str | 
 def _result_problem(result: Any) -> str | None:
     """What is wrong with a function's result, or None."""
     if not isinstance(result, Mapping):
-        return _number_problem(result, "the score")
+        return number_problem(result, "the score")
     if "score" not in result:
         return "a dict needs the key 'score'"
-    problems = [_number_problem(result["score"], "the entry 'score'")]
-    problems += [_number_problem(value, f"the entry {key!r}") for key, value in result.items() if _is_number(value)]
+    problems = [number_problem(result["score"], "the entry 'score'")]
+    problems += [number_problem(value, f"the entry {key!r}") for key, value in result.items() if _is_number(value)]
     return next((problem for problem in problems if problem), None)
 
 
-def _number_problem(value: Any, what: str) -> str | None:
+def number_problem(value: Any, what: str) -> str | None:
+    """Why a value is no score, or None."""
     if not _is_number(value):
         return f"{what} must be a number"
     # Compared, not converted: float() of a huge int raises. NaN fails every comparison.
@@ -199,7 +202,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real)
 
 
-def _shown(result: Any) -> str:
+def shown(result: Any) -> str:
+    """A value for a message."""
     return f"{reprlib.repr(result)} ({type(result).__name__})"
 
 

@@ -15,6 +15,7 @@ from rlhf_mcore.config.schema.algorithm import (
     OverlongConfig,
     RolloutCorrectionConfig,
 )
+from rlhf_mcore.config.schema.environment import EnvironmentConfig
 from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
 from rlhf_mcore.config.schema.models import (
     ActorConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DynamicSamplingConfig",
+    "EnvironmentConfig",
     "EvaluateConfig",
     "JudgeConfig",
     "KLConfig",
@@ -120,6 +122,11 @@ class Config:
         RewardConfig,
         "where scores come from",
         "They are a weighted sum of rules or a function of your own, and the score of a reward model.",
+    )
+    environment: EnvironmentConfig = group(
+        EnvironmentConfig,
+        "what answers the policy between its turns",
+        "Without `environment.function` nothing does, and a response is one turn. See [environments](environments.md).",
     )
     data: DataConfig = group(DataConfig, "prompts")
     trainer: TrainerConfig = group(TrainerConfig, "size and shape of a step")

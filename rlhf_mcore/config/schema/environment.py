@@ -1,0 +1,66 @@
+"""The group ``environment``: what answers the policy between its turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, key, one_of
+
+
+@dataclass
+class EnvironmentConfig:
+    """What answers the policy between its turns. Without ``function`` a response is a single turn."""
+
+    function: Optional[str] = key(
+        None,
+        "`path/to/file.py:Class` with reset(row, seed) and step(action), or `tools`",
+        null="a response is one turn",
+        more="One instance for each episode, in worker processes ([environments](environments.md)).",
+    )
+    options: Optional[dict[str, Any]] = key(None, "arguments of its constructor", null="none")
+    max_turns: int = key(8, "most turns of the policy in an episode", AT_LEAST_1)
+    max_tokens: Optional[int] = key(
+        None,
+        "most tokens of an episode after its prompt, those of the environment included",
+        AT_LEAST_1,
+        null="as of the longest response",
+        more="`rollout.sampling.max_new_tokens` (of evaluations `evaluate.max_new_tokens`) bounds each turn.",
+    )
+    max_seconds: Optional[float] = key(
+        None, "most time that an episode may take before its next turn begins", ABOVE_0, null="no limit"
+    )
+    score: str = key(
+        "environment",
+        "what an episode's score is",
+        one_of(
+            environment="the rewards of its steps",
+            reward="what `reward` gives to the last turn",
+            sum="both",
+        ),
+    )
+    overlap: bool = key(
+        False,
+        "an engine draws turns of other episodes while environments compute",
+        more="Faster where a step takes long. What is drawn together then depends on the time, so that a run that was killed and "
+        "resumed may differ from the uninterrupted one in the last bits.",
+    )
+    rewritten_history: str = key(
+        "refuse",
+        "a chat template that writes earlier turns differently when later ones follow",
+        one_of(
+            refuse="ends the run",
+            keep="is used for new messages alone; what was sampled stays as it is",
+        ),
+        more="Templates that take out the reasoning of earlier turns are of this kind.",
+    )
+    timeout_s: float = key(60.0, "for one reset or step", ABOVE_0)
+    memory_gib: float = key(8.0, "memory of a worker", ABOVE_0)
+    workers: Optional[int] = key(
+        None,
+        "worker processes of an engine",
+        AT_LEAST_1,
+        null="the rank's share of the cores, at most 8",
+        more="One with `async def` methods has many episodes under way at a time, others one call.",
+    )
+    env: list[str] = key([], "environment variables that workers see, as `reward.env`")

@@ -1,0 +1,250 @@
+"""Environments in worker processes: each session belongs to one of them, and moves to another one where that is lost.
+
+Nothing runs beside the caller: what has happened is noticed in ``poll``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.worker import KEY
+from rlhf_mcore.rewards.frames import FrameError, encode
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, START_TIMEOUT_S, Worker, WorkerLimits
+
+PROGRAM = "rlhf_mcore.environments.worker"
+MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asynchronous
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words."""
+
+    messages: list[dict[str, str]] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    error: str = ""
+    timed_out: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Host:
+    """A process, the calls that wait for it, and those that it was given, with their deadlines."""
+
+    process: Worker
+    capacity: int = 1
+    waiting: deque[int] = field(default_factory=deque)
+    calls: dict[int, float] = field(default_factory=dict)
+    sessions: set[int] = field(default_factory=set)  # that it has, or will have
+
+
+@dataclass(slots=True)
+class _Session:
+    row: Mapping[str, Any]
+    seed: int
+    actions: list[Any] = field(default_factory=list)
+    host: _Host | None = None
+    is_there: bool = False  # the host has it
+    tries: int = 0  # of the call that is under way
+
+
+class Sessions:
+    """Sessions of one class, by keys that the caller chooses.
+
+    Args:
+        spec: of ``environment.function``, or the name of a built-in class.
+        options: of its constructor.
+        limits: of its processes; ``timeout_s`` of one call.
+    """
+
+    def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
+        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))
+        self.name = f"{KEY}={spec}"
+        self._order = encode({"spec": spec, "options": dict(options), "memory_bytes": memory_bytes})
+        self._limits = limits
+        self._hosts: list[_Host] = []
+        self._sessions: dict[int, _Session] = {}
+        self._answers: list[tuple[int, Answer]] = []
+        self._lost_in_a_row = 0
+        self._num_calls = 0
+        self.close_all = weakref.finalize(self, _stop, self._hosts, os.getpid())
+
+    def check(self) -> None:
+        """Start a process, so that what cannot be loaded is found now.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        host = self._start()
+        while not host.process.ready:
+            self._round(None)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that ``poll`` has not answered yet."""
+        return self._num_calls
+
+    def open(self, key: int, row: Mapping[str, Any], seed: int) -> None:
+        """Begin to reset a new session; ``poll`` has the first observation."""
+        assert key not in self._sessions, key
+        self._sessions[key] = _Session(row, seed)
+        self._call(key)
+
+    def step(self, key: int, action: Any) -> None:
+        """Begin a step of a session."""
+        self._sessions[key].actions.append(action)
+        self._call(key)
+
+    def close(self, key: int) -> None:
+        """Forget a session; an answer that is on its way is dropped."""
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        self._num_calls -= any(key == answered for answered, _ in self._answers)
+        self._answers = [(answered, answer) for answered, answer in self._answers if answered != key]
+        if (host := session.host) is not None:
+            host.sessions.discard(key)
+            if key in host.waiting:
+                host.waiting.remove(key)
+                self._num_calls -= 1
+            elif key in host.calls:  # its worker still answers this, or reaches the deadline
+                self._num_calls -= 1
+            if session.is_there:
+                host.process.outgoing += encode({"close": key})
+
+    def poll(self, timeout_s: float | None) -> list[tuple[int, Answer]]:
+        """The answers that have come, by session. Waits for one, where calls are under way, but no longer than ``timeout_s``.
+
+        Raises:
+            ConfigError: the class cannot be loaded, or call after call is lost.
+        """
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self._give_out()
+            if self._hosts and not self._answers:
+                self._round(end)
+            if self._answers or not self._num_calls or time.monotonic() >= end:
+                break
+        answers, self._answers = self._answers, []
+        self._num_calls -= len(answers)
+        return answers
+
+    # ------------------------------------------------------------------------------------------------------- processes
+    def _call(self, key: int, again: bool = False) -> None:
+        session = self._sessions[key]
+        if not again:
+            session.tries = 0
+            self._num_calls += 1
+        if session.host is None:
+            session.host, session.is_there = self._roomiest(), False
+            session.host.sessions.add(key)
+        session.host.waiting.append(key)
+
+    def _roomiest(self) -> _Host:
+        host = min(self._hosts, key=lambda host: len(host.sessions), default=None)
+        if host is None or (host.sessions and len(self._hosts) < self._limits.workers):
+            host = self._start()
+        return host
+
+    def _start(self) -> _Host:
+        host = _Host(Worker(self._order, self._limits.env, PROGRAM))
+        self._hosts.append(host)
+        return host
+
+    def _give_out(self) -> None:
+        for host in self._hosts:
+            while host.process.ready and host.waiting and len(host.calls) < host.capacity:
+                key = host.waiting.popleft()
+                session = self._sessions[key]
+                item: dict[str, Any] = {"session": key, "seed": session.seed, "actions": session.actions[-1:]}
+                num_calls = 1
+                if not session.is_there:
+                    item |= {"row": session.row, "actions": session.actions}
+                    session.is_there, num_calls = True, 1 + len(session.actions)
+                host.process.outgoing += encode(item)
+                host.calls[key] = time.monotonic() + self._limits.timeout_s * num_calls
+
+    def _round(self, end: float | None) -> None:
+        """Wait until something has happened or ``end``, and take note of it."""
+        poll = select.poll()
+        deadlines = [math.inf if end is None else end]
+        for host in self._hosts:
+            for descriptor, wanted in host.process.interests():
+                poll.register(descriptor, wanted)
+            deadlines += host.calls.values() if host.process.ready else [host.process.deadline]
+        poll.poll(max(0, math.ceil(1000 * min(min(deadlines) - time.monotonic(), 60.0))))
+        for host in list(self._hosts):
+            ending = host.process.ending()
+            try:
+                messages = host.process.exchange()
+            except FrameError as error:
+                self._lose(host, f"broke its connection ({error})", list(host.calls))
+                continue
+            for message in messages:
+                self._take(host, message)
+            now = time.monotonic()
+            if host not in self._hosts:
+                continue
+            if ending is not None:
+                self._lose(host, ending, list(host.calls))
+            elif not host.process.ready and now >= host.process.deadline:
+                self._lose(host, f"took longer than {START_TIMEOUT_S:g} s", [])
+            elif late := [key for key, deadline in host.calls.items() if now >= deadline]:
+                cause = f"gave no answer within environment.timeout_s={self._limits.timeout_s:g} s"
+                self._lose(host, cause, late, timed_out=True)
+
+    def _take(self, host: _Host, message: dict[str, Any]) -> None:
+        if "problem" in message:
+            self._hosts.remove(host)
+            host.process.stop()
+            raise ConfigError(message["problem"])
+        if "ready" in message:
+            host.process.ready, host.capacity = True, MAX_CONCURRENT if message["concurrent"] else 1
+        elif "lost" in message:
+            cause = f"{message['lost']} (environment.memory_gib={self._limits.memory_gib:g})"
+            self._lose(host, cause, [message["session"]])
+        elif host.calls.pop(message["session"], None) is not None:
+            self._lost_in_a_row = 0
+            self._answer(message.pop("session"), Answer(**message))
+
+    def _answer(self, key: int, answer: Answer) -> None:
+        if key in self._sessions:  # and was not closed in the meantime
+            self._answers.append((key, answer))
+
+    def _lose(self, host: _Host, cause: str, guilty: list[int], timed_out: bool = False) -> None:
+        """End a process. Its sessions are played again elsewhere when they are called; the calls of ``guilty`` once more at most."""
+        self._hosts.remove(host)
+        host.process.stop()
+        tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
+        if not host.process.ready:
+            raise ConfigError(f"{self.name} {cause} while it was loaded{tail}: correct the file")
+        pending = [key for key in (*host.calls, *host.waiting) if key in self._sessions]
+        for key in host.sessions:
+            self._sessions[key].host = None
+        for key in pending:
+            session = self._sessions[key]
+            session.tries += key in guilty
+            if session.tries <= self._limits.retries:
+                self._call(key, again=True)
+                continue
+            self._lost_in_a_row += 1
+            self._answer(key, Answer(error=cause + tail, timed_out=timed_out))
+            if self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+                raise ConfigError(
+                    f"{self.name} gave no answer to {MAX_LOST_IN_A_ROW} calls in a row; in the last of them it {cause}{tail}: correct "
+                    "it, or give it more with environment.timeout_s and environment.memory_gib"
+                )
+
+
+def _stop(hosts: list[_Host], owner: int) -> None:
+    if os.getpid() == owner:  # and not in a process that was forked from it
+        for host in hosts:
+            host.process.stop()

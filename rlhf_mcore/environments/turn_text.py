@@ -1,0 +1,154 @@
+"""Observations as tokens: between the markers of the chat template, behind tokens that were sampled and stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.rendering import in_child
+from rlhf_mcore.data.tokenizer import token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rlhf_mcore.types import Completion, Prompt
+
+Messages = Sequence[Mapping[str, str]]
+REMEDY = (
+    "use a template that leaves earlier turns as they are, or set environment.rewritten_history=keep, which goes on from what was "
+    "sampled"
+)
+
+
+def _stand_in(number: int) -> str:
+    """A content that no template changes, and that is found again in what it makes."""
+    return f"standin{number}in"
+
+
+class TurnText:
+    """Tokens of observations, and texts of what was sampled.
+
+    A template is applied once for each sequence of roles, to stand-ins; contents are put in their places.
+
+    Args:
+        mode: ``data.apply_chat_template``; "false", or a tokenizer without a template: observations are plain text.
+        keep: go on from what was sampled where the template would write it differently into the history.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str = "auto", *, keep: bool = False) -> None:
+        self._tokenizer, self._keep = tokenizer, keep
+        self._plain = tokenizer.chat_template is None or mode == "false"
+        self._pieces: dict[tuple[tuple[str, ...], bool], tuple[str, list[str]]] = {}
+
+    def text_of(self, tokens: NDArray[np.int32]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    def opening(self, prompt: Prompt, messages: Messages) -> tuple[list[int], str]:
+        """A prompt that is followed by a first observation: its tokens and its text.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
+        if self._plain:
+            text = prompt.text + _joined(messages)
+        else:
+            marker, pieces = self._between(_roles(messages), first=True)
+            if prompt.text.endswith(marker):
+                text = prompt.text.removesuffix(marker) + _filled(pieces, messages)
+            else:
+                text = prompt.text + _joined(messages)
+        return token_ids(self._tokenizer, [text])[0], text
+
+    def after(self, completion: Completion, messages: Messages) -> list[int]:
+        """Tokens between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
+
+        Raises:
+            ConfigError: the template refuses the messages, or writes an earlier turn differently.
+        """
+        if self._plain:
+            return token_ids(self._tokenizer, [_joined(messages)])[0]
+        _, pieces = self._between(_roles(messages), first=False)
+        tokens = token_ids(self._tokenizer, [_filled(pieces, messages)])[0]
+        ended = completion.finish_reason == "stop" and tokens[:1] == [int(completion.token_ids[-1])]
+        return tokens[1:] if ended else tokens
+
+    def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
+        """What asks for an answer at the end of a prompt, and the texts around the contents of messages with ``roles``.
+
+        ``first``: they follow the prompt and not a turn of the policy.
+        """
+        known = self._pieces.get((roles, first))
+        if known is None:
+            known = self._pieces[roles, first] = self._opening(roles) if first else self._following(roles)
+        return known
+
+    def _opening(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
+        added = [{"role": role, "content": _stand_in(place)} for place, role in enumerate(roles, start=1)]
+        prompt = [{"role": "user", "content": _stand_in(0)}]
+        closed, asked, whole = self._rendered((prompt, False), (prompt, True), ([*prompt, *added], True))
+        if not asked.startswith(closed) or not whole.startswith(closed):
+            raise ConfigError(f"{self._named}: it writes a prompt differently when messages follow it; {REMEDY}")
+        return asked.removeprefix(closed), self._split(whole.removeprefix(closed), roles)
+
+    def _following(self, roles: tuple[str, ...]) -> tuple[str, list[str]]:
+        added = [{"role": role, "content": _stand_in(place)} for place, role in enumerate(roles, start=1)]
+        prompt = {"role": "user", "content": _stand_in(0)}
+        found: list[str] = []
+        for said in ("turnofpolicy", "<think>\nthought\n</think>\n\nturnofpolicy"):
+            turns = [prompt, {"role": "assistant", "content": said}]
+            asked, closed, whole = self._rendered(([prompt], True), (turns, False), ([*turns, *added], True))
+            if not self._keep and not (closed.startswith(asked + said) and whole.startswith(closed)):
+                raise ConfigError(
+                    f"{self._named}: it writes what the policy has said differently when messages of {', '.join(roles) or 'nobody'} "
+                    f"follow ({said!r} is in {whole!r:.400}), so the policy would learn from a history that it never sees; {REMEDY}"
+                )
+            found.append(whole.rpartition("turnofpolicy")[2])
+        return "", self._split(found[0], roles)
+
+    def _rendered(self, *conversations: tuple[list[dict[str, str]], bool]) -> list[str]:
+        answers = list(in_child(self._apply, conversations))
+        for answer, (messages, _) in zip(answers, conversations, strict=False):
+            if "error" in answer:
+                roles = ", ".join(message["role"] for message in messages)
+                raise ConfigError(
+                    f"{self._named} refuses messages of the roles {roles}: {answer['error']}. Let the environment return messages of "
+                    "roles that it knows"
+                )
+        return [answer["text"] for answer in answers]
+
+    def _apply(self, conversation: tuple[Any, bool]) -> str:
+        messages, asks = conversation
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+
+    def _split(self, text: str, roles: tuple[str, ...]) -> list[str]:
+        pieces = []
+        for place in range(1, len(roles) + 1):
+            before, found, text = text.partition(_stand_in(place))
+            if not found:
+                raise ConfigError(
+                    f"{self._named} leaves out a message of the role {roles[place - 1]}; use another role"
+                )
+            pieces.append(before)
+        return [*pieces, text]
+
+    @property
+    def _named(self) -> str:
+        return f"the chat template of {self._tokenizer.name_or_path}"
+
+
+def _roles(messages: Messages) -> tuple[str, ...]:
+    return tuple(message["role"] for message in messages)
+
+
+def _joined(messages: Messages) -> str:
+    return "".join(message["content"] for message in messages)
+
+
+def _filled(pieces: Sequence[str], messages: Messages) -> str:
+    contents = [message["content"] for message in messages] + [""]
+    return "".join(piece + content for piece, content in zip(pieces, contents, strict=True))

@@ -1,0 +1,198 @@
+"""A worker process: it holds environments of a user's class, one for each session, and calls them.
+
+Started by ``rlhf_mcore.environments.sessions``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function, place_of
+from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
+from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of, number_problem, shown
+
+KEY = "environment.function"
+BUILT_IN = {"tools": "rlhf_mcore.environments.tools:Tools"}
+_RECEIVE_BYTES = 2**16
+_MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'
+
+
+def main(descriptor: int) -> None:
+    """Serve the sessions at the other end of a socket until it is closed.
+
+    The first message tells what to load: ``{"spec", "options", "memory_bytes"}``. It is answered by ``{"ready": true, "concurrent"}``
+    or by ``{"problem": text}``. Every later one is ``{"close": session}`` or ``{"session", "seed", "actions"}``, with ``"row"`` where
+    this process does not have the session yet: it resets it, takes the actions, and answers with what came of the last one.
+    """
+    end_with(descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    order = next(messages_of(connection))
+    limit_memory(order["memory_bytes"])
+    sys.path.append(os.getcwd())
+    try:
+        made = load_environment(order["spec"])
+        options = order["options"]
+        made(**options)  # what is wrong with the options is found now
+    except ConfigError as error:
+        connection.sendall(encode({"problem": str(error)}))
+        return
+    except Exception as error:
+        text = f"{traceback.format_exception_only(error)[-1].strip()[:2000]}{place_of(error, order['spec'])}"
+        connection.sendall(
+            encode({"problem": f"{KEY}={order['spec']} with environment.options={options} raises {text}"})
+        )
+        return
+    concurrent = any(inspect.iscoroutinefunction(getattr(made, name, None)) for name in ("reset", "step"))
+    connection.sendall(encode({"ready": True, "concurrent": concurrent}))
+    asyncio.run(_serve(connection, Environments(lambda: made(**options), order["spec"])))
+
+
+def load_environment(spec: str) -> Callable[..., Any]:
+    """The class that ``environment.function`` names.
+
+    Raises:
+        ConfigError: it cannot be had, or has no ``reset`` and ``step``.
+    """
+    if spec in BUILT_IN:
+        from importlib import import_module
+
+        module, _, name = BUILT_IN[spec].partition(":")
+        return getattr(import_module(module), name)
+    made = load_function(spec, KEY)
+    missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+    if not inspect.isclass(made) or missing:
+        what = f"no method {' and no method '.join(missing)}" if inspect.isclass(made) else "is no class"
+        has = "has " if inspect.isclass(made) else ""
+        raise ConfigError(f"{KEY} is {spec!r}, but it {has}{what}: it needs reset(row, seed) and step(action)")
+    return made
+
+
+async def _serve(connection: socket.socket, environments: Environments) -> None:
+    loop, process, buffer = asyncio.get_running_loop(), os.getpid(), bytearray()
+    connection.setblocking(False)
+    sending, tasks = asyncio.Lock(), set[asyncio.Task[None]]()
+
+    async def answer(item: Mapping[str, Any]) -> None:
+        try:
+            found = await environments.answer(item)
+        except MemoryError:
+            found = {"lost": "ran out of memory"}
+        if os.getpid() != process:  # the environment has forked, and this is the child, which answers nothing
+            os._exit(0)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        if "close" in item:
+            return
+        try:
+            async with sending:
+                await loop.sock_sendall(connection, encode({"session": item["session"], **found}))
+        except OSError:
+            os._exit(DISCONNECTED)
+        if "lost" in found:
+            os._exit(0)
+
+    while data := await loop.sock_recv(connection, _RECEIVE_BYTES):
+        buffer += data
+        for item in decode(buffer):
+            task = loop.create_task(answer(item))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+@dataclass(slots=True)
+class _Session:
+    environment: Any
+    seed: int
+    turns: int = 0
+
+
+class Environments:
+    """The sessions of this process. ``make`` makes an environment; ``spec`` is for messages."""
+
+    def __init__(self, make: Callable[[], Any], spec: str) -> None:
+        self._make, self._spec = make, spec
+        self._sessions: dict[int, _Session] = {}
+
+    async def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of a message: ``{"messages", "reward", "done"}``, or ``{"error"}``."""
+        try:
+            return await self._answer(item)
+        except MemoryError:
+            raise
+        except SystemExit as error:
+            return {"error": f"called sys.exit({error.code!r}){place_of(error, self._spec)}"}
+        except BaseException as error:
+            text = traceback.format_exception_only(error)[-1].strip()
+            return {"error": f"raised {text[:2000]}{place_of(error, self._spec)}"}
+
+    async def _answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        if "close" in item:
+            session = self._sessions.pop(item["close"], None)
+            if session is not None and hasattr(session.environment, "close"):
+                await self._called(session, "close")
+            return {}
+        found: dict[str, Any] = {}
+        if "row" in item:
+            session = self._sessions[item["session"]] = _Session(self._make(), item["seed"])
+            observation = await self._called(session, "reset", item["row"], item["seed"])
+            found = self._checked("reset", observation, (observation, 0.0, False))
+        for action in item["actions"]:
+            if "error" in found:
+                break
+            result = await self._called(self._sessions[item["session"]], "step", action)
+            found = self._checked("step", result, result)
+        return found
+
+    async def _called(self, session: _Session, method: str, *arguments: Any) -> Any:
+        # What an environment draws from the shared generators does not depend on the sessions beside it.
+        random.seed(f"{session.seed} {session.turns}")
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed((session.seed + session.turns) % 2**32)
+        session.turns += 1
+        result = getattr(session.environment, method)(*arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    @staticmethod
+    def _checked(method: str, given: Any, result: Any) -> dict[str, Any]:
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            return {"error": f"returned {shown(given)} from {method}: return observation, reward, done"}
+        observation, reward, done = result
+        reward = 0.0 if reward is None else reward
+        if problem := number_problem(reward, "the reward"):
+            return {"error": f"returned {shown(given)} from {method}: {problem}"}
+        messages = messages_of_observation(observation)
+        if messages is None:
+            return {"error": f"returned the observation {shown(observation)} from {method}: it must be {_MESSAGES}"}
+        return {"messages": messages, "reward": float(reward), "done": bool(done)}
+
+
+def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
+    """An observation as messages, or None where it is none."""
+    if observation is None or observation == "":
+        return []
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    held = [observation] if isinstance(observation, Mapping) else observation
+    if not isinstance(held, (list, tuple)):
+        return None
+    found = []
+    for message in held:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            return None
+        found.append({"role": message["role"], "content": message["content"]})
+    return found

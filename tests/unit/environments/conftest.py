@@ -1,0 +1,66 @@
+"""A character tokenizer with a chat template, and an engine that says what it is told."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlhf_mcore.types import Completion, Request
+
+SPECIAL = ["<unk>", "<end>", "<user>", "<assistant>", "<tool>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' + message.content + '<end>' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *string.printable])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<end>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+class Scripted:
+    """A StreamingGenerator. ``says``: the text of a request's turn, from its whole prompt and its seed; then the end token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, says: Callable[[str, int], str]) -> None:
+        self.requests: list[Request] = []
+        self._tokenizer, self._says, self._in_flight = tokenizer, says, list[Request]()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.requests += requests
+        self._in_flight += requests
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """The first request in flight."""
+        if not self._in_flight:
+            return []
+        request = self._in_flight.pop(0)
+        said = self._says(self._tokenizer.decode(request.prompt_ids), request.seed) + "<end>"
+        ids = self._tokenizer(said, add_special_tokens=False)["input_ids"]
+        limit = request.sampling.max_new_tokens
+        reason = "length" if len(ids) > limit else "stop"
+        ids = np.array(ids[:limit], np.int32)
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        return [Completion(request.request_id, ids, logprobs, ((0, 3),), reason)]
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise NotImplementedError
+
+    def cancel(self, request_ids: object) -> None:
+        raise NotImplementedError

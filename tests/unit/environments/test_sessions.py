@@ -1,0 +1,188 @@
+"""Environments in real worker processes: what they answer, and what becomes of sessions whose process is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.sessions import Answer, Sessions
+from rlhf_mcore.rewards.pool import WorkerLimits
+
+COUNTING = """
+import asyncio, os, random, time
+from pathlib import Path
+
+class Counting:
+    \"\"\"Adds up numbers; what it draws follows from the seed.\"\"\"
+
+    def __init__(self, start=0):
+        self.total = start
+
+    def reset(self, row, seed):
+        self.random = random.Random(seed)
+        return f"{row['prompt']} {self.random.randrange(1000)}"
+
+    def step(self, action):
+        if action == "exit" or action == "exit once" and not Path("exited").exists():
+            Path("exited").touch()
+            os._exit(3)
+        if action == "hang":
+            time.sleep(600)
+        if action == "raise":
+            raise KeyError("what")
+        if action == "nan":
+            return "", float("nan"), False
+        if action == "odd":
+            return 7, 0, False
+        self.total += int(action) if action.isdigit() else 0
+        return [{"role": "tool", "content": f"{self.total} {self.random.randrange(1000)}"}], self.total / 10, self.total > 5
+
+class Waiting:
+    \"\"\"No step ends before all three sessions are in theirs.\"\"\"
+
+    inside = 0
+
+    async def reset(self, row, seed):
+        return None
+
+    async def step(self, action):
+        Waiting.inside += 1
+        while Waiting.inside < 3:
+            await asyncio.sleep(0.001)
+        return None, None, True
+
+class Lazy:
+    def step(self, action): ...
+"""
+Make = Callable[..., Sessions]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Sessions of a class of the file above."""
+    monkeypatch.chdir(tmp_path)
+    Path("file.py").write_text(COUNTING)
+    made: list[Sessions] = []
+
+    def make(name: str = "Counting", options: dict[str, Any] | None = None, **limits: Any) -> Sessions:
+        made.append(Sessions(f"file.py:{name}", options or {}, WorkerLimits(**{"workers": 1, **limits})))
+        return made[-1]
+
+    yield make
+    for sessions in made:
+        sessions.close_all()
+
+
+def all_answers(sessions: Sessions) -> dict[int, Answer]:
+    """To everything that was called."""
+    found: dict[int, Answer] = {}
+    while sessions.num_calls:
+        found |= dict(sessions.poll(None))
+    return found
+
+
+def one(sessions: Sessions, key: int, action: str) -> Answer:
+    sessions.step(key, action)
+    return all_answers(sessions)[key]
+
+
+def test_sessions_are_apart_and_a_step_gives_observation_reward_and_end(make: Make) -> None:
+    sessions = make(options={"start": 1})
+    for key in (1, 2):
+        sessions.open(key, {"prompt": "go"}, seed=key)
+    first = all_answers(sessions)
+    assert first[1].messages[0]["role"] == "user" and first[1].messages[0]["content"].startswith("go ")
+    assert first[1].messages != first[2].messages  # of different seeds
+    assert [(a.reward, a.done) for a in (one(sessions, 1, "3"), one(sessions, 1, "4"))] == [(0.4, False), (0.8, True)]
+    answer = one(sessions, 2, "2")
+    assert answer.messages[0]["role"] == "tool" and answer.messages[0]["content"].startswith("3 ")
+
+
+@pytest.mark.parametrize(
+    ("action", "cause"),
+    [
+        ("raise", r"raised KeyError: 'what' (file.py, line 22)"),
+        ("nan", "the reward must be finite"),
+        ("odd", "returned the observation 7 (int) from step: it must be None, a text, a message"),
+    ],
+)
+def test_a_mistake_of_a_class_is_an_answer_with_its_cause(make: Make, action: str, cause: str) -> None:
+    sessions = make()
+    sessions.open(1, {"prompt": "go"}, seed=1)
+    all_answers(sessions)
+    answer = one(sessions, 1, action)
+    assert cause in answer.error and not answer.timed_out
+
+
+def test_sessions_of_a_lost_process_are_played_again_and_the_guilty_call_fails_after_a_second_try(make: Make) -> None:
+    lost, kept = make(), make()
+    for sessions in (lost, kept):
+        for key in (1, 2):
+            sessions.open(key, {"prompt": "go"}, seed=7 + key)
+        all_answers(sessions)
+        one(sessions, 1, "1"), one(sessions, 2, "2")
+    assert "ended its process with exit code 3" in one(lost, 1, "exit").error
+    assert one(lost, 2, "2") == one(kept, 2, "2")  # the draws of the session that was played again are the same
+    one(lost, 2, "exit once"), one(kept, 2, "0")
+    assert one(lost, 2, "3") == one(kept, 2, "3")
+
+
+def test_a_step_beyond_its_deadline_costs_a_deadline_and_no_other_session(make: Make) -> None:
+    sessions = make(timeout_s=0.3, retries=0)
+    for key in (1, 2):
+        sessions.open(key, {"prompt": "go"}, seed=key)
+    all_answers(sessions)
+    sessions.step(1, "hang")
+    sessions.step(2, "4")
+    found = all_answers(sessions)
+    assert found[1].timed_out and "within environment.timeout_s=0.3 s" in found[1].error
+    assert found[2].reward == 0.4
+
+
+def test_asynchronous_steps_of_one_process_are_under_way_at_the_same_time(make: Make) -> None:
+    sessions = make("Waiting")
+    for key in (1, 2, 3):
+        sessions.open(key, {}, seed=0)
+    all_answers(sessions)
+    for key in (1, 2, 3):
+        sessions.step(key, "")
+    assert all(answer == Answer(done=True) for answer in all_answers(sessions).values())
+
+
+def test_a_closed_session_is_not_answered(make: Make) -> None:
+    sessions = make()
+    for key in (1, 2):
+        sessions.open(key, {"prompt": "go"}, seed=key)
+    sessions.close(1)
+    assert list(all_answers(sessions)) == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("Nobody", {}, "defines no 'Nobody'"),
+        ("Lazy", {}, "it has no method reset"),
+        ("Counting", {"stop": 1}, r"environment.options={'stop': 1} raises TypeError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_found_at_the_start(
+    make: Make, name: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make(name, options).check()
+    assert problem in str(error.value)
+
+
+def test_a_class_that_always_ends_its_process_ends_the_run(make: Make) -> None:
+    sessions = make(retries=0, workers=4)
+    for key in range(12):
+        sessions.open(key, {"prompt": "go"}, seed=key)
+    all_answers(sessions)
+    for key in range(12):
+        sessions.step(key, "exit")
+    with pytest.raises(ConfigError, match="gave no answer to 10 calls in a row"):
+        all_answers(sessions)
