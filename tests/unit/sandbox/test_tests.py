@@ -177,7 +177,7 @@ class AlwaysStr(str):
     ],
     ids=range(28),
 )  # fmt: skip
-def test_code_that_is_wrong_does_not_pass(pair: tuple[Sandbox, Sandbox], code: str, test: str) -> None:
+def test_fault_24_code_that_is_wrong_does_not_pass(pair: tuple[Sandbox, Sandbox], code: str, test: str) -> None:
     assert check(pair, code, test).reason is Reason.WRONG
 
 
