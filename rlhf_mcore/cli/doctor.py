@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,30 @@ exit codes:
   2          a mistake in the command line"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
+    """The checks of one node that need nobody else."""
+    wanted, megatron = software.requirements(), software.megatron_requirements()
+    names = [requirement.name for requirement in (*wanted, *megatron)]
+    installed = software.installed_versions([*names, *software.ENGINES])
+    yield from software.check_versions(wanted, installed)
+    yield from software.check_transformer_engine(megatron, installed)
+    gpus = machine.query_gpus()
+    yield from machine.check_gpus(gpus)
+    yield from software.check_kernels(bool(gpus))
+    if not args.quick:
+        yield from software.check_imports(MODULES)
+    yield machine.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)
+    yield machine.check_memory()
+    yield machine.check_shared_memory(bool(gpus))
+    yield from machine.check_limits(machine.has_infiniband())
+    yield check_isolation(machine_level())
+    yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
+
+
+Check = Callable[[argparse.Namespace, int], Iterable[Finding]]
+
+
+def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> int:
     """Check and print. Under torchrun every node checks itself and rank 0 prints. Returns the exit code."""
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
@@ -45,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             findings = _as_rank(args)
         else:
             traffic = _start_ranks(args) if args.ranks else []
-            findings = [*_local(args, num_ranks=args.ranks or 1), *traffic]
+            findings = [*local(args, args.ranks or 1), *traffic]
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     if findings is None:
@@ -70,26 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", default="outputs", metavar="DIR", help="where runs will write (default: outputs)")
     parser.add_argument("--traffic-file", help=argparse.SUPPRESS)  # of a child: measure traffic only, write it there
     return parser
-
-
-def _local(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding]:
-    """The checks of one node that need nobody else."""
-    wanted, megatron = software.requirements(), software.megatron_requirements()
-    names = [requirement.name for requirement in (*wanted, *megatron)]
-    installed = software.installed_versions([*names, *software.ENGINES])
-    yield from software.check_versions(wanted, installed)
-    yield from software.check_transformer_engine(megatron, installed)
-    gpus = machine.query_gpus()
-    yield from machine.check_gpus(gpus)
-    yield from software.check_kernels(bool(gpus))
-    if not args.quick:
-        yield from software.check_imports(MODULES)
-    yield machine.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)
-    yield machine.check_memory()
-    yield machine.check_shared_memory(bool(gpus))
-    yield from machine.check_limits(machine.has_infiniband())
-    yield check_isolation(machine_level())
-    yield from storage.check_storage(Path(args.run_dir), QUICK_BYTES if args.quick else FULL_BYTES)
 
 
 def _start_ranks(args: argparse.Namespace) -> list[Finding]:
@@ -143,7 +146,7 @@ def _of_node(args: argparse.Namespace, node: str) -> list[Finding]:
     """The local checks, made by the first rank of a node."""
     if args.traffic_file or os.environ["LOCAL_RANK"] != "0":
         return []
-    local = _local(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    local = local_findings(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return [replace(finding, node=node) for finding in local]
 
 

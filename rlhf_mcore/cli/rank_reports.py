@@ -49,9 +49,13 @@ class Reporter:
 
     def started(self) -> None:
         """The process is there. From now on a thread tells every second that it is alive."""
-        self._send(is_="started", pid=os.getpid(), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+        self.is_process(os.getpid(), int(os.environ.get("LOCAL_RANK", "0")))
         if self._socket is not None:
             threading.Thread(target=self._keep_telling, name="alive", daemon=True).start()
+
+    def is_process(self, pid: int, local_rank: int) -> None:
+        """This rank is that process of its machine."""
+        self._send(is_="started", pid=pid, local_rank=local_rank)
 
     def watch(self, limit_s: int) -> None:
         """From now on the run is ended when no rank begins a phase for ``limit_s`` seconds; 0: this one does not count."""

@@ -43,10 +43,8 @@ def test_only_an_error_fails(
     severity: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(
-        doctor, "_local", lambda args, num_ranks: [Finding("x", severity, "seen", "so what", "do this")]
-    )
-    assert doctor.main([]) == code
+    finding = Finding("x", severity, "seen", "so what", "do this")
+    assert doctor.main([], lambda args, num_ranks: [finding]) == code
     assert capsys.readouterr().out.startswith(severity)
 
 
@@ -60,7 +58,6 @@ def test_ranks_that_do_not_start_are_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(doctor, "_local", lambda args, num_ranks: [])
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *args, **kwargs: 134)
-    assert doctor.main(["--ranks", "2"]) == 1
+    assert doctor.main(["--ranks", "2"], lambda args, num_ranks: []) == 1
     assert "2 ranks ended with code 134" in capsys.readouterr().out

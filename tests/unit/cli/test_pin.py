@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import verify_checkpoint
+from rlhf_mcore.cli import saved_checkpoint
 from rlhf_mcore.cli.main import main
 from tests.unit.checkpoint.saving import save
 
@@ -33,7 +33,7 @@ def test_pins_are_made_listed_and_removed(tmp_path: Path, capsys: pytest.Capture
 def test_verify_checkpoint_tells_of_pins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_checkpoint, "_unusable", lambda checkpoint, extra: [])  # the files are texts
+    monkeypatch.setattr(saved_checkpoint, "check_saved", lambda checkpoint, weights: None)  # the files are texts
     for step in (20, 30):
         save(tmp_path, step)
     for name in ("good", "better"):

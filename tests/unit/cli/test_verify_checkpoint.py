@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_mcore.cli import verify_checkpoint
+from rlhf_mcore.cli import saved_checkpoint
 from rlhf_mcore.cli.main import main
 from tests.unit.checkpoint.saving import save
 
@@ -16,7 +16,7 @@ from tests.unit.checkpoint.saving import save
 @pytest.fixture(autouse=True)
 def only_names_and_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of these checkpoints are texts; test_saved_checkpoint has tensors."""
-    monkeypatch.setattr(verify_checkpoint, "_unusable", lambda checkpoint, extra: [])
+    monkeypatch.setattr(saved_checkpoint, "check_saved", lambda checkpoint, weights: None)
 
 
 def run(*arguments: object) -> int:
