@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import numpy as np
-
 from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
@@ -108,13 +106,13 @@ def _vocab_rows(geometry: ModelGeometry, tp: int) -> int:
     return -(-geometry.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE // tp
 
 
-def whole_model_places(geometry: ModelGeometry, num_ranks: int) -> list[Place]:
+def whole_model_places(geometry: ModelGeometry, num_ranks: int, first_rank: int = 0) -> list[Place]:
     """What ranks of the engine ``hf`` need: every tensor, uncut."""
     return [
         Place(
             name,
             (Piece(name, (0,) * len(shape), shape, 0, (shape[1], 1) if len(shape) == 2 else (1,)),),
-            range(num_ranks),
+            range(first_rank, first_rank + num_ranks),
         )
         for name, shape in hf_shapes(geometry).items()
     ]
@@ -140,9 +138,11 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
     received = counted.received
     # Where nodes are not distinguished, the bridge counts every rank as one.
     several = num_devices(cfg, world_size) > gpu.per_node
-    imported = counted.imported if several else np.zeros_like(received)
+    imported, exported = (far * several for far in (counted.imported, counted.exported))
     link, net = gpu.nvlink_bytes_per_s * assumed.link_efficiency, gpu.network_bytes_per_s * assumed.link_efficiency
-    seconds = float(((received - imported) / link + imported / net).max(initial=0.0))
+    # Links carry both directions at once. A few trainer ranks that send to many engines take longer than any engine receives.
+    ways = ((received, imported), (counted.sent, exported))
+    seconds = max(float(((whole - far) / link + far / net).max(initial=0.0)) for whole, far in ways)
     return SyncBytes(
         int(received.max(initial=0)),
         int(received.sum()),
@@ -164,10 +164,11 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
     geometry, layout = actor.geometry, actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
     tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)
+    engines, first = num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0
     needed = (
-        whole_model_places(geometry, world_size)
+        whole_model_places(geometry, engines, first)
         if cfg.rollout.engine == "hf"
-        else destinations(geometry, tp, num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0)
+        else destinations(geometry, tp, engines, first)
     )
     return build_plan(
         sources,
@@ -180,11 +181,18 @@ def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: 
 
 
 def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:
-    """A quick guess for comparing layouts: all of an engine rank's weights come over the slowest link of its replica."""
-    layout = actor.layout
+    """A quick guess for comparing layouts: all of an engine rank's weights come over the slowest link of its replica.
+
+    Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
+    """
+    layout, tp = actor.layout, cfg.rollout.layout.tp
+    moved = engine_numel(actor.geometry, tp) * BYTES[actor.dtype]
     if engines_apart(cfg):
+        engine_ranks = cfg.rollout.num_engines * tp
         spread = num_devices(cfg, layout.world_size) > gpu.per_node
+        copies = tp * -(-engine_ranks // gpu.per_node) if spread else engine_ranks
+        moved = max(moved, moved * copies // layout.world_size)
     else:
         spread = layout.world_size // (layout.dp * layout.cp) > gpu.per_node
     rate = gpu.network_bytes_per_s if spread else gpu.nvlink_bytes_per_s
-    return engine_numel(actor.geometry, cfg.rollout.layout.tp) * BYTES[actor.dtype] / (rate * assumed.link_efficiency)
+    return moved / (rate * assumed.link_efficiency)

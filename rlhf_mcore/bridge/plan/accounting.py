@@ -19,7 +19,7 @@ class PlanBytes:
     """Arrays over ranks, in bytes. A rank that needs an element twice receives it once.
 
     ``lower_bound`` is what a rank needs and does not hold: no plan can receive less. ``imported`` is the part of ``received`` that
-    crosses nodes. ``peak_sent`` and ``peak_received`` are those of the rank's largest bucket.
+    crosses nodes, ``exported`` that of ``sent``. ``peak_sent`` and ``peak_received`` are those of the rank's largest bucket.
     """
 
     received: Bytes
@@ -27,6 +27,7 @@ class PlanBytes:
     local: Bytes
     lower_bound: Bytes
     imported: Bytes
+    exported: Bytes
     peak_sent: Bytes
     peak_received: Bytes
 
@@ -38,13 +39,13 @@ class PlanBytes:
 def count_bytes(schedule: Schedule) -> PlanBytes:
     """Exact bytes of every rank."""
     size = schedule.sets.world_size
-    total = PlanBytes(*(np.zeros(size, dtype=np.int64) for _ in range(7)))
+    total = PlanBytes(*(np.zeros(size, dtype=np.int64) for _ in range(8)))
     for units in schedule.buckets:
         sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         for group, first, turns in _runs(units):
             received[group.route.receivers] += group.nbytes * turns
             if len(group.route.far):
-                total.imported[group.route.imports.ranks] += _add_far(sent, group, first, turns)
+                _add_far(total, sent, group, first, turns)
             if len(group.route.near):  # what holders send to ranks of their own node
                 near = group.route.near_holders
                 each = near.spread(group.route.near_receivers.sizes)
@@ -77,14 +78,16 @@ def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: R
     return counts
 
 
-def _add_far(sent: Bytes, group: CellGroup, first: int, turns: int) -> Bytes:
-    """Adds what holders send to importing nodes and what importers forward; returns what each of ``imports.ranks`` imports."""
+def _add_far(total: PlanBytes, sent: Bytes, group: CellGroup, first: int, turns: int) -> None:
+    """Adds what holders send to importing nodes, what these import, and what importers forward."""
     route, nodes = group.route, group.route.imports
     holders = np.arange(len(route.holders))
-    sent[route.holders] += group.nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
+    exported = group.nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
     imported = group.nbytes * _round_robin(nodes.local_ranks, nodes.local_sizes, first, turns)
+    total.exported[route.holders] += exported
+    total.imported[nodes.ranks] += imported
+    sent[route.holders] += exported
     sent[nodes.ranks] += imported * (nodes.local_sizes - 1)
-    return imported
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:

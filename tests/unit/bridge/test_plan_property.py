@@ -213,7 +213,11 @@ def check(world: World, plan: Plan, nodes: list[int] | None) -> None:
             assert view.peak_bytes(depth) <= counted.peak(depth) <= 2 * depth * plan.bucket_bytes
     each = nodes or list(range(MOST_RANKS))
     check_nodes(world, views, each)
-    assert counted.imported.sum() == imported(views, each)
+    assert counted.imported.sum() == counted.exported.sum() == imported(views, each)
+    for rank, view in views.items():
+        assert counted.imported[rank] == imported({rank: view}, each)
+        sent = [message for bucket in view.buckets for phase in bucket.phases for message in phase.sends]
+        assert counted.exported[rank] == sum(message.nbytes for message in sent if each[message.peer] != each[rank])
 
 
 def imported(views: dict[int, RankPlan], nodes: list[int]) -> int:

@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.planning.inputs import GPUS, Assumptions, PlannedRole
+from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType, PlannedRole
 from rlhf_mcore.planning.sync import (
     destinations,
     engine_numel,
@@ -90,7 +90,28 @@ def test_engines_of_their_own_receive_everything() -> None:
     sync = plan_sync(cfg, actor, 1, GPUS["H100"], Assumptions(link_efficiency=1.0))
     held = 2 * engine_numel(actor.geometry, 2)  # bf16; norms are held twice
     assert (sync.received, sync.received_total, sync.local_total, sync.imported) == (held, 6 * held, 0, 0)
-    assert sync.seconds == pytest.approx(held / 450e9)
-    assert estimate_seconds(cfg, actor, GPUS["H100"], Assumptions(link_efficiency=1.0)) == pytest.approx(held / 450e9)
-    nodes = plan_sync(cfg, actor, 1, replace(GPUS["H100"], per_node=1), Assumptions(link_efficiency=1.0))
+    ideal = Assumptions(link_efficiency=1.0)
+    for find in (plan_seconds, estimate_seconds):  # the one trainer rank sends to six ranks of engines
+        assert find(cfg, actor, GPUS["H100"], ideal) == pytest.approx(6 * held / 450e9)
+    nodes = plan_sync(cfg, actor, 1, replace(GPUS["H100"], per_node=1), ideal)
     assert nodes.imported == held
+
+
+def test_what_goes_to_a_machine_of_engines_is_sent_there_once() -> None:
+    """A machine with the trainer's four ranks, and two machines with two engines of two ranks each."""
+    cfg = Config()
+    cfg.rollout.placement, cfg.rollout.num_engines, cfg.rollout.layout.tp = "disaggregated", 4, 2
+    geometry = replace(SMALL, vocab_size=128)
+    actor = PlannedRole("actor", geometry, ParallelLayout(4, pp=2), True)
+    machines = replace(GPUS["H100"], per_node=4)
+    sync = plan_sync(cfg, actor, 4, machines, Assumptions(link_efficiency=1.0))
+    assert sync.received_total == 8 * 2 * engine_numel(geometry, 2)
+    whole = 2 * sum(prod(shape) for shape in hf_shapes(geometry).values())
+    assert sync.seconds >= 2 * whole / 4 / 50e9  # both import it, from four ranks
+    assert estimate_seconds(cfg, actor, machines, Assumptions(link_efficiency=1.0)) == pytest.approx(
+        2 * 2 * 2 * engine_numel(geometry, 2) / 4 / 50e9
+    )
+
+
+def plan_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Assumptions) -> float:
+    return plan_sync(cfg, actor, 1, gpu, assumed).seconds
