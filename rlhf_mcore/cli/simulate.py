@@ -140,7 +140,9 @@ def _checked(args: argparse.Namespace) -> list[int]:
         raise ConfigError(f"--staleness {args.staleness} is no list of bounds from 1 to 64, as in --staleness 1,2,4")
     for path in (args.json, args.png):
         if path and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ConfigError(f"{path} cannot be written: it is a directory, or in none that is writable; correct the path")
+            raise ConfigError(
+                f"{path} cannot be written: it is a directory, or in none that is writable; correct the path"
+            )
     return bounds
 
 

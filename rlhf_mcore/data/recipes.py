@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_mcore.rewards.answers import last_boxed
-from rlhf_mcore.rewards.code_tests import read_tests
+from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 
 Message = dict[str, str]
 PlacedRow = tuple[str, dict[str, Any]]
@@ -108,7 +108,7 @@ def code(place: str, row: Mapping[str, Any]) -> PreparedExample:
     try:
         source, question, tests, solution = make(row)
         is_program = read_tests(tests)[0].kind == "program"
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise error if isinstance(error, RowError) else RowError(f"the tests cannot be read: {error}") from error
     starter = row.get("starter_code")
     start = (

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
 from rlhf_mcore.rewards.answers import fits
-from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
+from rlhf_mcore.rewards.code_tests import UNREADABLE, CodeTest, code_of, read_tests, same_output, same_value
 from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.rewards.symbolic import Verdict
 from rlhf_mcore.sandbox.run import (
@@ -151,7 +151,7 @@ def load_code(**options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     def call(item: Mapping[str, Any]) -> dict[str, Any]:
         try:
             tests = read_tests(item["truth"])[: judge.max_tests]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except UNREADABLE:
             return {"grade": 0.0, "failure": "error"}  # which ``reward-test`` names
         spent_s, began, passed = 0.0, time.monotonic(), 0
         for index, test in enumerate(tests):

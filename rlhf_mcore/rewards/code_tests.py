@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TRUTH_CHARS = 2**26
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _TOLERANCE, _SMALLEST = 1e-5, 1e-8  # relative and absolute, of numpy.allclose, which the judges of APPS use
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"[+-]?[0-9]+", re.ASCII)
@@ -53,7 +54,7 @@ def read_tests(truth: Any) -> list[CodeTest]:
         ["assert ...", ...], or "assert ..."
 
     Raises:
-        ValueError: it has another form, or no tests.
+        one of ``UNREADABLE``: it has another form, or no tests.
     """
     if isinstance(truth, str):
         if len(truth) > MAX_TRUTH_CHARS:

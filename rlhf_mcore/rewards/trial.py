@@ -26,6 +26,7 @@ from rlhf_mcore.config.schema import Config, DataConfig, JudgeConfig, RewardConf
 from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
+from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.latex import canonical
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
@@ -139,8 +140,9 @@ def try_reward(
     score that any ground truth of the data source has, and more than an empty response.
 
     Raises:
-        ConfigError: the reward cannot be had, or gives no result again and again.
+        ConfigError: the reward cannot be had, gives no result again and again, or has tests to run that it cannot read.
     """
+    _refuse_unreadable_tests(cfg, rows, name)
     remote = replace(cfg.remote, deadline_s=min(cfg.remote.deadline_s, SERVER_S))
     judge = replace(cfg.judge, deadline_s=min(cfg.judge.deadline_s, SERVER_S))
     reward = build_reward(replace(cfg, on_error="zero", remote=remote, judge=judge))
@@ -223,6 +225,22 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
         f"{found}: every reward would be the same. Choose a rule that reads such answers (math reads most), or correct "
         "data.answer_key; `rlhf-mcore reward-test` shows what was tried"
     )
+
+
+def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[Row], name: str) -> None:
+    problems = []
+    for row in rows:
+        if not scores_alone(cfg) and any(rule.name == "code" for rule in _comparing(cfg, row.prompt)):
+            try:
+                read_tests(row.prompt.ground_truth)
+            except UNREADABLE as error:
+                problems.append(f"{row.place}: {_short(row.prompt.ground_truth)} ({error})")
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} of {len(rows)} rows of {name} that were tried have no tests that the reward rule code can read; the "
+            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code has the forms), or choose another rule for "
+            "their data source with reward.sources"
+        )
 
 
 def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) -> None:

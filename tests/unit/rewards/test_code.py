@@ -20,8 +20,10 @@ from rlhf_mcore.rewards import code
 from rlhf_mcore.rewards.code import CodeGrader
 from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
 from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rewards.trial import Row, try_reward
 from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.sandbox.run import Level
+from rlhf_mcore.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -250,3 +252,25 @@ def _is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
+    rows = [
+        Row(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
+        for n, truth in enumerate((SQUARES, "42"))
+    ]
+    with pytest.raises(ConfigError, match=r"1 of 2 rows of data.train .* line 1: '42' \(a int holds no tests\)"):
+        try_reward(RewardConfig(sources={}), rows, "data.train", 2)
+
+
+def test_a_trial_answers_with_the_solutions_of_rows_and_of_others() -> None:
+    solution = {"solution": RIGHT}
+    rows = [
+        Row("1", Prompt("1", 0, [], "", "taco", SQUARES, extra_info=solution)),
+        Row("2", Prompt("2", 1, [], "", "taco", {"inputs": ["2"], "outputs": ["8"]}, extra_info=solution)),
+        Row("3", Prompt("3", 2, [], "", "taco", SQUARES)),
+    ]
+    report = try_reward(RewardConfig(sources={}), rows, "data.train", 3)
+    assert [row.place for row in report.tried] == ["1", "2"]
+    assert [row.place for row in report.wrong_truths] == ["2"]
+    assert (report.paid_empty, [row.place for row in report.paid_others]) == ([], ["1", "3"])
