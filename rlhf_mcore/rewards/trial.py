@@ -238,8 +238,8 @@ def _refuse_unreadable_tests(cfg: RewardConfig, rows: Sequence[Row], name: str) 
     if problems:
         raise ConfigError(
             f"{len(problems)} of {len(rows)} rows of {name} that were tried have no tests that the reward rule code can read; the "
-            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code has the forms), or choose another rule for "
-            "their data source with reward.sources"
+            f"first: {problems[0]}. Correct data.answer_key or the rows (docs/rewards.md#code has the forms), or "
+            "choose another rule for their data source with reward.sources"
         )
 
 
