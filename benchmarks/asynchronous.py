@@ -1,0 +1,160 @@
+"""Samples per second of asynchronous over synchronous training, with lengths that have a long tail: a core for each side.
+
+One trainer rank on one core, one engine under Ray on another. A small model with random weights ends a response with a probability of
+about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), up to 512. All schedules run on the same two cores:
+
+- ``synchronous``: ``trainer.max_staleness=0``, one side waits for the other;
+- ``colocated``: two ranks, an engine in each, which sample and learn in turns;
+- ``one_step_off``: ``max_staleness=1``, everything that was begun is finished before new weights come;
+- ``partial``: ``max_staleness=4``, responses continue with new weights.
+
+The ratio is the better of synchronous and colocated over partial, by the median of rounds in which all of them run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.common import report
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPTS, SAMPLES, WARM_UP = 16, 4, 2
+SCHEDULES = {
+    "synchronous": ["trainer.max_staleness=0"],
+    "colocated": [
+        "rollout.placement=colocated",
+        "trainer.max_staleness=0",
+        "trainer.world_size=2",
+    ],
+    "one_step_off": ["trainer.max_staleness=1", "rollout.at_publish=drain"],
+    "partial": ["trainer.max_staleness=4"],
+}
+REWARD = "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 6\n"
+
+
+def main() -> None:
+    """Run all schedules in turns and write the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    quick = parser.parse_args().quick
+    rounds, steps = (1, 6) if quick else (3, 16)
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        make_model(directory)
+        rates: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
+        for number in range(rounds):
+            for name in SCHEDULES:
+                rates[name].append(measured(directory, name, number, steps))
+                print(name, rates[name][-1], flush=True)
+    best = [
+        max(a["samples_per_s"], b["samples_per_s"])
+        for a, b in zip(rates["synchronous"], rates["colocated"], strict=True)
+    ]
+    ratios = [partial["samples_per_s"] / other for partial, other in zip(rates["partial"], best, strict=True)]
+    values = {"rounds": rates, "ratios": ratios, "steps": steps, "rows_per_step": PROMPTS * SAMPLES}
+    report("asynchronous", values, ratio=statistics.median(ratios), goal=1.3, quick=quick)
+
+
+def make_model(directory: Path) -> None:
+    """The quickstart's model and data, with random weights and room for 640 tokens."""
+    tool = [
+        sys.executable,
+        str(ROOT / "tools" / "make_quickstart.py"),
+        "--out",
+        "made",
+        "--fit-steps",
+        "1",
+        "--num-eval",
+        "4",
+    ]
+    subprocess.run(tool, cwd=directory, env=environment(), check=True, capture_output=True)
+    path = directory / "made" / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"max_position_embeddings": 640}
+    path.write_text(json.dumps(config))
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent)).save_pretrained(path.parent)
+    (directory / "reward.py").write_text(REWARD)
+
+
+def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, float]:
+    """One run: samples per second of its steps after the first few, and the seconds of a step's phases."""
+    experiment = f"{name}-{number}"
+    arguments = [
+        f"experiment={experiment}",
+        "model.path=made/model",
+        "data.train=[made/train.parquet]",
+        "data.eval=[]",
+        "evaluate.every=0",
+        f"trainer.prompts_per_step={PROMPTS}",
+        f"trainer.minibatch_size={PROMPTS}",
+        f"trainer.num_steps={steps + WARM_UP}",
+        "trainer.max_tokens_per_microbatch=4096",
+        f"rollout.sampling.n={SAMPLES}",
+        "rollout.sampling.max_new_tokens=512",
+        "rollout.kv_cache_gib=0.5",
+        "reward.function=reward.py:score",
+        "reward.workers=1",
+        "actor.optimizer.lr=1e-7",
+        "checkpoint.save_steps=0",
+        "logging.tensorboard=false",
+        "logging.console=plain",
+        *SCHEDULES[name],
+    ]
+    config = str(ROOT / "configs" / "quickstart" / "async.yaml")
+    ended = threading.Event()
+    threading.Thread(target=pin_engines, args=(directory, ended), daemon=True).start()
+    cores = "0,1" if name == "colocated" else "0"
+    try:
+        subprocess.run(
+            ["taskset", "-c", cores, sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *arguments],
+            cwd=directory,
+            env={**environment(), "BENCHMARK_FOLDER": str(directory)},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    finally:
+        ended.set()
+    run = directory / "outputs" / "quickstart" / experiment
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    shutil.rmtree(run)
+    seconds = [record["timing/step_s"] for record in records]
+    names = [key for key in records[-1] if key.startswith("timing/") and key.endswith("_s") and "tokens" not in key]
+    kept = {key.removeprefix("timing/"): round(statistics.mean(r.get(key, 0.0) for r in records), 4) for key in names}
+    staleness = statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records)
+    lengths = statistics.mean(record["rollout/response_length_mean"] for record in records)
+    rate = PROMPTS * SAMPLES * len(records) / sum(seconds)
+    return {"samples_per_s": round(rate, 2), "length": round(lengths, 1), "staleness": round(staleness, 2), **kept}
+
+
+def pin_engines(directory: Path, ended: threading.Event) -> None:
+    """Keep the processes of engines on the second core."""
+    mark = f"BENCHMARK_FOLDER={directory}".encode()
+    while not ended.wait(0.2):
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if b"EngineHost" in (path / "cmdline").read_bytes() and mark in (path / "environ").read_bytes():
+                    for thread in (path / "task").iterdir():
+                        os.sched_setaffinity(int(thread.name), {1})
+            except OSError:  # it has ended
+                continue
+
+
+def environment() -> dict[str, str]:
+    """Of a run: one compute thread for each process."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Engines of their own under a real Ray, as a user has them: what they change, and what may happen to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "trainer.prompts_per_step=4",
+    "trainer.minibatch_size=4",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=12",
+    "rollout.kv_cache_gib=0.02",
+    "reward.function=reward.py:score",
+    "evaluate.every=0",
+    "evaluate.max_prompts=4",
+    "checkpoint.save_steps=1",
+    "logging.console=plain",
+    "logging.tensorboard=false",
+    "logging.rollouts_every=1",
+    "deterministic=true",
+]
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
+"""
+# Of a rank's time and of what the schedule counts; all else is what was learned.
+OWN = ("timing/", "bridge/", "rollout/in_flight", "rollout/redrawn", "rollout/staleness", "rollout/stale_")
+IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6"]
+
+
+def command(config: str, *arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "rlhf_mcore.cli.main",
+        "train",
+        str(ROOT / "configs" / "quickstart" / config),
+        *SMALL,
+        *arguments,
+    ]
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """With a temporary folder of its own, so that what a kill leaves there is seen."""
+    (directory / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
+
+
+def run(directory: Path, config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(config, *arguments),
+        cwd=directory,
+        env=environment(directory),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@contextmanager
+def running(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command("async.yaml", *arguments),
+        cwd=directory,
+        env=environment(directory),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def processes_of(directory: Path, name: str = "") -> list[int]:
+    """What runs with the temporary folder of ``directory``, and has ``name`` in its command line."""
+    found = []
+    mark = f"TMPDIR={directory / 'tmp'}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (path / "environ").read_bytes() and name in (path / "cmdline").read_bytes().decode():
+                found.append(int(path.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def metrics(directory: Path, experiment: str) -> list[dict[str, Any]]:
+    path = directory / "outputs" / "quickstart" / experiment / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [{name: value for name, value in record.items() if not name.startswith(OWN)} for record in records]
+
+
+def left_behind(directory: Path) -> list[str]:
+    return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def trained_on(directory: Path, experiment: str) -> list[str]:
+    """The prompts of all steps, each as often as a step has learned from it."""
+    folder = directory / "outputs" / "quickstart" / experiment / "rollouts"
+    lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    samples = Counter((record["step"], record["prompt_id"]) for record in map(json.loads, lines))
+    assert set(samples.values()) == {2}
+    return [prompt for _, prompt in samples]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("apart")
+    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
+    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
+    subprocess.run([*tool, *options], cwd=directory, env=environment(directory), check=True, capture_output=True)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path) -> None:
+    together = ["actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=3"]
+    assert run(workspace, "grpo.yaml", "experiment=together", *together).returncode == 0
+    ended = run(workspace, "async.yaml", "experiment=apart", "trainer.max_staleness=0", "trainer.num_steps=3")
+    assert ended.returncode == 0, ended.stderr
+    assert metrics(workspace, "apart") == metrics(workspace, "together") and len(metrics(workspace, "apart")) == 4
+    assert ended.stderr == "" and "ray" not in ended.stdout.lower().replace("array", "")
+    assert processes_of(workspace) == [] and left_behind(workspace) == []
+
+
+def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(workspace: Path) -> None:
+    ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
+    assert ended.returncode == 0, ended.stderr
+    for records in (2, 5):
+        with running(workspace, "experiment=killed", *IN_ORDER) as process:
+            wait_for(lambda records=records: len(metrics(workspace, "killed")) >= records)
+            process.send_signal(signal.SIGKILL)
+        wait_for(lambda: not processes_of(workspace), 60)  # neither ranks nor anything of Ray
+    ended = run(workspace, "async.yaml", "experiment=killed", *IN_ORDER)
+    assert ended.returncode == 0, ended.stderr
+    assert metrics(workspace, "killed") == metrics(workspace, "whole")
+    weights = [
+        workspace / "outputs/quickstart" / name / "latest/actor/model.safetensors" for name in ("killed", "whole")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert left_behind(workspace) == []
+
+
+def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(workspace: Path) -> None:
+    arguments = ["experiment=churn", "rollout.num_engines=2", "trainer.num_steps=8", "rollout.engine_timeout_s=20"]
+    with running(workspace, *arguments, "trainer.max_staleness=3") as process:
+        killed = 0
+        for records in (2, 4, 6):
+            wait_for(lambda records=records: len(metrics(workspace, "churn")) >= records or process.poll() is not None)
+            for pid in processes_of(workspace, "ray::EngineHost")[:1]:
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        printed, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and killed == 3, printed
+    assert printed.count("has failed and is started again") >= 1 and "Traceback" not in printed
+    learned = trained_on(workspace, "churn")
+    assert len(learned) == len(set(learned)) == 32
+
+
+def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path) -> None:
+    arguments = ["experiment=headless", *IN_ORDER]
+    with running(workspace, *arguments) as process:
+        wait_for(lambda: len(metrics(workspace, "headless")) >= 3)
+        [head] = processes_of(workspace, "gcs_server")
+        os.kill(head, signal.SIGKILL)
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, printed
+    assert printed.count("Ray on this machine has ended") == 1 and "Traceback" not in printed
+    wait_for(lambda: not processes_of(workspace), 60)
+    assert run(workspace, "async.yaml", *arguments).returncode == 0
+    assert metrics(workspace, "headless") == metrics(workspace, "whole")
