@@ -24,6 +24,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # Ray's 15 would let any other work on the machine go before generation
 }
 _NEEDED = ("gcs_server", "raylet")  # Ray's processes without which there is no Ray
 OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travels through it

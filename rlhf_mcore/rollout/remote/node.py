@@ -17,7 +17,7 @@ import time
 
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import free_port, source_address
-from rlhf_mcore.rollout.remote.head import OBJECT_STORE_BYTES
+from rlhf_mcore.rollout.remote.head import OBJECT_STORE_BYTES, SETTINGS
 
 _LOOK_S = 0.5
 _JOIN_S = 120.0  # for the head to be there
@@ -41,7 +41,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda found, _: ending.append(found))
     folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")  # paths of sockets are short
-    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+    environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
     end = time.monotonic() + _JOIN_S
     try:
         while True:
