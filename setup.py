@@ -45,6 +45,8 @@ EXTRAS_REQUIRE = {
     # Transformer Engine is used when it is there (NVIDIA's PyTorch container has it), never required.
     "gpu": ["vllm>=0.26"],
     "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`; nothing else draws
+    # Reward workers and rollout engines on other machines. Older releases have no authentication by token.
+    "ray": ["ray>=2.54"],
     "dev": [
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md

@@ -1,0 +1,59 @@
+"""What docs/rewards.md shows works as it is written there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import textwrap
+import threading
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
+from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
+from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.types import Prompt, Score
+from tests.episodes import single_turn
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+SNIPPETS = [textwrap.dedent(found) for found in re.findall(r"^    reward:\n(?:(?:     .*)?\n)+", PAGE, re.MULTILINE)]
+
+
+def test_a_server_of_your_own(tmp_path: Path) -> None:
+    section = PAGE[PAGE.index("## A server") :]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "server.py").write_text(code)
+    names = runpy.run_path(str(tmp_path / "server.py"), run_name="server")
+    with ThreadingHTTPServer(("127.0.0.1", 0), names["Rewards"]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/score"
+        reward = build_reward(RewardConfig(remote=RemoteRewardConfig(url=url, batch_size=2)))
+        made = [
+            single_turn(Prompt(text, n, [1], "", ground_truth="42"), 0, [1], [0.0], text, "stop", 0)
+            for n, text in enumerate(["It is 42", "It is 41", "42 "])
+        ]
+        assert reward.score(made) == [
+            Score(1.0, {"length": 8.0}),
+            Score(0.0, {"length": 8.0}),
+            Score(1.0, {"length": 3.0}),
+        ]
+        reward.close()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=[snippet.splitlines()[1].strip()[:30] for snippet in SNIPPETS])
+def test_a_configuration_is_one(snippet: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(snippet)
+    cfg = load_config(tmp_path / "run.yaml", ["model.path=none"]).reward
+    assert [*service_problems(cfg), *([] if scores_alone(cfg) else rule_problems(cfg))] == []
+
+
+def test_there_are_snippets_of_everything() -> None:
+    assert len(SNIPPETS) >= 6
+    assert all(
+        any(word in snippet for snippet in SNIPPETS)
+        for word in ("rules", "sources", "function", "pool", "remote", "judge")
+    )
