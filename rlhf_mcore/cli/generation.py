@@ -27,8 +27,9 @@ from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
-from rlhf_mcore.rollout.remote.fleet import Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling

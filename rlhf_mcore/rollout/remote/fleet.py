@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
-from rlhf_mcore.rollout.remote.host import EngineOrder, Meeting, Report
+from rlhf_mcore.rollout.remote.host import Meeting, Report
+from rlhf_mcore.rollout.remote.parts import Call, EnginesLost, EngineStatus, FleetPlan, Machines, Process
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec
@@ -24,69 +25,6 @@ _STARTING = ("due", "placing", "starting")
 _TICK_S = 0.25
 _CLOSE_S = 30.0
 _ROOM_S = 120.0  # for nodes of a cluster to join it
-
-
-class Call(Protocol):
-    """A method of an :class:`EngineHost` in another process, under way."""
-
-    def is_done(self) -> bool: ...
-
-    def result(self) -> Any: ...
-
-
-class Process(Protocol):
-    """A rank of an engine in another process. ``process`` is unique in a run."""
-
-    @property
-    def process(self) -> str: ...
-
-    def call(self, method: str, *arguments: Any) -> Call: ...
-
-
-class Machines(Protocol):
-    """Where processes come from: :class:`rlhf_mcore.rollout.remote.cluster.Cluster`."""
-
-    def connect(self) -> None: ...
-
-    def problem(self) -> str | None: ...
-
-    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None: ...
-
-    def spawn(self, name: str, tp: int) -> Sequence[Process]: ...
-
-    def end(self, name: str, processes: Sequence[Any]) -> None: ...
-
-    def wait(self, calls: Sequence[Any], timeout_s: float, *, every: bool = False) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class EnginesLost(RuntimeError):
-    """There is nothing left to sample with."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
-    """How many engines there are to be, what each is, and when it is given up."""
-
-    order: EngineOrder
-    num_engines: int
-    tp: int
-    threads: int  # compute threads of a process
-    timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
-    restarts: int  # failures in a row that an engine may have before the run ends
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """An engine as ``rlhf-mcore rollouts RUN_DIR list`` shows it."""
-
-    name: str
-    state: str
-    version: int
-    requests: int
-    tokens: int
-    failures: int
 
 
 @dataclass(slots=True, eq=False)

@@ -13,8 +13,9 @@ from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.protocols import GroupSpec
 from rlhf_mcore.rollout import EngineModel
 from rlhf_mcore.rollout.remote.cluster import Cluster
-from rlhf_mcore.rollout.remote.fleet import Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import EngineOrder
+from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.types import Request, Sampling
 
 MAX_MODEL_LEN = 160

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.own_processes import has_ended
-from rlhf_mcore.rollout.remote.fleet import EnginesLost, Fleet
+from rlhf_mcore.rollout.remote.fleet import Fleet
+from rlhf_mcore.rollout.remote.parts import EnginesLost
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
 from tests.e2e.rollout.tiny import save_model
 from tests.processes import descendants

@@ -11,8 +11,9 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
-from rlhf_mcore.rollout.remote.fleet import EnginesLost, Fleet, FleetPlan
+from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import Report
+from rlhf_mcore.rollout.remote.parts import EnginesLost, FleetPlan
 from rlhf_mcore.types import Completion, Request, Sampling
 
 TIMEOUT_S = 10.0

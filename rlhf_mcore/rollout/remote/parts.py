@@ -1,0 +1,73 @@
+"""What a fleet of engines is made of, and what it tells of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rlhf_mcore.rollout.remote.host import EngineOrder
+
+
+class Call(Protocol):
+    """A method of an :class:`EngineHost` in another process, under way."""
+
+    def is_done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+
+class Process(Protocol):
+    """A rank of an engine in another process. ``process`` is unique in a run."""
+
+    @property
+    def process(self) -> str: ...
+
+    def call(self, method: str, *arguments: Any) -> Call: ...
+
+
+class Machines(Protocol):
+    """Where processes come from: :class:`rlhf_mcore.rollout.remote.cluster.Cluster`."""
+
+    def connect(self) -> None: ...
+
+    def problem(self) -> str | None: ...
+
+    def capacity_problem(self, engines: int, tp: int, wait_s: float = 0.0) -> str | None: ...
+
+    def spawn(self, name: str, tp: int) -> Sequence[Process]: ...
+
+    def end(self, name: str, processes: Sequence[Any]) -> None: ...
+
+    def wait(self, calls: Sequence[Any], timeout_s: float, *, every: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EnginesLost(RuntimeError):
+    """There is nothing left to sample with."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """How many engines there are to be, what each is, and when it is given up."""
+
+    order: EngineOrder
+    num_engines: int
+    tp: int
+    threads: int  # compute threads of a process
+    timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
+    restarts: int  # failures in a row that an engine may have before the run ends
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine as ``rlhf-mcore rollouts RUN_DIR list`` shows it."""
+
+    name: str
+    state: str
+    version: int
+    requests: int
+    tokens: int
+    failures: int
