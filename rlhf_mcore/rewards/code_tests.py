@@ -83,7 +83,7 @@ def _read(truth: Any) -> Iterator[CodeTest]:
         for item in truth:
             yield _case(item) if isinstance(item, Mapping) else _asserts(item)
     else:
-        raise ValueError(f"a {type(truth).__name__} holds no tests")
+        raise ValueError(f"it is {type(truth).__name__}, which holds no tests")
 
 
 def _pairs(truth: Mapping[str, Any]) -> Iterator[CodeTest]:

@@ -126,7 +126,7 @@ def _build(options: dict[str, Any], control: socket.socket) -> Walls:
     # The kernel does not count processes of root, so that it may not have any beside its own.
     may_fork = os.geteuid() != 0 or walls.nobody
     try:
-        walls.filter = kernel.seccomp_filter(signals=may_signal, forks=may_fork)
+        walls.filter = kernel.seccomp_filter(signals=may_signal, forks=may_fork, metadata=walls.isolated)
     except OSError as error:
         walls.missing.append(f"seccomp: {error}")
     return walls

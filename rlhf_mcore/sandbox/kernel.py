@@ -220,6 +220,14 @@ DENIED = [
     "sched_setattr", "migrate_pages", "move_pages",
 ]
 # fmt: on
+# What Landlock lets through: modes, owners, times and attributes of files that are found by name, and who changes them.
+# fmt: off
+METADATA = [
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "truncate",
+    "utime", "utimes", "utimensat", "futimesat", "inotify_add_watch", "mq_unlink", "file_setattr",
+    "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat",
+]
+# fmt: on
 SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
 _ALLOW, _ERROR, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000, -1
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
@@ -240,11 +248,12 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def seccomp_filter(*, signals: bool, forks: bool) -> bytes:
+def seccomp_filter(*, signals: bool, forks: bool, metadata: bool) -> bytes:
     """A filter that refuses ``DENIED``, and sockets but for pairs of streams. libseccomp compiles it: it knows each machine's numbers.
 
     Args:
-        signals: whether signals may be sent; forks: whether processes may be made, beside threads.
+        signals: whether signals may be sent; forks: whether processes may be made, beside threads; metadata: whether modes, owners
+            and times of files may be changed.
 
     Raises:
         OSError: libseccomp is not installed.
@@ -264,7 +273,7 @@ def seccomp_filter(*, signals: bool, forks: bool) -> bytes:
             raise OSError(-status, f"seccomp: no rule for {name}: {os.strerror(-status)}")
 
     try:
-        for name in [*DENIED, *([] if signals else SIGNALS)]:
+        for name in [*DENIED, *([] if signals else SIGNALS), *([] if metadata else METADATA)]:
             deny(name)
         deny("clone3", error=errno.ENOSYS)  # its flags are out of a filter's sight; the C library falls back to clone
         for flag in _NAMESPACES:

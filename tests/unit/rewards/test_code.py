@@ -75,13 +75,13 @@ def test_forms_of_tests(truth: Any, tests: list[CodeTest]) -> None:
 @pytest.mark.parametrize(
     ("truth", "problem"),
     [
-        ("42", "a int holds no tests"),
+        ("42", "it is int, which holds no tests"),
         ("forty-two", "'forty-two' asserts nothing"),
         ([], "there are no tests"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "Expecting value"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name its function"),
-        (None, "a NoneType holds no tests"),
+        (None, "it is NoneType, which holds no tests"),
     ],
 )
 def test_what_is_no_tests(truth: Any, problem: str) -> None:
@@ -259,7 +259,9 @@ def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
         Row(f"rows.jsonl, line {n}", Prompt(str(n), n, [], "", "taco", truth))
         for n, truth in enumerate((SQUARES, "42"))
     ]
-    with pytest.raises(ConfigError, match=r"1 of 2 rows of data.train .* line 1: '42' \(a int holds no tests\)"):
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 rows of data.train .* line 1: '42' \(it is int, which holds no tests\)"
+    ):
         try_reward(RewardConfig(sources={}), rows, "data.train", 2)
 
 

@@ -207,6 +207,42 @@ for path in ({str(tmp_path / "new")!r}, os.__file__, "/usr/bin/new", "/new", "/d
     assert sorted(os.listdir(tmp_path)) == ["secret.txt"]
 
 
+def test_files_of_the_machine_cannot_be_changed_without_being_opened(walled: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    tmp_path.chmod(0o777)
+    before = os.stat(secret)
+    code = f"""
+import ctypes, os
+path, libc = {str(secret)!r}, ctypes.CDLL(None)
+for name, what in (
+    ("chmod", lambda path: os.chmod(path, 0o777)),
+    ("chown", lambda path: os.chown(path, os.getuid(), os.getgid())),
+    ("utime", lambda path: os.utime(path, (1, 1))),
+    ("truncate", lambda path: os.truncate(path, 0)),
+    ("attribute", lambda path: os.setxattr(path, "user.x", b"x")),
+    ("unlink", os.unlink),
+    ("rename", lambda path: os.rename(path, path + "2")),
+    ("link", lambda path: os.link(path, "here")),
+    ("directory", lambda path: os.mkdir(path + "3")),
+    ("pipe", lambda path: os.mkfifo(path + "4")),
+    ("watch", lambda path: libc.inotify_add_watch(libc.inotify_init(), path.encode(), 2) >= 0 or os.stat("/absent")),
+):
+    for each in (path, os.__file__):
+        try: what(each); print(name, each)
+        except OSError: pass
+"""
+    assert attack(walled, code).stdout == ("watch " + os.__file__ + "\n" if walled.level.name == "namespaces" else "")
+    after = os.stat(secret)
+    assert (after.st_mode, after.st_uid, after.st_mtime_ns, after.st_ctime_ns) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_mtime_ns,
+        before.st_ctime_ns,
+    )
+    assert (secret.read_text(), os.listdir(tmp_path)) == ("secret", ["secret.txt"])
+
+
 def test_there_is_no_network(walled: Sandbox, tmp_path: Path) -> None:
     with socket.socket() as server, socket.socket(socket.AF_UNIX) as local, socket.socket(socket.AF_UNIX) as abstract:
         server.bind(("127.0.0.1", 0))
