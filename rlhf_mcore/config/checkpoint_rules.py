@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
-from functools import cache
+from functools import cache, lru_cache
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,9 @@ def refuse(checkpoint: Path, fixed: list[str]) -> None:
         )
 
 
+@lru_cache(maxsize=4)
 def _read(text: str) -> Any:
+    """The tree of a configuration, which nobody changes. A run that resumes asks for the same texts several times."""
     try:
         tree = load_yaml(text, "config.yaml of the checkpoint")
     except ConfigError as error:

@@ -41,11 +41,6 @@ def is_group(key: str) -> bool:
     return is_dataclass(KEYS[key])
 
 
-def leaf_keys() -> list[str]:
-    """All keys that hold a value, in the order of the schema."""
-    return [key for key in KEYS if not is_group(key)]
-
-
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of a nested configuration."""
     for name, value in tree.items():

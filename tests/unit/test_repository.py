@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +227,12 @@ def as_yaml(value: Any) -> str:
     return str(value)
 
 
+@cache
 def configuration_page() -> str:
     return (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
+@cache
 def groups_described_elsewhere() -> dict[str, str]:
     """Group of keys -> the group that the page describes in its place: "| `critic.layout.*` | as `actor.layout.*` |"."""
     row = r"^\| `([a-z0-9_.]+\.)\*` \| as `([a-z0-9_.]+\.)\*`"

@@ -13,7 +13,7 @@ import pytest
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.data_files import check_fills_a_step
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, leaf_keys, value_of
+from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group, value_of
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.run_kinds import RUN_KINDS
 from rlhf_mcore.config.schema import DataConfig
@@ -221,17 +221,20 @@ def test_every_choice_is_checked_and_listed(workspace: Any, key: str) -> None:
     ]
 
 
+VALUES = [key for key in KEYS if not is_group(key)]
+
+
 def test_every_number_has_a_range_and_only_numbers_have_one() -> None:
-    numbers = {key for key in leaf_keys() if KEYS[key] in (int, float, int | None, float | None)}
-    ranges = {key for key in leaf_keys() if isinstance(DESCRIPTIONS[key].allowed, Range)}
+    numbers = {key for key in VALUES if KEYS[key] in (int, float, int | None, float | None)}
+    ranges = {key for key in VALUES if isinstance(DESCRIPTIONS[key].allowed, Range)}
     assert numbers - ranges == {"actor.layout.cp", "critic.layout.cp", "reward.model.layout.cp"}  # 1 is all there is
     assert ranges <= numbers
 
 
 def test_every_key_is_described() -> None:
-    silent = [key for key in leaf_keys() if not (DESCRIPTIONS[key].help or DESCRIPTIONS[key].allowed)]
+    silent = [key for key in VALUES if not (DESCRIPTIONS[key].help or DESCRIPTIONS[key].allowed)]
     assert silent == []
-    nullable = [key for key in leaf_keys() if NoneType in get_args(KEYS[key]) and not DESCRIPTIONS[key].null]
+    nullable = [key for key in VALUES if NoneType in get_args(KEYS[key]) and not DESCRIPTIONS[key].null]
     # Of a controller of the KL that the run does not have.
     assert nullable == ["algorithm.kl.controller.target", "algorithm.kl.controller.final", "reward.function"]
 
