@@ -462,3 +462,33 @@ def test_a_machine_on_which_nothing_can_be_started(monkeypatch: pytest.MonkeyPat
         assert run_python("print(1)", minimum="rlimits").reason is Reason.REFUSED
     finally:
         machine_level.cache_clear()
+
+
+@pytest.mark.skipif(not _of_this_machine(("filters",)), reason="this machine has no filters to lose")
+@pytest.mark.parametrize(
+    ("refused", "level"),
+    [
+        (["unshare", "mount", "pivot_root"], "filters"),  # as in a container of Docker or Podman
+        (["mount"], "filters"),  # as under AppArmor's profile of Docker
+        (["unshare", "landlock_create_ruleset"], "rlimits"),
+    ],
+)
+def test_what_a_machine_gives_is_found_by_building_it(refused: list[str], level: str) -> None:
+    program = f"""
+import ctypes, os
+library = ctypes.CDLL("libseccomp.so.2")
+library.seccomp_init.restype = ctypes.c_void_p
+context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(0x7FFF0000)))
+for name in {refused!r}:
+    number = library.seccomp_syscall_resolve_name(name.encode())
+    assert library.seccomp_rule_add_array(context, ctypes.c_uint32(0x50001), number, 0, None) == 0
+assert library.seccomp_load(context) == 0
+from rlhf_mcore.sandbox.run import *
+found = machine_level()
+print(found.name, *[missing.partition(":")[0] for missing in found.missing])
+print(run_python("print(6 * 7)", minimum=found.name).stdout, end="")
+print(run_python("print(6 * 7)", minimum="namespaces").reason.value)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    missing = {"filters": "namespaces", "rlimits": "namespaces filters"}[level]
+    assert done.stdout == f"{level} {missing}\n42\nrefused\n", done.stderr
