@@ -14,16 +14,18 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
-from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all
+from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
+_GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 # Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
 FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
@@ -146,8 +148,17 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
             child.send_signal(number)
         return of_process(child.wait())
     finally:
-        end_all(set(children()) - others)
+        _end_rest(others)
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)  # a live display that was killed has hidden it
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end_rest(others: set[int]) -> None:
+    """Nothing that the child has started stays. What ends by itself, as Ray does with its files, has a moment for it."""
+    end = time.monotonic() + _GRACE_S
+    while not all(map(has_ended, set(children()) - others)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for _ in range(3):  # what a process had started becomes ours when that is gone
+        end_all(set(children()) - others)
