@@ -236,7 +236,9 @@ def test_the_log_of_a_killed_rank_is_named_and_its_end_is_shown(
 
 ORPHANS = """
 import os, subprocess, sys
+from rlhf_mcore.cli import launch
 from rlhf_mcore.cli.launch import run_child
+launch._GRACE_S = 0.1
 code = 'import os, subprocess as s; print(s.Popen(["sleep", "60"], start_new_session=True).pid, flush=True); os.kill(os.getpid(), 9)'
 print(run_child([sys.executable, "-c", code], os.environ), flush=True)
 """
