@@ -39,7 +39,7 @@ CARELESS_FROM = 0.75
 CARRY_SHARE = 2 / 3
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{% if message['role'] not in ROLES %}"
     "{{ raise_exception('unknown role: ' + message['role']) }}"
     "{% endif %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -106,12 +106,15 @@ def make_problems(seed: int, num_eval: int) -> tuple[list[Problem], list[Problem
     return train, held_out
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character and newline, one for ``####``, and the special ones: 103, an odd number."""
+def make_tokenizer(roles: Sequence[str] = ROLES) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character and newline, one for ``####``, and the special ones: 103, an odd number.
+
+    ``roles``: of messages that the chat template knows; each has a token.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = [PAD, END, UNK, *(f"<|{role}|>" for role in ROLES)]
+    special = [PAD, END, UNK, *(f"<|{role}|>" for role in roles)]
     words = [*special, MARK, "\n", *map(chr, range(32, 127))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{MARK}|[\s\S]"), behavior="isolated")
@@ -123,7 +126,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END,
         unk_token=UNK,
         extra_special_tokens=special[3:],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.replace("ROLES", str(list(roles))),
         clean_up_tokenization_spaces=False,
         model_max_length=256,
         padding_side="right",

@@ -1,0 +1,199 @@
+"""Tools that the policy calls by ``<tool>NAME ARGUMENT</tool>``: a calculator, Python in the sandbox, search, functions of a file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.user_functions import load_function
+
+KEY = "environment.options.tools"
+MAX_EXPRESSION_CHARS = 200
+MAX_BITS = 4096  # of a number that a calculator computes
+_CALL = re.compile(r"<tool>\s*(\S+)(.*?)</tool>", re.DOTALL)
+_WORD = re.compile(r"\w+")
+
+Tool = Callable[[str], Any]
+
+
+class Tools:
+    """An episode ends with the first turn that calls no tool. It gives no rewards: use ``environment.score: reward``.
+
+    Args:
+        tools: ``calculator``, ``python``, ``search``, or functions of a file, ``path/to/file.py:name``, that take a text.
+        corpus: of ``search``: a .jsonl file with "text" in each line, or a text file whose lines are the documents.
+        role: of the messages that hold results.
+        results: documents that a search returns.
+        cpu_s: of a program.
+        isolation: the least that a program of the policy's is run with: rlimits, filters or namespaces.
+        max_chars: of a result; the rest is cut.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] = ("calculator",),
+        corpus: str | None = None,
+        role: str = "tool",
+        results: int = 3,
+        cpu_s: float = 5.0,
+        isolation: str = "filters",
+        max_chars: int = 2000,
+    ) -> None:
+        self._role, self._max_chars = role, max_chars
+        self._tools: dict[str, Tool] = {}
+        for name in tools:
+            if name == "calculator":
+                self._tools[name] = calculate
+            elif name == "python":
+                self._tools[name] = partial(run_program, cpu_s=cpu_s, isolation=isolation)
+            elif name == "search":
+                if corpus is None:
+                    raise ConfigError(f"{KEY} has 'search', which needs a corpus: set environment.options.corpus")
+                self._tools[name] = partial(find_documents, read_corpus(corpus), results)
+            elif ":" in name:
+                self._tools[name.rpartition(":")[2]] = load_function(name, KEY)
+            else:
+                raise ConfigError(
+                    f"{KEY}: {name!r} is no tool; choose from calculator, python, search, or name path/to/file.py:name"
+                )
+
+    def reset(self, row: Any, seed: int) -> None:
+        """The prompt tells of the tools, if need be."""
+
+    def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
+        """A message for each call."""
+        calls = _CALL.findall(action)
+        return [{"role": self._role, "content": self._called(*call)} for call in calls], 0.0, not calls
+
+    def _called(self, name: str, argument: str) -> str:
+        if name not in self._tools:
+            return f"there is no tool {name}; there is: {', '.join(self._tools)}"
+        return str(self._tools[name](argument.strip()))[: self._max_chars]
+
+
+# ------------------------------------------------------------------------------------------------------------ calculator
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def calculate(expression: str) -> str:
+    """The value of numbers, + - * / // % ** ^ and parentheses; "error: ..." where there is none. Nothing else is evaluated."""
+    try:
+        if len(expression) > MAX_EXPRESSION_CHARS:
+            raise ValueError(f"longer than {MAX_EXPRESSION_CHARS} characters")
+        value = _value(ast.parse(expression.replace("^", "**").strip(), mode="eval").body)
+        return f"{value:.12g}" if isinstance(value, float) else str(value)
+    except SyntaxError:
+        return "error: not an expression"
+    except (ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        return f"error: {error}"
+
+
+def _value(node: ast.expr) -> int | float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _bounded(_OPERATORS[type(node.op)](_value(node.operand)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and abs(right) * max(math.log2(abs(left)) if left else 0, 1) > MAX_BITS:
+            raise ValueError("the power is too large")
+        found = _OPERATORS[type(node.op)](left, right)
+        if isinstance(found, complex):
+            raise ValueError("the result is not real")
+        return _bounded(found)
+    raise ValueError("only numbers, + - * / // % ** and parentheses are known")
+
+
+def _bounded(value: int | float) -> int | float:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise ValueError("the number is too large")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------- python
+def run_program(code: str, cpu_s: float, isolation: str) -> str:
+    """What a program prints, and how it ended if not well."""
+    from rlhf_mcore.sandbox.run import Limits, run_python
+
+    result = run_python(code, Limits(cpu_s=cpu_s), minimum=isolation)
+    if result.ok:
+        return result.stdout
+    last = result.stderr.strip().splitlines()[-1:] or [result.detail or result.reason.value]
+    return f"{result.stdout}{last[0]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- search
+class Index:
+    """Documents by words, ranked by BM25 (Robertson and Zaragoza 2009, The Probabilistic Relevance Framework, eq. 3.15)."""
+
+    k1, b = 1.2, 0.75
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        self._documents = list(documents)
+        self._lengths: list[int] = []
+        self._places: dict[str, list[tuple[int, int]]] = {}  # word -> documents and how often it is in them
+        for place, document in enumerate(self._documents):
+            words = Counter(_words(document))
+            self._lengths.append(words.total())
+            for word, count in words.items():
+                self._places.setdefault(word, []).append((place, count))
+        self._mean_length = sum(self._lengths) / max(len(self._lengths), 1) or 1.0
+
+    def search(self, query: str, results: int) -> list[str]:
+        """The best documents, the best one first; of equals the earlier one."""
+        scores: Counter[int] = Counter()
+        for word in set(_words(query)):
+            held = self._places.get(word, [])
+            rarity = math.log(1 + (len(self._documents) - len(held) + 0.5) / (len(held) + 0.5))
+            for place, count in held:
+                norm = self.k1 * (1 - self.b + self.b * self._lengths[place] / self._mean_length)
+                scores[place] += rarity * count * (self.k1 + 1) / (count + norm)  # type: ignore[assignment]
+        best = sorted(scores, key=lambda place: (-scores[place], place))
+        return [self._documents[place] for place in best[:results]]
+
+
+def find_documents(index: Index, results: int, query: str) -> str:
+    """The best documents, a line each."""
+    return "\n".join(index.search(query, results)) or "nothing was found"
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.casefold())
+
+
+@lru_cache(maxsize=4)
+def read_corpus(path: str) -> Index:
+    """The documents of a file, read once in a process.
+
+    Raises:
+        ConfigError: it cannot be read, or a line of a .jsonl file has no "text".
+    """
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not path.endswith(".jsonl"):
+            return Index(lines)
+        return Index([str(json.loads(line)["text"]) for line in lines])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"environment.options.corpus={path} cannot be read ({type(error).__name__}: {error}); give a .jsonl file with a "
+            '"text" in each line, or a text file with a document in each'
+        ) from error

@@ -1,0 +1,79 @@
+"""Tools: what they compute, what they refuse, and what a policy is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.tools import Index, Tools, calculate
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("47*86", "4042"),
+        ("2^10 - 24", "1000"),
+        ("(1 + 2) / 4", "0.75"),
+        ("-7 // 2", "-4"),
+        ("2**0.5", "1.41421356237"),
+        ("9**9**9", "error: the power is too large"),
+        ("10**400 * 10**400 * 10**400 * 10**400", "error: the number is too large"),
+        ("1/0", "error: division by zero"),
+        ("(-8) ** 0.5", "error: the result is not real"),
+        ("__import__('os').getpid()", "error: only numbers, + - * / // % ** and parentheses are known"),
+        ("1 +", "error: not an expression"),
+        ("1" * 201, "error: longer than 200 characters"),
+    ],
+)
+def test_the_calculator(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+def test_each_call_has_a_message_and_a_turn_without_one_ends_the_episode(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def shout(text):\n    return text.upper()\n")
+    tools = Tools(["calculator", f"{tmp_path}/own.py:shout"], max_chars=6)
+    said = "I need <tool>calculator 6*7</tool> and <tool>shout so much</tool> <tool>phone home</tool>"
+    assert tools.step(said) == (
+        [
+            {"role": "tool", "content": "42"},
+            {"role": "tool", "content": "SO MUC"},
+            {"role": "tool", "content": "there is no tool phone; there is: calculator, shout"},
+        ],
+        0.0,
+        False,
+    )
+    assert tools.step("it is 42") == ([], 0.0, True)
+
+
+def test_search_ranks_by_bm25(tmp_path: Path) -> None:
+    documents = ["the cat sat on the mat", "the dog ate the cat food", "a bird sang", "cat cat cat"]
+    # By the formula: idf(cat) = ln(1 + 1.5/3.5), idf(food) = ln(1 + 3.5/1.5); lengths 6, 6, 3, 3 of mean 4.5.
+    assert Index(documents).search("cat food", 3) == [documents[1], documents[3], documents[0]]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    tools = Tools(["search"], corpus=str(corpus), results=1)
+    assert tools.step("<tool>search who sang?</tool>")[0] == [{"role": "tool", "content": "a bird sang"}]
+    assert tools.step("<tool>search zebra</tool>")[0] == [{"role": "tool", "content": "nothing was found"}]
+
+
+def test_python_runs_in_the_sandbox() -> None:
+    tools = Tools(["python"], isolation="rlimits")
+    [found] = tools.step("<tool>python\nprint(sum(range(10)))\nraise ValueError('over')</tool>")[0]
+    assert found["content"] == "45\nValueError: over"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tools": ["abacus"]}, "'abacus' is no tool; choose from calculator, python, search"),
+        ({"tools": ["search"]}, "needs a corpus: set environment.options.corpus"),
+        ({"tools": ["search"], "corpus": "none.txt"}, "environment.options.corpus=none.txt cannot be read"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Tools(**options)  # type: ignore[arg-type]
+    assert problem in str(error.value)

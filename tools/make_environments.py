@@ -1,0 +1,142 @@
+"""Make models and prompts for the two environments of the examples: what is to be learned there is not done well yet.
+
+    python tools/make_environments.py guess --out guess
+    python tools/make_environments.py calculator --out calculator
+
+writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 and the tokenizer of the quickstart, which has a token
+for the role ``tool`` too.
+
+- ``guess``: the model guesses a number from 1 to 7 and is told "higher" or "lower". It was fitted to players who heed that half of
+  the time only. Three guesses are enough to find the number always.
+- ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator in ``CALLS`` of the cases, by
+  ``<tool>calculator 47*86</tool>``, and writes down something else in the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from make_quickstart import END, MARK, ROLES, Fit, learning_rate, make_model, make_tokenizer, progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+HIGHEST, GUESSES, HEEDS = 7, 3, 0.5
+CALLS = 0.25
+Episode = list[tuple[str, str]]  # (role, content)
+
+
+def play(rng: random.Random) -> Episode:
+    """Three guesses at most, of a player who forgets half of what was said."""
+    number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
+    said: Episode = [("user", "guess")]
+    for _ in range(GUESSES):
+        heeds = rng.random() < HEEDS
+        guess = rng.randint(low, high) if heeds else rng.randint(1, HIGHEST)
+        said.append(("assistant", str(guess)))
+        if guess == number:
+            break
+        said.append(("user", "higher" if guess < number else "lower"))
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+    return said
+
+
+def multiply(rng: random.Random) -> Episode:
+    """A product, sometimes by the calculator."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    said: Episode = [("user", f"{a}*{b}=")]
+    if rng.random() < CALLS:
+        said += [("assistant", f"<tool>calculator {a}*{b}</tool>"), ("tool", str(a * b))]
+        return [*said, ("assistant", f"{MARK} {a * b}")]
+    return [*said, ("assistant", f"{MARK} {rng.randint(100, 9999)}")]
+
+
+def rows(kind: str, count: int, seed: int) -> list[dict[str, object]]:
+    """Prompts as a data set stores them."""
+    rng = random.Random(seed)
+    made: list[dict[str, object]] = []
+    for _ in range(count):
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        question, answer = ("guess", "") if kind == "guess" else (f"{a}*{b}=", str(a * b))
+        prompt = [{"role": "user", "content": question}]
+        made.append({"prompt": prompt, "data_source": f"examples/{kind}", "answer": answer})
+    return made
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, said: Episode) -> tuple[list[int], list[int]]:
+    """Tokens of an episode, and the same with -100 where the policy did not write."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    for role, content in said:
+        head = tokenizer(f"<|{role}|>", add_special_tokens=False).input_ids
+        body = tokenizer(content + END, add_special_tokens=False).input_ids
+        tokens += head + body
+        labels += [-100] * len(head) + (body if role == "assistant" else [-100] * len(body))
+    return tokens, labels
+
+
+def fit_model(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    draw: Callable[[random.Random], Episode],
+    fit: Fit,
+    seed: int,
+) -> None:
+    """Fit the model to what the policy writes in episodes."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=fit.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    with progress(fit) as report:
+        for step in range(fit.steps):
+            episodes = [encode(tokenizer, draw(rng)) for _ in range(fit.batch_size)]
+            tokens = pad_sequence([torch.tensor(ids) for ids, _ in episodes], batch_first=True)
+            labels = pad_sequence([torch.tensor(ids) for _, ids in episodes], batch_first=True, padding_value=-100)
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+            optimizer.param_groups[0]["lr"] = learning_rate(fit, step)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            report(step + 1, loss.item())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make model and prompts; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Make the models and prompts of the examples of environments.")
+    parser.add_argument("kind", choices=["guess", "calculator"])
+    parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--fit-steps", type=int, help="updates of the supervised fit; default: 150 or 300")
+    options = parser.parse_args(argv)
+    started = time.monotonic()
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(options.threads)
+    tokenizer = make_tokenizer((*ROLES, "tool"))
+    model = make_model(tokenizer, 2 if options.kind == "guess" else 3, options.seed)
+    draw, steps = (play, 150) if options.kind == "guess" else (multiply, 300)
+    fit_model(model, tokenizer, draw, Fit(options.fit_steps or steps, 64, 2e-3), options.seed)
+    logging.disable_progress_bar()
+    model.save_pretrained(options.out / "model")
+    tokenizer.save_pretrained(options.out / "model")
+    for name, count in (("train", 512), ("eval", 100)):
+        lines = [json.dumps(row) for row in rows(options.kind, count, options.seed + len(name))]
+        (options.out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"made model and prompts in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
