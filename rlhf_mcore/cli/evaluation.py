@@ -258,7 +258,13 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     if cfg.reward.judge.rubric_file is not None:
         reward["judge"]["rubric_file"] = digest_of_file(Path(cfg.reward.judge.rubric_file))
     code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
+    environment = None
+    if cfg.environment.function is not None:
+        file = cfg.environment.function.rpartition(":")[0]
+        held = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
+        environment = {**held, "code": digest_of_file(Path(file)) if file else None}
     return {
+        **({} if environment is None else {"environment": environment}),
         "model": {
             "weights": weight_sketches(cfg.model.path, task.sharded),
             "files": _companions(cfg.model.path),
