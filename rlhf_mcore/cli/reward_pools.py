@@ -27,6 +27,7 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     if cfg.pool != "ray":
         return WorkerPool
     from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
+    from rlhf_mcore.rollout.remote.head import SETTINGS
 
     def connected(address: str | None) -> Cluster:
         cluster = Cluster(address, 1, key=KEY)
@@ -42,6 +43,7 @@ def reward_pools(cfg: RewardConfig) -> Pools:
     told = all_gather_json([machine, own.joined, os.environ[TOKEN_VARIABLE]] if own is not None else [])
     address = cfg.ray.address
     if own is None and address is None:
+        os.environ.update(SETTINGS)  # with which the first rank has started it, on the loopback
         address, os.environ[TOKEN_VARIABLE] = next(entry[1:] for entry in told if entry[:1] == [machine])
     cluster = on_every_rank(lambda: own or connected(address))
     return RayPools(cluster, cfg.ray.cpus_per_worker)
