@@ -18,9 +18,10 @@ from pathlib import Path
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: no cluster, so nothing listens elsewhere
 # Read by Ray when it is imported: it listens on the loopback only, sends nothing home, and starts no worker before it is asked to.
 SETTINGS = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    LOOPBACK_ONLY: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_AUTH_MODE": "token",

@@ -17,7 +17,7 @@ import time
 
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import free_port, source_address
-from rlhf_mcore.rollout.remote.head import OBJECT_STORE_BYTES, SETTINGS
+from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS
 
 _LOOK_S = 0.5
 _JOIN_S = 120.0  # for the head to be there
@@ -42,6 +42,7 @@ def main() -> int:
         signal.signal(number, lambda found, _: ending.append(found))
     folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")  # paths of sockets are short
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
+    del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S
     try:
         while True:
