@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Set
 from decimal import Decimal
 from fractions import Fraction
-from types import ModuleType
 from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 2**26
@@ -54,12 +54,10 @@ def to_json(value: Any, keep: Keep = refuse) -> Any:
         return {"Fraction": [to_json(value.numerator), to_json(value.denominator)]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
-    if isinstance(value, ModuleType):
-        return {"module": value.__name__}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufcU":
         return to_json(value.item(), keep)
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufcU":
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         return {"array": [value.dtype.str, to_json(value.tolist(), keep)]}
     return keep(value)
 
@@ -68,7 +66,10 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
-    """The value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here."""
+    """The value that ``to_json`` has written. ``kept(name, content)`` makes something of names that are not known here.
+
+    The text may be hostile: nothing is imported or allocated that is larger than it.
+    """
     if isinstance(value, list):
         return [from_json(item, kept) for item in value]
     if not isinstance(value, dict):
@@ -89,11 +90,15 @@ def from_json(value: Any, kept: Callable[[str, Any], Any]) -> Any:
         return kind(*(from_json(item, kept) for item in content))
     if name == "Decimal":
         return Decimal(content)
-    if name == "module":
-        return importlib.import_module(content)
-    if name == "array":
-        return importlib.import_module("numpy").array(from_json(content[1], kept), dtype=content[0])
     return kept(name, content)
+
+
+def array_from_json(content: Any, kept: Callable[[str, Any], Any]) -> Any:
+    """The array of numpy that ``to_json`` has written under the name "array"."""
+    kind, items = content
+    if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", kind):
+        raise ValueError(f"no array has the type {kind!r:.20}")
+    return importlib.import_module("numpy").array(from_json(items, kept), dtype=kind)
 
 
 def update(value: Any, now: Any) -> None:

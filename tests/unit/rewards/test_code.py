@@ -194,6 +194,41 @@ def test_fault_24_a_program_that_is_wrong_gets_nothing_and_harms_nothing(
     assert graders["all"].submit([(response, SQUARES), (RIGHT, SQUARES)])() == [(0.0, None), (1.0, None)]
 
 
+def test_what_a_function_gives_back_is_data_and_nothing_else(graders: dict[str, CodeGrader]) -> None:
+    """Text that would import, build or compute something where it is read, outside of the sandbox."""
+    truth = {"inputs": [[1]], "outputs": [2], "fn_name": "f"}
+    written = [
+        '{"module": "unittest.__main__"}',
+        '{"array": ["S1000000000", ["a", "b"]]}',
+        '{"array": ["<i8", 2]}',  # is read as 2
+        "[" * 10**5,
+        '{"set": [' + ",".join(str(i * (2**61 - 1)) for i in range(20000)) + "]}",
+        '{"int": "0x2"}',
+        '{"lent": 0}',
+        "2 2",
+    ]
+    code = """import os
+def f(x):
+    for n in {{0, *range(3, 64)}}:
+        try: os.write(n, {!r}.encode())
+        except OSError: pass
+    os._exit(0)"""
+    responses = ["```python\n" + code.format(text) + "\n```" for text in written]
+    grades = graders["all"].submit([(response, truth) for response in responses])()
+    assert grades == [
+        (0.0, None),
+        (0.0, None),
+        (1.0, None),
+        (0.0, None),
+        (0.0, None),
+        (1.0, None),
+        (0.0, None),
+        (0.0, None),
+    ]
+    packages = "```python\nimport numpy as np\ndef f(x): return np.array([x, 2.5])\n```"
+    assert graders["all"](packages, {**truth, "outputs": [[1, 2.5]]}) == 1.0
+
+
 def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(graders: dict[str, CodeGrader]) -> None:
     assert graders["all"].submit([(RIGHT, "42"), (RIGHT, object()), (RIGHT, SQUARES)])() == [
         (0.0, "error"),

@@ -170,12 +170,15 @@ class AlwaysStr(str):
         ("import os\ndef f(x):\n    for n in range(64):\n        try: os.write(n, b'{\"value\": true}\\n' * 9)\n        except OSError: pass\n    return 3",
          "assert f(1) == 2"),
         ("import os\ndef f(x):\n    os.write(4, b'{\"value\": {\"module\": \"this\"}, \"x\": 1}\\n')\n    return 3", "assert f(1) == 2"),
+        ("import os\ndef f(x):\n    os.write(4, b'{\"value\": {\"module\": \"unittest.__main__\"}}\\n')", "assert f(1) == 2"),
+        ("import unittest\ndef f(x): return unittest", "import unittest.__main__\nassert f(1) == 2"),
+        ("def f(x): return 3", "f(1)\nexit(0)\nassert f(1) == 2"),
         ("import os\ndef f(x):\n    os.write(4, b'[' * 10**6 + b'\\n')\n    return 3", "assert f(1) == 2"),
         ("import os\ndef f(x):\n    os.write(4, b'{\"error\": \"SystemExit\", \"text\": \"0\"}\\n')\n    return 3", "assert f(1) == 2"),
         ("print('ok')", "assert f(1) == 2"),
         ("def f(x", "assert f(1) == 2"),
     ],
-    ids=range(28),
+    ids=range(31),
 )  # fmt: skip
 def test_fault_24_code_that_is_wrong_does_not_pass(pair: tuple[Sandbox, Sandbox], code: str, test: str) -> None:
     assert check(pair, code, test).reason is Reason.WRONG
