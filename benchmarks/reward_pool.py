@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer items and turns")
     args = parser.parse_args()
-    items, turns = (64, 3) if args.quick else (512, 9)
+    items, turns = (64, 3) if args.quick else (512, 7)
     workers = len(os.sched_getaffinity(0))
     found = []
     with tempfile.TemporaryDirectory() as folder:

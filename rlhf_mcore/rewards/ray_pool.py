@@ -221,8 +221,9 @@ class _Keeper:
         import ray
 
         self._workers.remove(worker)
-        with suppress(Exception):  # Ray may be gone, and the actor with it
-            ray.kill(worker.actor)
+        with suppress(Exception):  # the actor may be gone
+            if ray.is_initialized():  # else, as at the end of a process, Ray would start another cluster to look for it there
+                ray.kill(worker.actor)
 
     def _give_out(self, job: Job) -> None:
         chunk = max(1, min(MAX_CHUNK, len(job.items) // (4 * self._limits.workers)))

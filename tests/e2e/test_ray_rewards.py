@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
 
 
@@ -136,6 +142,44 @@ def test_groups_are_scored_while_others_are_waited_for(reward: Callable[..., Poo
     assert [collect() for collect in quick] == [[Score(1.0)] * 3] * 3
     mark.touch()
     assert slow() == [Score(1.0)]
+
+
+def test_the_ranks_of_a_machine_share_one_ray_which_ends_with_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + "return len(solution_str)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        world = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+        }
+    command = [sys.executable, "-m", "tests.e2e.ray_rank", f"{tmp_path}/mine.py:grade"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=own | world | {"RANK": rank, "LOCAL_RANK": rank},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    printed = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    (first, address), (second, other) = (json.loads(out) for out, _ in printed)
+    assert [line for _, told in printed for line in told.splitlines() if "SIGTERM" in line or "Ray" in line] == []
+    assert first == second == [0.0, 1.0, 2.0] and address == other
+    host, _, port = address.rpartition(":")
+    assert host == "127.0.0.1"
+    for _ in range(300):
+        with suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
+            time.sleep(0.1)
+            continue
+        break
+    else:
+        pytest.fail("Ray is still there")
 
 
 def test_there_is_no_ray_at_an_address() -> None:
