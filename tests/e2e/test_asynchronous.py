@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -193,3 +194,50 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path) -> 
     wait_for(lambda: not processes_of(workspace), 60)
     assert run(workspace, "async.yaml", *arguments).returncode == 0
     assert metrics(workspace, "headless") == metrics(workspace, "whole")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
+    arguments = ["experiment=ten", "rollout.num_engines=2", "trainer.num_steps=120", "rollout.engine_restarts=10"]
+    chance = random.Random(0)
+    with running(workspace, *arguments, "trainer.max_staleness=3", "checkpoint.save_steps=50") as process:
+        wait_for(lambda: len(metrics(workspace, "ten")) >= 2)
+        for number in range(10):
+            time.sleep(chance.uniform(1, 8))
+            wait_for(lambda: processes_of(workspace, "ray::EngineHost") or process.poll() is not None)
+            assert process.poll() is None, f"the run has ended after {number} kills"
+            os.kill(chance.choice(processes_of(workspace, "ray::EngineHost")), signal.SIGKILL)
+        printed, _ = process.communicate(timeout=3000)
+    assert process.returncode == 0 and "Traceback" not in printed, printed
+    learned = trained_on(workspace, "ten")
+    assert len(learned) == len(set(learned)) == 480
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_fault_34_ten_random_kills_of_the_job(workspace: Path) -> None:
+    config = str(ROOT / "configs" / "quickstart" / "async.yaml")
+    arguments = [*SMALL, *IN_ORDER, "trainer.num_steps=150", "experiment=x", "checkpoint.save_total_limit=2"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools" / "chaos.py"),
+            config,
+            *arguments,
+            "--kills",
+            "10",
+            "--latest",
+            "10",
+            "--after-save",
+            "half",
+        ],
+        cwd=workspace,
+        env=environment(workspace),
+        capture_output=True,
+        text=True,
+        timeout=3500,
+        check=False,
+    )
+    assert done.returncode == 0 and "10 kills, 0 differences" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert left_behind(workspace) == []
