@@ -20,7 +20,10 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
     if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
         yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
-    yield from _apart_problems(cfg) if cfg.rollout.placement == "disaggregated" else _colocated_problems(cfg)
+    if cfg.rollout.placement == "disaggregated":
+        yield from _apart_problems(cfg)
+    elif cfg.rollout.placement == "colocated":  # a misspelled one is named as such, and the keys of neither
+        yield from _colocated_problems(cfg)
     if cfg.rollout.deterministic_order and cfg.rollout.at_publish not in (None, "drain"):
         yield (
             f"rollout.at_publish={cfg.rollout.at_publish}: what a response gets of new weights depends on the time, which "
@@ -35,7 +38,8 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
 
 def _apart_problems(cfg: Config) -> Iterator[str]:
     address = cfg.rollout.ray.address
-    if address is not None and not re.fullmatch(r"[^:]+:\d+", address):
+    port = re.fullmatch(r"[^:]+:(\d{1,5})", address or "")
+    if address is not None and (port is None or not 1 <= int(port[1]) <= 65535):
         yield f"rollout.ray.address={address!r} is no address; give host:port, as ray start --head prints it, or null"
     if cfg.bridge.method != "planned" or cfg.bridge.verify == "full":
         yield (
@@ -62,4 +66,9 @@ def _colocated_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.num_engines={cfg.rollout.num_engines} is of rollout.placement=disaggregated; colocated engines are as many as "
             "trainer.world_size / rollout.layout.tp. Remove it"
+        )
+    if cfg.rollout.ray.address is not None:
+        yield (
+            f"rollout.ray.address={cfg.rollout.ray.address} is of rollout.placement=disaggregated; colocated engines do not use Ray. "
+            "Set it to null"
         )

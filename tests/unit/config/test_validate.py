@@ -92,6 +92,8 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["rollout.oversample=2"], None, ["rollout.oversample=2", "set it to 1"]),
         ([*APART, "bridge.method=gather"], None, ["bridge.method=gather", "planned"]),
         ([*APART, "rollout.ray.address=head"], None, ["rollout.ray.address='head'", "host:port"]),
+        ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
+        (["rollout.ray.address=10.0.0.1:6379"], None, ["rollout.ray.address=10.0.0.1:6379", "disaggregated"]),
         (
             [*APART, "trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
             None,
@@ -244,6 +246,11 @@ def test_functions_of_a_users_file_are_accepted_where_they_are_defined(workspace
     assert check("algorithm.advantage=mine.py:estimate", "algorithm.use_critic=true", "rollout.sampling.n=1") == []
     problem = only(check("algorithm.policy_loss=mine.py:loss"))
     assert problem.startswith("algorithm.policy_loss=mine.py:loss") and "estimate" in problem
+
+
+def test_a_misspelled_placement_is_not_taken_for_the_other_one(workspace: Any) -> None:
+    problem = only(check("rollout.placement=disagregated", "trainer.max_staleness=1", "rollout.num_engines=2"))
+    assert problem == "rollout.placement='disagregated' is not a choice; choose one of: colocated, disaggregated"
 
 
 def test_all_problems_come_at_once(workspace: Any) -> None:
