@@ -72,7 +72,7 @@ class RayCall:
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
         except (RayError, GetTimeoutError) as error:
-            raise ProcessLost(_first_lines(error)) from None
+            raise ProcessLost(_first_line(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Cluster:
                 ray.init(address=address, configure_logging=False, log_to_driver=DEBUG_VARIABLE in os.environ)
         except Exception as error:
             raise ConfigError(
-                f"{self.key}={self.address}: Ray does not take this connection ({_first_lines(error)}); check the address, "
+                f"{self.key}={self.address}: Ray does not take this connection ({_first_line(error)}); check the address, "
                 f"the version of Ray ({ray.__version__} here) and {TOKEN_VARIABLE}"
             ) from error
         if DEBUG_VARIABLE not in os.environ:
@@ -277,6 +277,7 @@ def _require_token(key: str) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _first_lines(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
+    """What follows in an error of Ray's are numbers of actors and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return without_secrets(" ".join(lines[:3])[:400])
+    return without_secrets((lines or [type(error).__name__])[0][:400])
