@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
+from rlhf_mcore.config.choices import ENVIRONMENTS
 from rlhf_mcore.config.data_files import example_problems, prompt_problems
 from rlhf_mcore.config.derive import (
     default_world_size,
@@ -164,7 +165,7 @@ def _environment_problems(cfg: Config) -> Iterator[str]:
     own = cfg.environment
     if own.function is None:
         return
-    if own.function != "tools":
+    if own.function not in ENVIRONMENTS:
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
     if cfg.rollout.placement == "disaggregated":
         yield (

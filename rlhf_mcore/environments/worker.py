@@ -23,7 +23,10 @@ from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
 from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of, number_problem, shown
 
 KEY = "environment.function"
-BUILT_IN = {"tools": "rlhf_mcore.environments.tools:Tools"}
+BUILT_IN = {
+    "tools": "rlhf_mcore.environments.tools:Tools",
+    "gymnasium": "rlhf_mcore.environments.gymnasium:Gymnasium",
+}
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'
 

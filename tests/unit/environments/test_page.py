@@ -49,7 +49,9 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_every_reason_is_in_the_table() -> None:
     section = PAGE.partition("## What ends an episode")[2].partition("\n## ")[0]
-    assert {"finish_reason", "stop", "environment", *LIMITS} == set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    assert {"finish_reason", "stop", "environment", *LIMITS} == set(
+        re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("name", ["guess", "calculator"])

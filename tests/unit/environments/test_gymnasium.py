@@ -1,0 +1,28 @@
+"""The adapter, on an environment of gymnasium's own."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments.gymnasium import Gymnasium
+
+
+def test_a_walk_over_the_frozen_lake() -> None:
+    pytest.importorskip("gymnasium")
+    lake = Gymnasium("FrozenLake-v1", ["left", "down", "right", "up"], arguments={"is_slippery": False})
+    assert lake.reset({"prompt": "go"}, seed=2**40) == "0"
+    assert lake.step("fly") == ("choose one of: left, down, right, up", 0.0, False)
+    walked = [lake.step(f"{way} please") for way in ("down", "down", "right", "right", "down", "right")]
+    assert walked == [(cell, float(cell == "15"), cell == "15") for cell in ("4", "8", "9", "10", "14", "15")]
+    lake.close()
+    with pytest.raises(ConfigError, match=r"environment.options.id=Nowhere-v0: gymnasium cannot make it"):
+        Gymnasium("Nowhere-v0")
+
+
+def test_without_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match="install it"):
+        Gymnasium("FrozenLake-v1")
