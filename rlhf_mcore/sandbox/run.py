@@ -18,8 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -53,6 +53,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # libraries do not start a thread per core
     "OPENBLAS_NUM_THREADS": "1",
 }
+_OF_THE_INTERPRETER = ("LD_LIBRARY_PATH", "TMPDIR")  # which programs do not see
 _BOOTSTRAP = (
     "import sys, json; sys.path[0] = sys.argv[2]; from rlhf_mcore.sandbox import inside; del sys.path[0]; "
     "inside.main(int(sys.argv[1]), json.loads(sys.argv[3]))"
@@ -157,7 +158,7 @@ def run_python(code: str, limits: Limits = Limits(), *, stdin: str = "", minimum
     if not level.reaches(minimum):
         return Result(Reason.REFUSED, detail=f"isolation is {level.name}, {minimum} was asked for")
     with Sandbox(level.name, site_packages()) as sandbox:
-        return sandbox.run(Program(code), limits, stdin=stdin.encode(errors="surrogateescape"))
+        return sandbox.run(Program(code), limits, stdin=stdin.encode(errors="replace"))
 
 
 class Sandbox:
@@ -185,7 +186,7 @@ class Sandbox:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), root, json.dumps(options)],
-                env={**_ENVIRONMENT, **({"LD_LIBRARY_PATH": libraries} if libraries else {})},
+                env={name: os.environ[name] for name in _OF_THE_INTERPRETER if name in os.environ} | _ENVIRONMENT,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -221,15 +222,18 @@ class Sandbox:
     def close(self) -> None:
         """Kill everything that is in it."""
         self._control.close()
-        kill_below(self._process.pid)
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)  # it ends, and removes its files, when the socket is closed
+        except subprocess.TimeoutExpired:
+            kill_below(self._process.pid)
+            self._process.kill()
+            self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
 
     def run(self, program: Program, limits: Limits = Limits(), *, stdin: bytes = b"") -> Result:
         """Run a program to its end, or to that of its limits."""
-        with self._lock:
+        with self._lock, _closed_if_interrupted(self):
             return _supervise([_Running(self, program, limits, stdin)])
 
     def test(self, code: Program, test: Program, tester: Sandbox, limits: Limits = Limits()) -> Result:
@@ -238,7 +242,7 @@ class Sandbox:
         Where the code was stopped for what it has used, that is the reason instead.
         """
         ours, theirs = socket.socketpair()
-        with self._lock, tester._lock, ours, theirs:
+        with self._lock, tester._lock, _closed_if_interrupted(self, tester), ours, theirs:
             running = [_Running(tester, test, limits, b"", ours), _Running(self, code, limits, b"", theirs)]
             ours.close()
             theirs.close()
@@ -249,6 +253,17 @@ class Sandbox:
         self._start()
 
 
+@contextmanager
+def _closed_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
+    """After Ctrl-C nobody waits for the answers, which the next program must not be given."""
+    try:
+        yield
+    except BaseException:
+        for sandbox in sandboxes:
+            sandbox.close()
+        raise
+
+
 @dataclass(slots=True)
 class _Output:
     """One of a program's two streams."""
@@ -256,8 +271,10 @@ class _Output:
     descriptor: int
     limit: int
     data: bytearray = field(default_factory=bytearray)
-
     is_open: bool = True
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
     @property
     def is_full(self) -> bool:
@@ -352,7 +369,6 @@ class _Running:
         assert self.answer is not None
         for stream in self.streams:
             stream.read()
-            os.close(stream.descriptor)
         out, err = (stream.text for stream in self.streams)
         if "failed" in self.answer:
             return Result(Reason.REFUSED, detail=self.answer["failed"])
@@ -373,26 +389,19 @@ class _Running:
 def _supervise(running: Sequence[_Running]) -> Result:
     """Until the first program has ended; the others are stopped then."""
     first, *others = running
-    try:
-        while any(each.answer is None for each in running):
-            poll = select.poll()
-            for each in running:
-                if each.answer is None:
-                    for descriptor in each.interests():
-                        poll.register(descriptor, select.POLLIN)
-            poll.poll(1000 * _LOOK_S)
-            for each in running:
-                if each.answer is None:
-                    each.look()
-            for other in others:
-                if first.answer is not None:
-                    other.stop(Reason.OK)
-    except BaseException:  # Ctrl-C: nobody waits for the answers, which the next program must not be given
+    while any(each.answer is None for each in running):
+        poll = select.poll()
         for each in running:
-            each.sandbox.close()
-            for stream in each.streams:
-                os.close(stream.descriptor)
-        raise
+            if each.answer is None:
+                for descriptor in each.interests():
+                    poll.register(descriptor, select.POLLIN)
+        poll.poll(1000 * _LOOK_S)
+        for each in running:
+            if each.answer is None:
+                each.look()
+        for other in others:
+            if first.answer is not None:
+                other.stop(Reason.OK)
     results = [each.finish() for each in running]
     cpu_s = sum(result.cpu_s for result in results)
     used_up = (Reason.TIMEOUT, Reason.MEMORY, Reason.KILLED, Reason.OUTPUT_LIMIT, Reason.REFUSED)

@@ -321,9 +321,9 @@ for user in (0, 1000):
 
 
 # ------------------------------------------------------------------------------------------------------ who starts it
-def test_a_sandbox_ends_with_its_starter(sandbox: Sandbox) -> None:
+def test_a_sandbox_ends_with_its_starter(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 of a process that has a program running in the sandbox: nothing of it is there a moment later."""
-    mark = f"mark-{os.getpid()}-{sandbox.level.name}"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     starter = f"""
 import sys
 from rlhf_mcore.sandbox.run import Limits, Program, Sandbox
@@ -332,15 +332,14 @@ sandbox = Sandbox({sandbox.level.name!r})
 print(sandbox._process.pid, flush=True)
 sandbox.run(Program(code), Limits(cpu_s=100, wall_s=300))
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", starter, mark], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         top = int(process.stdout.readline())
         wait_until(lambda: len(descendants(top)) >= (2 if sandbox.level.name == "namespaces" else 1))
         started = [top, *descendants(top)]
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(is_alive(pid) for pid in started))
+    assert os.listdir(tmp_path) == []
 
 
 def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
@@ -435,7 +434,11 @@ print(os.getuid())
     )
 
 
-def test_ctrl_c_leaves_no_program_and_no_answer_to_the_next_one(sandbox: Sandbox) -> None:
+def test_ctrl_c_leaves_no_program_and_no_answer_to_the_next_one(
+    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    sandbox._restart()
     started, main = threading.Event(), threading.main_thread().ident
     assert main is not None
 
@@ -450,7 +453,8 @@ def test_ctrl_c_leaves_no_program_and_no_answer_to_the_next_one(sandbox: Sandbox
     with pytest.raises(KeyboardInterrupt):
         sandbox.run(Program("import time\ntime.sleep(100)"), Limits(wall_s=60))
     thread.join()
-    assert attack(sandbox, "print(1)").stdout == "1\n"
+    assert os.listdir(tmp_path) == []
+    assert attack(sandbox, "import os\nprint(os.environ['TMPDIR'] == os.getcwd())").stdout == "True\n"
 
 
 def test_a_machine_on_which_nothing_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
