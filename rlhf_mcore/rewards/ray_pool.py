@@ -222,7 +222,8 @@ class _Keeper:
 
         self._workers.remove(worker)
         with suppress(Exception):  # the actor may be gone
-            if ray.is_initialized():  # else, as at the end of a process, Ray would start another cluster to look for it there
+            # At the end of a process Ray would start another cluster, to look for it there.
+            if ray.is_initialized():
                 ray.kill(worker.actor)
 
     def _give_out(self, job: Job) -> None:
