@@ -83,9 +83,8 @@ def token_of(variable: str | None, key: str) -> str | None:
         return None
     token = os.environ.get(variable, "")
     if not token:
-        raise ConfigError(
-            f"{key} is {variable!r}, but that environment variable is not set; export it, or set {key}=null"
-        )
+        without = "leave it out" if key.startswith("--") else f"set {key}=null"
+        raise ConfigError(f"{key} is {variable!r}, but that environment variable is not set; export it, or {without}")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigError(
             f"{key} is {variable!r}, whose value has characters that no token has; export it without them"
