@@ -245,7 +245,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_answer_ends_in_the_policy(name: str) -> None:
+def test_fault_35_a_bad_answer_ends_in_the_policy(name: str) -> None:
     sent, cause = BAD[name]
     with scripted(lambda request: sent) as server:
         (score,) = scored([trajectory("5")], server.url)
@@ -266,7 +266,7 @@ def test_what_goes_wrong_once_is_tried_again(name: str) -> None:
         ]
 
 
-def test_a_server_that_hangs_costs_its_deadline() -> None:
+def test_fault_35_a_server_that_hangs_costs_its_deadline() -> None:
     held: list[Scripted] = []
     with scripted(hangs(held)) as server:
         held.append(server)
@@ -289,7 +289,7 @@ def test_an_item_that_spoils_its_batch_is_found() -> None:
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Elsewhere"])
-def test_a_redirect_is_not_followed(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_35_a_redirect_is_not_followed(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY", "s3cret-token")
     with scripted(doubled) as elsewhere:
         target = f"{elsewhere.url}/stolen?t=s3cret-token"
@@ -301,7 +301,7 @@ def test_a_redirect_is_not_followed(status: str, monkeypatch: pytest.MonkeyPatch
         assert server.seen[0].headers["authorization"] == "Bearer s3cret-token"
 
 
-def test_no_server_ends_the_run_after_its_deadline() -> None:
+def test_fault_35_no_server_ends_the_run_after_its_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ConfigError, match=r"gave no result for 10 responses in a row or more; .*look at the server"):
