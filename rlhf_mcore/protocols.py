@@ -156,6 +156,7 @@ class RemoteEngines(Protocol):
         """Stop all engines between two of their steps. Those that are well, in the order of their ranks in a group.
 
         The ranks of an engine follow each other. Engines that have been started, or started again, and are ready, are among them.
+        After a failed transfer it is called again, while those that are left are paused.
         """
         ...
 

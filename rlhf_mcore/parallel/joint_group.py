@@ -104,7 +104,7 @@ def _made(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessG
     if "nccl" in backend:  # an operation that runs out of time has to raise; it would end the process
         settings |= {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with _environment(settings):
-        name: Any = spec.name  # 2.13 has a type of its own for names
+        name: Any = spec.name  # torch has a type of its own for names
         group, _ = c10d._new_process_group_helper(spec.world_size, spec.rank, [], backend, store, name, timeout=limit)
     # torch translates between ranks of a group and of the world. Members of other worlds get numbers behind those of this one.
     own, others = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (spec.rank, spec.world_size)

@@ -63,7 +63,9 @@ def test_a_group_is_kept_as_long_as_the_same_processes_take_part(findings: Any) 
 
 @pytest.mark.parametrize("during", ["join", "sync"])
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
-def test_an_engine_that_fails_is_left_out_and_the_others_are_whole(findings: Any, during: str, kind: str) -> None:
+def test_fault_20_an_engine_that_fails_is_left_out_and_the_others_are_whole(
+    findings: Any, during: str, kind: str
+) -> None:
     (found,) = [found for found in findings["faults"] if found["case"] == [during, kind]]
     told = {"kill": "is gone", "stop": "does not answer", "raise": "OSError: the engine has no memory left"}[kind]
     assert sum(problem.startswith("bad") and problem.endswith(told) for problem in found["problems"]) == 1

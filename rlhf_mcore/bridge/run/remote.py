@@ -128,9 +128,9 @@ class EngineEnd:
 
     def leave(self) -> None:
         """See :class:`WeightReceiver`."""
-        if self._end is not None:
-            self._end.close()
-            self._end = None
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
 
 class RemoteBridge:

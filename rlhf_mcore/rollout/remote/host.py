@@ -163,8 +163,9 @@ class EngineHost:
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> None:
-        """Stop between two steps. Of a lead; the others of its engine stop with it."""
-        self._orders.put(("pause", []))
+        """Stop between two steps. Of a lead; the others of its engine stop with it. An engine that has stopped already stays so."""
+        if not self._paused.is_set():  # the order would stop it again when it has been resumed
+            self._orders.put(("pause", []))
         while not self._paused.wait(0.2):
             if self._failed.is_set():
                 raise RuntimeError("the engine has failed")

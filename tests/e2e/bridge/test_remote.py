@@ -43,7 +43,7 @@ def test_ranks_of_an_engine_receive_what_they_need_and_no_more(findings: Any) ->
                 assert received == 4 * (replicated + cut // 2 + words[rank] * 64)
 
 
-def test_an_engine_of_which_one_rank_is_killed_is_left_out(findings: Any) -> None:
+def test_fault_20_an_engine_of_which_one_rank_is_killed_is_left_out(findings: Any) -> None:
     found = findings["qwen3_tied"]["killed"]
     assert found["names"] == ["a.0", "a.1"]
     last = findings["qwen3_tied"][LAYOUTS["qwen3_tied"][-1]]["synced"]

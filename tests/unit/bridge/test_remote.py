@@ -1,0 +1,132 @@
+"""The order of what a trainer does with remote engines. Real transfers are in tests/distributed/test_remote_bridge.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.bridge.run import remote
+from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
+from rlhf_mcore.bridge.run.sync import NoTarget
+from rlhf_mcore.parallel.addresses import LOOPBACK
+from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost, SyncStats
+from tests.unit.bridge.geometry import GEOMETRY
+from tests.unit.parallel.world import world
+
+__all__ = ["world"]
+pytestmark = pytest.mark.usefixtures("world")
+
+JOIN, SYNC = ["pause", "join", "finish", "begin_sync", "finish"], ["pause", "begin_sync", "finish"]
+
+
+@dataclass
+class Engines:
+    """A :class:`RemoteEngines` that writes down what it is told. ``problems`` are what ``finish`` finds, call by call."""
+
+    processes: list[EngineProcess] = field(default_factory=lambda: [EngineProcess("a", "a1"), EngineProcess("b", "b1")])
+    problems: list[list[str]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    specs: list[GroupSpec] = field(default_factory=list)
+    synced: list[Any] = field(default_factory=list)
+
+    def pause(self) -> list[EngineProcess]:
+        self.told.append("pause")
+        return list(self.processes)
+
+    def join(self, specs: Sequence[GroupSpec], bridge: str) -> None:
+        self.told.append("join")
+        self.specs = list(specs)
+        assert BridgeJob.of_json(bridge) == JOB
+
+    def begin_sync(self, version: int, only: Sequence[str] | None) -> None:
+        self.told.append("begin_sync")
+        self.synced.append((version, only))
+
+    def finish(self, timeout_s: float) -> list[str]:
+        self.told.append("finish")
+        return self.problems.pop(0) if self.problems else []
+
+    def resume(self) -> None:
+        self.told.append("resume")
+
+
+class End:
+    """The trainer's end of a group, without one."""
+
+    lost: list[str] = []  # noqa: RUF012 - what syncs raise
+
+    def __init__(self, side: Side, job: BridgeJob, spec: GroupSpec, listening: Any) -> None:
+        listening.close()
+
+    def sync(self, version: int, only: Sequence[str] | None) -> SyncStats:
+        if self.lost:
+            raise PeersLost(self.lost.pop())
+        return SyncStats(0.0, 0, 0, 7, 11)
+
+    def close(self) -> None: ...
+
+
+JOB = BridgeJob(replace(GEOMETRY, num_experts=4, dense_layers=(0, 3)), 1 << 20, "digest", live_cpu_weights=True)
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    monkeypatch.setattr(remote, "_End", End)
+    return Engines()
+
+
+def bridge_to(engines: Engines, notes: list[str] | None = None) -> RemoteBridge:
+    note = [].append if notes is None else notes.append
+    return RemoteBridge(Side([], NoTarget()), JOB, world_group(), engines, address=LOOPBACK, timeout_s=9.0, note=note)
+
+
+def test_a_group_is_made_once_and_kept(engines: Engines) -> None:
+    bridge = bridge_to(engines)
+    stats = bridge.sync(3, only=["x"])
+    assert (stats.sent_bytes, stats.peak_bytes) == (11, 7)
+    bridge.sync(4, only=["x"])
+    assert engines.told == [*JOIN, "resume", *SYNC, "resume"]
+    assert engines.synced == [(3, None), (4, ["x"])]  # whoever has just come gets everything
+    (name,), (port,) = {spec.name for spec in engines.specs}, {spec.port for spec in engines.specs}
+    assert engines.specs == [GroupSpec(name, LOOPBACK, port, rank, 3, 9.0) for rank in (1, 2)]
+
+
+def test_a_process_that_was_started_again_is_another_one(engines: Engines) -> None:
+    bridge = bridge_to(engines)
+    bridge.sync(0)
+    engines.processes[1] = EngineProcess("b", "b2")
+    bridge.sync(1, only=["x"])
+    assert engines.told == [*JOIN, "resume", *JOIN, "resume"] and engines.synced[1] == (1, None)
+
+
+@pytest.mark.parametrize("who", ["an engine", "the trainer"])
+def test_a_transfer_that_somebody_has_lost_is_made_again_in_another_group(engines: Engines, who: str) -> None:
+    notes: list[str] = []
+    bridge = bridge_to(engines, notes)
+    if who == "an engine":
+        engines.problems = [[], ["engine b is gone"]]
+    else:
+        End.lost.append("Connection closed by peer")
+    bridge.sync(5)
+    assert engines.told == [*JOIN, *JOIN, "resume"]
+    assert engines.synced == [(5, None), (5, None)]
+    assert notes == ["weights have not got to all engines: they are brought again, to those that are well"]
+
+
+def test_where_nobody_has_failed_and_it_does_not_work_the_run_ends_with_the_reasons(engines: Engines) -> None:
+    engines.problems = [["engine a has lost c"]] * 9
+    with pytest.raises(
+        RuntimeError, match="weights have not got to the engines, 3 times in a row: engine a has lost c"
+    ):
+        bridge_to(engines).sync(0)
+    assert engines.told == ["pause", "join", "finish"] * 3 + ["pause"]
+
+
+def test_without_engines_there_is_nothing_to_do(engines: Engines) -> None:
+    engines.processes = []
+    assert bridge_to(engines).sync(0).sent_bytes == 0
+    assert engines.told == ["pause", "resume"]
