@@ -83,6 +83,9 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     world_size = default_world_size(cfg)
     preflight.check_world(world_size)
     if run_kind(cfg).generates:
+        if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
+            engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
+            preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
         check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
         if warning := check_reward(cfg):
             print(f"warning: {warning}", flush=True)

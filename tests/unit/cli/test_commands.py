@@ -145,6 +145,20 @@ def test_a_good_config_is_launched_with_its_own_arguments(
     assert capsys.readouterr().out.startswith("starting 4 processes; logs are in outputs/rlhf_mcore/default/logs/")
 
 
+@pytest.mark.parametrize("address", ["null", "10.0.0.1:6379"])
+def test_more_engines_than_this_machine_can_start(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *_, **__: 9)
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.memory_bytes", lambda: {"MemAvailable": 2 * 2**30})
+    engines = ["rollout.placement=disaggregated", "rollout.num_engines=8", "rollout.layout.tp=2"]
+    elsewhere = address != "null"  # then the cluster tells what it has room for
+    arguments = ["run.yaml", *engines, f"rollout.ray.address={address}", "trainer.prompts_per_step=1"]
+    assert train.main(arguments) == (9 if elsewhere else 2)
+    said = "rollout.num_engines x rollout.layout.tp=16: this machine has 2 GiB of free memory, enough for 10 processes of 200 MiB"
+    assert (said in capsys.readouterr().err) is not elsewhere
+
+
 @pytest.mark.parametrize("args", [["--help"], ["train", "--help"]])
 def test_help_documents_exit_codes(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
