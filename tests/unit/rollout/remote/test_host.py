@@ -1,0 +1,121 @@
+"""What a rank of a remote engine does between two steps, with a fake engine inside and no Ray around it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhf_mcore.rollout.remote import host as module
+from rlhf_mcore.rollout.remote.host import EngineHost, Meeting
+from rlhf_mcore.types import Completion, Request, Sampling
+
+ORDER: Any = None
+
+
+class Engine:
+    """Draws a token in each step that the test allows, and finishes a request after as many as it asks for."""
+
+    num_ranks = 1
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[Request, int]] = {}
+        self.allowed = threading.Semaphore(0)
+        self.told: list[Any] = []
+        self.tokens_drawn, self.policy_version = 0, 3
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.drawn)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.told.append([request.request_id for request in requests])
+        self.drawn |= {request.request_id: (request, 0) for request in requests}
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        for request_id in request_ids:
+            self.drawn.pop(request_id, None)
+
+    def step(self) -> list[Completion]:
+        assert self.allowed.acquire(timeout=20)
+        self.told.append("step")
+        self.tokens_drawn += len(self.drawn)
+        self.drawn = {number: (request, drawn + 1) for number, (request, drawn) in self.drawn.items()}
+        ended = [number for number, (request, drawn) in self.drawn.items() if drawn == request.sampling.max_new_tokens]
+        for number in ended:
+            del self.drawn[number]
+        return [
+            Completion(number, np.zeros(1, np.int32), np.zeros(1, np.float32), ((0, 3),), "stop") for number in ended
+        ]
+
+
+class Receiver:
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def join(self, spec: Any, bridge: str) -> None:
+        self.told.append("join")
+
+    def sync(self, version: int, only: Any) -> None:
+        self.told.append(("sync", version))
+        if version < 0:
+            raise ValueError("no such version")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[EngineHost, Engine]]:
+    """A lead that serves."""
+    engine: Any = Engine()
+    monkeypatch.setattr(module, "end_with_parent", lambda _: None)
+
+    def build(self: EngineHost, *_: Any) -> None:
+        self._engine, self._receiver = engine, Receiver(engine.told)  # type: ignore[assignment]
+
+    monkeypatch.setattr(EngineHost, "_build", build)
+    host = EngineHost()
+    host.start(ORDER, Meeting("", 0, 0, 1), 1)
+    host.resume()
+    yield host, engine
+    engine.allowed.release(100)
+
+
+def request(number: int, tokens: int) -> Request:
+    return Request(number, f"p{number}", [5], Sampling(max_new_tokens=tokens), seed=number)
+
+
+def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[EngineHost, Engine]) -> None:
+    host, engine = started
+    host.submit([request(1, 1), request(2, 2)])
+    engine.allowed.release()
+    report = host.report(20)
+    assert [found.request_id for found in report.completions] == [1]
+    assert (report.tokens_drawn, report.num_in_flight, report.version) == (2, 1, 3)
+    engine.allowed.release()  # of the step that it may have begun: pause waits for its end
+    host.pause()
+    host.submit([request(3, 1)])
+    host.join(ORDER, "{}")
+    host.sync(4)
+    with pytest.raises(ValueError, match="no such version"):
+        host.sync(-1)
+    engine.allowed.release(5)
+    host.resume()
+    finished: list[int] = []
+    while len(finished) < 2:
+        finished += [found.request_id for found in host.report(20).completions]
+    assert sorted(finished) == [2, 3]
+    told = engine.told
+    assert told[0] == [1, 2] and told.index([3]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
+    assert "step" not in told[told.index("join") : told.index([3])]
+
+
+def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:
+    host, engine = started
+    engine.step = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    host.submit([request(1, 1)])
+    with pytest.raises(ZeroDivisionError):
+        host.report(20)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        host.pause()
