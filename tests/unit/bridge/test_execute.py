@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,11 +113,13 @@ class KeptBuffers(Destinations):
             raise OSError("no")
 
 
+@cache
 def held(tp: int, pp: int) -> list[Place]:
     layout = ParallelLayout(RANKS, tp=tp, pp=pp)
     return trainer_places(stage_names(GEOMETRY, layout), GEOMETRY, layout)
 
 
+@cache
 def needed(parts: int, buffers: int = 1) -> list[Place]:
     """``parts`` consecutive ranks share every matrix by its columns; vectors are whole on each. Names are dealt to the buffers."""
     places = []
@@ -153,6 +155,7 @@ def spread(flats: dict[str, Tensor], places: list[Place], rank: int, full: Mappi
             )
 
 
+@cache  # four ranks ask for it
 def random_model(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
@@ -167,6 +170,11 @@ def make_plan(sources: list[Place], destinations: list[Place], per_node: int | N
         order=spread_order(list(SHAPES), sources, keep_layers=False),
         nodes=per_node and even_nodes(4, per_node),
     )
+
+
+@cache
+def planned(tp: int, pp: int, parts: int, per_node: int | None) -> Plan:
+    return make_plan(held(tp, pp), needed(parts), per_node)
 
 
 CASES = [
@@ -186,8 +194,7 @@ def test_every_run_brings_what_the_sources_hold_then(
     tp: int, pp: int, parts: int, per_node: int | None, machine: int
 ) -> None:
     wire = Wire(machine)
-    sources, destinations = held(tp, pp), needed(parts)
-    plan = make_plan(sources, destinations, per_node)
+    sources, destinations, plan = held(tp, pp), needed(parts), planned(tp, pp, parts, per_node)
     # Buffers are used again, unless every rank holds all.
     assert plan.num_buckets > 2 or not plan.bytes().received.any()
 
@@ -264,8 +271,7 @@ def test_what_goes_to_several_peers_is_packed_once() -> None:
 @pytest.mark.parametrize("machine", [0, 2, 4])
 def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None, fails_at: int, fails_in: str) -> None:
     wire = Wire(machine)
-    sources, destinations = held(2, 2), needed(1)
-    plan = make_plan(sources, destinations, per_node)
+    sources, destinations, plan = held(2, 2), needed(1), planned(2, 2, 1, per_node)
     old, new = random_model(0), random_model(1)
     bodies: dict[int, tuple[dict[str, Tensor], KeptBuffers, Executor]] = {}
 
@@ -298,7 +304,7 @@ def test_a_run_after_one_that_failed_is_whole(machine: int, per_node: int | None
 @pytest.mark.parametrize(("tp", "pp", "parts", "per_node"), CASES)
 def test_sources_may_be_made_bucket_by_bucket(tp: int, pp: int, parts: int, per_node: int | None, machine: int) -> None:
     wire, sources, destinations = Wire(machine), held(tp, pp), needed(parts)
-    plan = make_plan(sources, destinations, per_node)
+    plan = planned(tp, pp, parts, per_node)
 
     def rank_body(rank: int) -> None:
         mine = [tensors_of(sources, rank), tensors_of(sources, rank)]
