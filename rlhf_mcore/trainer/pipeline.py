@@ -51,7 +51,7 @@ class PipelinedBatches:
         with self.recorder.phase("generate"):
             if first is not None:
                 first.ahead.fill(step)
-            self._wait(step, SamplingAhead.is_ready)
+            self._wait(step - 1, SamplingAhead.is_ready)
         taken = first.ahead.take() if first is not None else []
         named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
         trajectories = [trajectory for group in taken for trajectory in group.trajectories]
@@ -66,12 +66,12 @@ class PipelinedBatches:
         in_flight, redrawn = broadcast_json(counted, 0)
         return batch, {**metrics, "rollout/in_flight": float(in_flight), "rollout/redrawn": float(redrawn)}
 
-    def drain(self, step: int) -> None:
-        """Wait until nothing is being sampled, before new weights come after ``step``. Collective over the world."""
-        self._wait(step, lambda ahead: not ahead.num_in_flight)
+    def drain(self, version: int) -> None:
+        """Wait until nothing is being sampled, before the trainer's weights, of ``version``, are published. Collective."""
+        self._wait(version, lambda ahead: not ahead.num_in_flight)
 
-    def _wait(self, step: int, is_done: Callable[[SamplingAhead], bool]) -> None:
-        """Until the first rank finds ``is_done``; where all engines were lost, weights go to those that have replaced them."""
+    def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
+        """Until the first rank finds ``is_done``. Engines that have replaced all others get the weights that the trainer has."""
 
         def turn() -> str:
             if self.first is None:
@@ -82,7 +82,7 @@ class PipelinedBatches:
 
         while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
             if found == "publish":
-                self.resync(step - 1)
+                self.resync(version)
 
 
 class NoGenerator:
