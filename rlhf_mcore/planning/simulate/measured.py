@@ -1,8 +1,8 @@
 """Times of engines and trainer from the records of runs: metrics.jsonl and rollouts/.
 
 A step's generation is linear in what its lengths determine: decode steps of the engine that takes most, response tokens of an
-engine, requests of an engine. The rest of a step is linear in its response tokens. Coefficients are fitted by the least sum of
-relative distances and are not negative.
+engine, and requests of an engine where these differ. The rest of a step is linear in its response tokens. Coefficients are fitted by
+the least sum of relative distances and are not negative.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ def fit_runs(directories: Sequence[Path]) -> PhaseFit:
     work = np.array([(step.decode_steps, step.engine_tokens, step.engine_requests) for step in steps], dtype=float)
     train = np.array([step.train_s + exchange_s for step in steps])
     tokens = np.array([(1.0, step.device_tokens) for step in steps])
-    (step_s, sequence_s, prompt_s), engine_error = nonnegative_fit(work, generate)
+    if not np.ptp(work[:, 2]):  # requests are as many in every step: what they cost by themselves cannot be told apart
+        work = work[:, :2]
+    (step_s, sequence_s, *prompt_s), engine_error = nonnegative_fit(work, generate)
     (train_step_s, train_token_s), train_error = nonnegative_fit(tokens, train)
     sync_s, error = float(np.median([step.sync_s for step in steps])), max(engine_error, train_error)
-    return PhaseFit(step_s, sequence_s, prompt_s, train_step_s, train_token_s, sync_s, error, len(steps))
+    return PhaseFit(step_s, sequence_s, sum(prompt_s), train_step_s, train_token_s, sync_s, error, len(steps))
 
 
 def _recorded(directory: Path) -> Iterator[_Step]:
