@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments import sessions as sessions_module
 from rlhf_mcore.environments.sessions import Answer, Sessions
 from rlhf_mcore.rewards.pool import WorkerLimits
 
@@ -177,12 +178,13 @@ def test_what_cannot_be_loaded_is_found_at_the_start(
     assert problem in str(error.value)
 
 
-def test_a_class_that_always_ends_its_process_ends_the_run(make: Make) -> None:
-    sessions = make(retries=0, workers=4)
-    for key in range(12):
+def test_a_class_that_always_ends_its_process_ends_the_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "MAX_LOST_IN_A_ROW", 2)
+    sessions = make(retries=0)
+    for key in range(3):
         sessions.open(key, {"prompt": "go"}, seed=key)
     all_answers(sessions)
-    for key in range(12):
+    for key in range(3):
         sessions.step(key, "exit")
-    with pytest.raises(ConfigError, match="gave no answer to 10 calls in a row"):
+    with pytest.raises(ConfigError, match="gave no answer to 2 calls in a row"):
         all_answers(sessions)
