@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.environments import rollouts
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.reward import EnvironmentReward
 from rlhf_mcore.environments.rollouts import EpisodeWorker
@@ -18,7 +22,7 @@ from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
 from rlhf_mcore.trainer.rollouts import request_seed
-from rlhf_mcore.types import Prompt, Sampling, Trajectory
+from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
 
 ECHO = """
@@ -155,3 +159,43 @@ def test_a_failure_ends_the_run_or_leaves_an_episode_without_a_score(
     assert (score.value, score.failure) == (0.0, "error") and "raised ValueError: over" in score.cause
     unread = run(["a"], prompt(tokenizer, first=["no", "observation"]), fails=False)  # type: ignore[arg-type]
     assert EnvironmentReward().score(unread)[0].failure == "error" and unread[0].num_sampled == 2
+
+
+class Following(Scripted):
+    """A rank of the engine that does not lead: it draws the same and returns nothing."""
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        super().collect(timeout_s)
+        return []
+
+
+def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("echo.py").write_text(ECHO)
+    told: Queue[str] = Queue()
+
+    def broadcast(value: Any, source: int, group: str) -> Any:
+        if group == "lead":
+            told.put(json.dumps(value))
+        return json.loads(told.get(timeout=60)) if group == "follower" else value
+
+    monkeypatch.setattr(rollouts, "broadcast_json", broadcast)
+
+    def says(text: str, seed: int) -> str:
+        return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
+
+    sessions = Sessions("echo.py:Echo", {}, WorkerLimits(workers=1))
+    episodes = Episodes(sessions, TurnText(tokenizer), EpisodeLimits(5, 100))
+    lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
+    prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
+    leading = EpisodeWorker(lead, EngineRank(), lambda rows: [], episodes, "lead")  # type: ignore[arg-type]
+    following = EpisodeWorker(follower, EngineRank(is_lead=False), lambda rows: [], None, "follower")  # type: ignore[arg-type]
+    with ThreadPoolExecutor() as threads:
+        heard = threads.submit(following.generate, prompts, sampling, step=1)
+        found = leading.generate(prompts, sampling, step=1)
+        assert heard.result(timeout=60) == []
+    assert [(t.prompt.index, t.sample, len(t.turns)) for t in found] == [(p, s, 6) for p in range(2) for s in range(2)]
+    assert follower.requests == lead.requests and len(lead.requests) == 12
+    sessions.close_all()
