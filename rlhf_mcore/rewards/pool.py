@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
 from typing import Any
@@ -36,6 +37,7 @@ START_TIMEOUT_S = 300.0  # for the imports of a user's file
 MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
 MAX_WORKERS = 8  # by default; a function that waits for a server wants more
 MAX_CHUNK = 32  # items that a worker is given at a time
+QUICK_S = 0.05  # a worker whose items take less than this is given more before it has none: nothing waits for long behind another
 _RECEIVE_BYTES = 2**16
 _TAIL_CHARS = 1000  # of what a worker has printed, kept for the message about its end
 # The working directory is not searched for modules of the standard library, as it is by -c and -m.
@@ -96,8 +98,8 @@ class Worker:
         self.exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
         self.deadline = time.monotonic() + START_TIMEOUT_S
         self.ready = False
-        self.job: Job | None = None  # whose items it was given last
-        self.held: deque[int] = deque()  # in the order in which they will be answered
+        self.held: deque[tuple[Job, int]] = deque()  # items, in the order in which they will be answered
+        self.since = 0.0  # when it began with the first of them
         self.outgoing, self.incoming = bytearray(order), bytearray()
         self.tail = ""
 
@@ -239,6 +241,7 @@ class _Keeper:
         self._new: deque[tuple[Job, bool]] = deque()
         self._loading: list[Job] = []  # wait for the first worker that has loaded
         self._lost_in_a_row = 0
+        self._item_s = math.inf  # that the last item took
         self._thread: Thread | None = None
         self._closing = False
         self._lock = Lock()  # of ``_new``, ``_thread`` and ``_closing``
@@ -281,8 +284,7 @@ class _Keeper:
             while not self._is_closing():
                 try:
                     self._take_new()
-                    for job in self._jobs:
-                        self._give_out(job)
+                    self._give_out()
                     self._round()
                     self._end_jobs()
                 except ConfigError as error:
@@ -319,8 +321,9 @@ class _Keeper:
     def _end_jobs(self) -> None:
         for job in [job for job in self._jobs if job.is_over]:
             self._jobs.remove(job)
-            for worker in [worker for worker in self._workers if worker.held and worker.job is job]:
-                self._discard(worker)
+            for worker in [worker for worker in self._workers if worker.held and worker.held[0][0] is job]:
+                self._discard(worker)  # nobody wants what it is at
+                self._put_back([pair for pair in worker.held if pair[0] is not job])
             job.end()
 
     def _fail_all(self, error: Exception) -> None:
@@ -348,21 +351,37 @@ class _Keeper:
         self._workers.remove(worker)
         worker.stop()
 
-    def _give_out(self, job: Job) -> None:
-        chunk = max(1, min(MAX_CHUNK, len(job.items) // (4 * self._limits.workers)))
-        while job.waiting:
-            idle = next((worker for worker in self._workers if not worker.held), None)
-            if idle is None and len(self._workers) >= self._limits.workers:
+    def _give_out(self) -> None:
+        while waiting := sum(len(job.waiting) for job in self._jobs):
+            worker = self._free()
+            if worker is None:
                 return
-            indices = [job.waiting.popleft() for _ in range(min(chunk, len(job.waiting)))]
-            self._give(idle or self._start(), job, indices)
+            chunk = max(1, min(MAX_CHUNK, waiting // (4 * self._limits.workers)))
+            pairs = ((job, index) for job in self._jobs for index in job.waiting)
+            given = list(islice(pairs, chunk))
+            for job, _ in given:
+                job.waiting.popleft()
+            self._give(worker, given)
 
-    def _give(self, worker: Worker, job: Job, indices: Sequence[int]) -> None:
-        worker.outgoing += pack(b"[" + b",".join(job.items[index] for index in indices) + b"]")
-        worker.held.extend(indices)
-        worker.job = job
-        if worker.ready:
-            worker.deadline = time.monotonic() + self._limits.timeout_s
+    def _free(self) -> Worker | None:
+        """A worker without items, maybe a new one; else one that is about to have none, where items are quick."""
+        least = min(self._workers, key=lambda worker: len(worker.held), default=None)
+        if least is not None and not least.held:
+            return least
+        if len(self._workers) < self._limits.workers:
+            return self._start()
+        return least if least is not None and len(least.held) == 1 and self._item_s < QUICK_S else None
+
+    def _give(self, worker: Worker, pairs: Sequence[tuple[Job, int]]) -> None:
+        worker.outgoing += pack(b"[" + b",".join(job.items[index] for job, index in pairs) + b"]")
+        if worker.ready and not worker.held:
+            worker.since = time.monotonic()
+            worker.deadline = worker.since + self._limits.timeout_s
+        worker.held.extend(pairs)
+
+    def _put_back(self, pairs: Sequence[tuple[Job, int]]) -> None:
+        for job, index in reversed(pairs):
+            job.waiting.appendleft(index)
 
     def _round(self) -> None:
         """Wait until something has happened, and take note of it."""
@@ -392,7 +411,8 @@ class _Keeper:
                 self._lose(worker, "", timed_out=True)
 
     def _take(self, worker: Worker, message: dict[str, Any]) -> None:
-        worker.deadline = time.monotonic() + self._limits.timeout_s
+        began, worker.since = worker.since, time.monotonic()
+        worker.deadline = worker.since + self._limits.timeout_s
         if "problem" in message:
             self._discard(worker)
             raise ConfigError(message["problem"])
@@ -403,9 +423,9 @@ class _Keeper:
         elif "lost" in message:
             self._lose(worker, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
         elif worker.held:  # a child that a function has left behind may write, too
-            self._lost_in_a_row = 0
-            assert worker.job is not None
-            worker.job.finish(worker.held.popleft(), Outcome(message))
+            self._lost_in_a_row, self._item_s = 0, worker.since - began
+            job, index = worker.held.popleft()
+            job.finish(index, Outcome(message))
 
     def _lose(self, worker: Worker, cause: str, timed_out: bool = False) -> None:
         """Kill a worker. The item that it was at is tried again alone on a fresh one, or is lost; the others wait."""
@@ -418,12 +438,11 @@ class _Keeper:
             cause = f"gave no result within reward.timeout_s={self._limits.timeout_s:g} s"
         if not worker.held:
             return
-        index, job = worker.held.popleft(), worker.job
-        assert job is not None
-        job.waiting.extendleft(reversed(worker.held))
+        job, index = worker.held.popleft()
+        self._put_back(list(worker.held))
         job.tries[index] += 1
         if job.tries[index] <= self._limits.retries:
-            self._give(self._start(), job, [index])
+            self._give(self._start(), [(job, index)])
             return
         job.finish(index, Outcome(lost=cause + tail, timed_out=timed_out))
         self._lost_in_a_row += 1

@@ -247,6 +247,18 @@ def test_a_pool_that_is_closed_while_it_clears_its_alarm_ends_at_once(tmp_path: 
         threads.submit(pool.close).result(30)  # without its alarm the pool looks again after a minute
 
 
+def test_a_group_that_fails_takes_no_other_along(reward: Callable[..., PooledReward]) -> None:
+    """Quick items of several groups are given to a worker together; it is killed for the one that nobody wants any more."""
+    scored = reward("return 1 / int(solution_str)", on_error="fail")
+    collects = [
+        scored.submit([trajectory(text, n) for n, text in enumerate(texts)]) for texts in ("1111", "2022", "4444")
+    ]
+    assert [score.value for score in collects[0]()] == [1.0] * 4
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        collects[1]()
+    assert [score.value for score in collects[2]()] == [0.25] * 4
+
+
 def test_one_worker_keeps_state_between_calls(reward: Callable[..., PooledReward]) -> None:
     source = "seen = 0\ndef grade(*arguments):\n    global seen\n    seen += 1\n    return seen"
     counting = reward(source=source)
