@@ -5,6 +5,7 @@
 #
 #   --nodes N               nodes of the job (default: 1)
 #   --gpus-per-node M       GPUs, and ranks, of a node; --ranks-per-node M instead where there are none
+#   --engine-nodes E        nodes beside the N, for rollout.placement=disaggregated: engines run there under Ray, ranks do not
 #   --time T                limit of one start, as SLURM writes it (1-00:00:00); the job goes on in the next
 #   --signal-before S       seconds before the limit at which the run is told to save (default: 300)
 #   --max-requeues K        how often the job may go back into the queue (default: 20)
@@ -35,7 +36,7 @@ need() {
     if (($# < 2)); then wrong "$1 needs a value"; fi
 }
 
-nodes=1 ranks="" gpus="" time="" before=300 max_requeues=20 container="" mounts="" array="" sweep="" dependency="" dry_run=0 named=0
+nodes=1 engine_nodes=0 ranks="" gpus="" time="" before=300 max_requeues=20 container="" mounts="" array="" sweep="" dependency="" dry_run=0 named=0
 config="" overrides=() others=()
 while (($#)); do
     case "$1" in
@@ -43,6 +44,7 @@ while (($#)); do
         --nodes) need "$@" && nodes="$2" && shift 2 ;;
         --gpus-per-node) need "$@" && gpus="$2" && shift 2 ;;
         --ranks-per-node) need "$@" && ranks="$2" && shift 2 ;;
+        --engine-nodes) need "$@" && engine_nodes="$2" && shift 2 ;;
         --time) need "$@" && time="$2" && shift 2 ;;
         --signal-before) need "$@" && before="$2" && shift 2 ;;
         --max-requeues) need "$@" && max_requeues="$2" && shift 2 ;;
@@ -68,7 +70,7 @@ done
 [[ -f "$config" ]] || wrong "no file $config"
 [[ -n "$time" ]] || wrong "--time is needed: without it the run does not know when to save"
 ranks="${ranks:-$gpus}"
-for setting in "--nodes=$nodes" "--gpus-per-node (or --ranks-per-node)=$ranks" "--signal-before=$before" "--max-requeues=$max_requeues"; do
+for setting in "--nodes=$nodes" "--engine-nodes=$engine_nodes" "--gpus-per-node (or --ranks-per-node)=$ranks" "--signal-before=$before" "--max-requeues=$max_requeues"; do
     [[ "${setting#*=}" =~ ^[0-9]+$ ]] || wrong "${setting%%=*} '${setting#*=}' is not a number"
 done
 if ((nodes < 1 || ranks < 1)); then wrong "--nodes $nodes with $ranks ranks each: both must be at least 1"; fi
@@ -131,7 +133,8 @@ given() {
 mkdir -p outputs/slurm # sbatch does not make the folder of its log
 number="%j"
 if [[ -n "$array" ]]; then number="%A_%a"; fi
-command=(sbatch --parsable --nodes="$nodes" --ntasks-per-node=1 --time="$time" --signal="B:USR1@$before"
+export RLHF_MCORE_ENGINE_NODES="$engine_nodes"
+command=(sbatch --parsable --nodes="$((nodes + engine_nodes))" --ntasks-per-node=1 --time="$time" --signal="B:USR1@$before"
     --output="outputs/slurm/%x-$number.out")
 if [[ "${others[*]}" != *--job-name=* ]]; then command+=(--job-name="$(basename "${config%.*}")"); fi
 read -r cores memory < <(share_of_node) || true

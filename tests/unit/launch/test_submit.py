@@ -136,6 +136,13 @@ def test_a_job_gets_the_cores_and_the_memory_that_go_with_its_gpus(
     assert asked == {name: value for name, value in expected.items() if value is not None}, done.stderr
 
 
+def test_nodes_of_engines_come_on_top(folder: Path) -> None:
+    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "5"]
+    assert "--nodes=5" in submitted(folder, *options, "--engine-nodes", "3")
+    refused = dry_run(folder, "a b.yaml", *options, "--engine-nodes", "some")
+    assert (refused.returncode, refused.stderr) == (2, "error: --engine-nodes 'some' is not a number\n")
+
+
 def test_the_image_is_imported_once_per_node_with_the_mounts_that_were_asked_for(folder: Path) -> None:
     environment = with_program(folder, "srun", 'echo "$@" >>srun.log; exit 3')
     with_program(folder, "scontrol", "echo NodeAddr=127.0.0.1 n1")

@@ -1,0 +1,28 @@
+"""Engines on nodes of their own within a job on a real SLURM: Ray starts with the job, is joined by the trainer, and ends with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.processes import processes_with, wait_for
+from tests.slurm.cluster import Cluster
+from tests.tiny_training import CONFIG, SMALL, make, run_directory, run_locally
+
+ENGINES = ["rollout.placement=disaggregated", "rollout.num_engines=2", "actor.layout.tp=1"]
+
+
+def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(cluster: Cluster, tmp_path: Path) -> None:
+    make(tmp_path)
+    options = ["--nodes", "1", "--engine-nodes", "2", "--ranks-per-node", "1", "--time", "10"]
+    job_id = cluster.run(
+        "submit.sh", CONFIG, *SMALL, *ENGINES, "experiment=apart", *options, cwd=tmp_path
+    ).stdout.strip()
+    log = tmp_path / "outputs" / "slurm" / f"grpo-{job_id}.out"
+    whole = run_locally(tmp_path, "whole", cluster.environment, "actor.layout.tp=1", "trainer.world_size=1")
+    job = cluster.wait(job_id, 400)
+    assert (job["JobState"], job["Restarts"], job["NumNodes"]) == ("COMPLETED", "0", "3"), log.read_text()
+    assert "Ray's head is at 127.0.0.1:" in log.read_text() and "engines on n2 n3" in log.read_text()
+    for name in sorted(path.name for path in (whole / "latest" / "actor").glob("*.safetensors")):
+        apart = run_directory(tmp_path, "apart") / "latest" / "actor" / name
+        assert apart.read_bytes() == (whole / "latest" / "actor" / name).read_bytes()
+    wait_for(lambda: not processes_with("SLURM_JOB_ID", job_id), 60)
