@@ -63,6 +63,7 @@ class RolloutConfig:
         "colocated",
         "",
         one_of(colocated="in the trainer's processes", disaggregated="on devices of their own, under Ray"),
+        is_fixed=True,
     )
     num_engines: int = key(1, "`disaggregated`: engines, each of `rollout.layout.tp` devices", Range(1, 4096))
     layout: RolloutLayoutConfig = group(RolloutLayoutConfig)
