@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import torch.distributed as dist
-
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.rewards.function import Pools
 from rlhf_mcore.rewards.pool import WorkerPool
 from rlhf_mcore.rewards.ray_pool import RayPools
@@ -25,7 +22,10 @@ def reward_pools(cfg: RewardConfig) -> Pools:
         ConfigError: there is no Ray at the address; on every rank.
     """
     if cfg.pool != "ray":
-        return WorkerPool
+        return WorkerPool  # no torch is imported: a server of rewards starts at once
+    import torch.distributed as dist
+
+    from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
     from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
     from rlhf_mcore.rollout.remote.head import SETTINGS
 
