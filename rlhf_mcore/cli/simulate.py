@@ -132,6 +132,9 @@ def _checked(args: argparse.Namespace) -> list[int]:
         raise ConfigError(f"--seed {args.seed} is out of range; give a number of at least 0")
     if args.run and args.set:
         raise ConfigError("--set changes estimates, and --run replaces them; leave one of them out")
+    for run in args.run or ():
+        if not Path(run).is_dir():
+            raise ConfigError(f"--run {run}: no such directory; give the directory of a run")
     try:
         bounds = [int(text) for text in args.staleness.split(",")]
     except ValueError:
