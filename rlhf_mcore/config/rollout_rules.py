@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
+
+VLLM_LEAST, VLLM_MOST = 0.01, 2.0  # it draws at the former for anything below, and refuses what is above the latter
 
 
 def rollout_problems(cfg: Config) -> Iterator[str]:
@@ -20,6 +23,13 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         yield "model.attention=flash_attention_2 has no fp32, found model.dtype=fp32; set model.dtype=bf16"
     if cfg.rollout.engine == "hf" and cfg.rollout.layout.tp > 1:
         yield f"rollout.layout.tp={cfg.rollout.layout.tp}: rollout.engine=hf is not sharded; set it to 1 or use vllm"
+    temperatures = {"rollout.sampling": cfg.rollout.sampling.temperature, "evaluate": cfg.evaluate.temperature}
+    for group, temperature in temperatures.items():
+        if cfg.rollout.engine == "vllm" and (0 < temperature < VLLM_LEAST or VLLM_MOST < temperature < math.inf):
+            yield (
+                f"{group}.temperature={temperature:g}: rollout.engine=vllm draws at {VLLM_LEAST:g} to {VLLM_MOST:g}; choose one "
+                "of these"
+            )
     if cfg.rollout.placement == "disaggregated":
         yield from _apart_problems(cfg)
     elif cfg.rollout.placement == "colocated":  # a misspelled one is named as such, and the keys of neither

@@ -94,9 +94,9 @@ class RolloutConfig:
         "`trainer.max_staleness`: responses that are not finished when new weights come",
         Choices(
             {
-                "continue": "go on with them, and with the keys and values of the old ones",
-                "resubmit": "go on with them; keys and values are computed again",
-                "drain": "are finished first",
+                "continue": "continue with them, and with the keys and values of the old ones",
+                "resubmit": "continue with them; keys and values are computed again",
+                "drain": "finish first",
             }
         ),
         null="`continue`, or `drain` with `rollout.deterministic_order`",
@@ -105,7 +105,7 @@ class RolloutConfig:
         1.0,
         "`disaggregated`: prompts that are started for each that a step trains on",
         Range(1, 8),
-        more="A step takes those that finish first. The others go on as far as `trainer.max_staleness` allows, or are begun again.",
+        more="A step takes those that finish first. The others continue as far as `trainer.max_staleness` allows, or are begun again.",
     )
     deterministic_order: bool = key(
         False,

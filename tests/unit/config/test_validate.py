@@ -87,6 +87,8 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["actor.layout.pp=2", "actor.layout.layers_per_stage=[4,0]"], 2, ["[4, 0]", "positive"]),
         (["actor.layout.sequence_parallel=true"], 1, ["sequence_parallel=True", "actor.layout.tp"]),
         (["actor.layout.tp=0"], None, ["actor.layout.tp=0", "at least 1"]),
+        (["rollout.sampling.temperature=2.5"], None, ["rollout.sampling.temperature=2.5", "0.01 to 2"]),
+        (["evaluate.temperature=0.001"], None, ["evaluate.temperature=0.001", "0.01 to 2"]),
         (["trainer.max_staleness=1"], None, ["trainer.max_staleness=1", "rollout.placement=disaggregated"]),
         (["rollout.num_engines=2"], None, ["rollout.num_engines=2", "disaggregated", "Remove it"]),
         (["rollout.oversample=2"], None, ["rollout.oversample=2", "set it to 1"]),
