@@ -100,6 +100,7 @@ class Worker:
         self.ready = False
         self.held: deque[tuple[Job, int]] = deque()  # items, in the order in which they will be answered
         self.since = 0.0  # when it began with the first of them
+        self.item_s = math.inf  # that its last item took
         self.outgoing, self.incoming = bytearray(order), bytearray()
         self.tail = ""
 
@@ -241,7 +242,6 @@ class _Keeper:
         self._new: deque[tuple[Job, bool]] = deque()
         self._loading: list[Job] = []  # wait for the first worker that has loaded
         self._lost_in_a_row = 0
-        self._item_s = math.inf  # that the last item took
         self._thread: Thread | None = None
         self._closing = False
         self._lock = Lock()  # of ``_new``, ``_thread`` and ``_closing``
@@ -370,7 +370,9 @@ class _Keeper:
             return least
         if len(self._workers) < self._limits.workers:
             return self._start()
-        return least if least is not None and len(least.held) == 1 and self._item_s < QUICK_S else None
+        now = time.monotonic()
+        quick = (w for w in self._workers if len(w.held) == 1 and w.item_s < QUICK_S and now - w.since < QUICK_S)
+        return next(quick, None)
 
     def _give(self, worker: Worker, pairs: Sequence[tuple[Job, int]]) -> None:
         worker.outgoing += pack(b"[" + b",".join(job.items[index] for job, index in pairs) + b"]")
@@ -423,7 +425,7 @@ class _Keeper:
         elif "lost" in message:
             self._lose(worker, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
         elif worker.held:  # a child that a function has left behind may write, too
-            self._lost_in_a_row, self._item_s = 0, worker.since - began
+            self._lost_in_a_row, worker.item_s = 0, worker.since - began
             job, index = worker.held.popleft()
             job.finish(index, Outcome(message))
 
