@@ -15,11 +15,11 @@ from rlhf_mcore.types import Prompt
 
 def main(function: str) -> None:
     """Print the scores of three responses and the address of Ray."""
-    import ray
-
     dist.init_process_group("gloo")
     cfg = RewardConfig(function=function, pool="ray", workers=1)
     reward = build_reward(cfg, reward_pools(cfg))
+    import ray  # which reads its settings when it is imported: not before it is joined
+
     rows = [text_only(Prompt(str(n), n, [1], ""), "x" * n) for n in range(3)]
     print(
         json.dumps([[score.value for score in reward.score(rows)], ray.get_runtime_context().gcs_address]), flush=True
