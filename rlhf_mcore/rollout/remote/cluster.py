@@ -65,12 +65,15 @@ class RayCall:
             Exception: what the method has raised.
         """
         import ray
-        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+        from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
         try:
             return ray.get(self.reference, timeout=_PROBE_S)
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else RuntimeError(str(error)) from None
+        except ActorDiedError as error:
+            # Ray's word for a process is "actor", which here is the policy. What its beginning has raised is told.
+            raise ProcessLost(_first_line(error) if "creation" in str(error) else "its process has ended") from None
         except (RayError, GetTimeoutError) as error:
             raise ProcessLost(_first_line(error)) from None
 
