@@ -189,7 +189,7 @@ class Episodes:
         else:
             tokens = self._text.after(turn, answer.messages)
             if each.num_tokens + len(tokens) >= each.max_tokens:
-                self._finish(key, "length")  # nothing could be said after the observation
+                self._finish(key, "length")  # no token is left after the observation
                 return
             if tokens:
                 each.written.append(np.array(tokens, np.int32))

@@ -192,7 +192,7 @@ def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str,
 
 
 def _turns(trajectory: Trajectory) -> dict[str, Any]:
-    """What was said in an environment: who wrote it, its text, and a reward of its own."""
+    """A turn in an environment: who wrote it, its text, and a reward of its own."""
     after_prompt = [turn for turn in trajectory.turns if turn.writer != "prompt"]
     if trajectory.score is None:
         return {}

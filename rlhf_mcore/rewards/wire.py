@@ -21,7 +21,7 @@ _MAX_FLOAT32 = 3.4e38  # scores travel as float32
 
 
 class WireError(ValueError):
-    """A text that is not what was agreed on. The message says what is wrong with it."""
+    """A text that is not what was agreed on. The message tells what is wrong with it."""
 
 
 def read_json(text: bytes) -> Any:

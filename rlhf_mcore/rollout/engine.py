@@ -140,7 +140,7 @@ class Engine(VersionedWeights, ABC):
         return sorted(mine, key=lambda completion: order[completion.request_id]) if self.rank.is_lead else []
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw responses; ``step`` and ``collect`` go on with them.
+        """Begin to draw responses; ``step`` and ``collect`` continue with them.
 
         Raises:
             RuntimeError, ValueError: as ``generate``.

@@ -42,7 +42,7 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_FAILED = programs.CHANNEL + 1  # the descriptor through which a program that could not be confined says why
+_FAILED = programs.CHANNEL + 1  # the descriptor through which a program that could not be confined tells why
 _STACK_BYTES = (
     64 * 2**20
 )  # of the main thread: recursion through C needs more than the usual 8 MiB; 128 MiB are kept free for it

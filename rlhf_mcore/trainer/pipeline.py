@@ -103,7 +103,7 @@ class NoGenerator:
 
 @dataclass(slots=True)
 class RemotePublisher:
-    """Brings the actor's weights to engines of their own, which go on to sample when they have them."""
+    """Brings the actor's weights to engines of their own, which continue to sample when they have them."""
 
     bridge: WeightBridge
     recorder: Recorder

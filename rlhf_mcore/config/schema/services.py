@@ -67,7 +67,7 @@ class RewardRayConfig:
 
 @dataclass
 class RewardAlarmConfig:
-    """A line when the mean score of a data source jumps. The run goes on."""
+    """A line when the mean score of a data source jumps. The run continues."""
 
     deviations: float = key(
         5.0, "how far a step's mean may be from that of the steps before, in deviations of theirs; 0: off", AT_LEAST_0
