@@ -6,6 +6,8 @@ everything when the other end of the socket is closed, which the kernel does whe
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import select
@@ -32,6 +34,7 @@ OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travel
 _MANY = 65536  # cores that engines may ask for: here the user counts them, not Ray
 _LONGEST_FOLDER = 30  # of its path: sockets below it have names of 70 characters, and a socket's may have 107
 _LOOK_S = 0.5
+_PREFIX, _LOCK = "rlhf-ray-", "lock"
 
 
 def main() -> None:
@@ -41,8 +44,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the trainer decides, and saves first
     trainer = socket.socket(fileno=0)
     order = json.loads(trainer.makefile().readline())
-    parent = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="rlhf-ray-", dir=parent if len(parent) < _LONGEST_FOLDER else "/tmp"))
+    parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp")
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600)  # held until this process ends, however it does
+    fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         answer = {"address": _start(folder, order["gpus"]), "folder": str(folder)}
         needed = [pid for pid in children() if Path(f"/proc/{pid}/comm").read_text().strip() in _NEEDED]
@@ -57,6 +63,18 @@ def main() -> None:
             end_all(left)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # Ray's own exit handlers would talk to what has ended
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove folders of Ray below ``parent`` whose process was killed together with everything that would have removed them."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # of another user, without a lock yet, or held
+            lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _start(folder: Path, gpus: int) -> str:
