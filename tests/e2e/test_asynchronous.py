@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.commands import ROOT, environment, left_behind, started, wait_for
+
 SMALL = [
     "trainer.prompts_per_step=4",
     "trainer.minibatch_size=4",
@@ -54,12 +54,6 @@ def command(config: str, *arguments: str) -> list[str]:
     ]
 
 
-def environment(directory: Path) -> dict[str, str]:
-    """With a temporary folder of its own, so that what a kill leaves there is seen."""
-    (directory / "tmp").mkdir(exist_ok=True)
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
-
-
 def run(directory: Path, config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(config, *arguments),
@@ -72,28 +66,8 @@ def run(directory: Path, config: str, *arguments: str) -> subprocess.CompletedPr
     )
 
 
-@contextmanager
-def running(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command("async.yaml", *arguments),
-        cwd=directory,
-        env=environment(directory),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+def running(directory: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started(command("async.yaml", *arguments), directory)
 
 
 def processes_of(directory: Path, name: str = "") -> list[int]:
@@ -115,10 +89,6 @@ def metrics(directory: Path, experiment: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if not name.startswith(OWN)} for record in records]
 
 
-def left_behind(directory: Path) -> list[str]:
-    return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
-
-
 def trained_on(directory: Path, experiment: str) -> list[str]:
     """The prompts of all steps, each as often as a step has learned from it."""
     folder = directory / "outputs" / "quickstart" / experiment / "rollouts"
@@ -138,6 +108,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> list[dict[str, Any]]:
+    """The metrics of a run in order that nothing has happened to."""
+    ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
+    assert ended.returncode == 0, ended.stderr
+    return metrics(workspace, "whole")
+
+
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path) -> None:
     together = ["actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=3"]
     assert run(workspace, "grpo.yaml", "experiment=together", *together).returncode == 0
@@ -148,9 +126,9 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path
     assert processes_of(workspace) == [] and left_behind(workspace) == []
 
 
-def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(workspace: Path) -> None:
-    ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
-    assert ended.returncode == 0, ended.stderr
+def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(
+    workspace: Path, whole: list[dict[str, Any]]
+) -> None:
     for records in (2, 5):
         with running(workspace, "experiment=killed", *IN_ORDER) as process:
             wait_for(lambda records=records: len(metrics(workspace, "killed")) >= records)
@@ -158,7 +136,7 @@ def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(workspace: Pa
         wait_for(lambda: not processes_of(workspace), 60)  # neither ranks nor anything of Ray
     ended = run(workspace, "async.yaml", "experiment=killed", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
-    assert metrics(workspace, "killed") == metrics(workspace, "whole")
+    assert metrics(workspace, "killed") == whole
     weights = [
         workspace / "outputs/quickstart" / name / "latest/actor/model.safetensors" for name in ("killed", "whole")
     ]
@@ -182,7 +160,7 @@ def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(works
     assert len(learned) == len(set(learned)) == 32
 
 
-def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path) -> None:
+def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path, whole: list[dict[str, Any]]) -> None:
     arguments = ["experiment=headless", *IN_ORDER]
     with running(workspace, *arguments) as process:
         wait_for(lambda: len(metrics(workspace, "headless")) >= 3)
@@ -193,7 +171,7 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path) -> 
     assert printed.count("Ray on this machine has ended") == 1 and "Traceback" not in printed
     wait_for(lambda: not processes_of(workspace), 60)
     assert run(workspace, "async.yaml", *arguments).returncode == 0
-    assert metrics(workspace, "headless") == metrics(workspace, "whole")
+    assert metrics(workspace, "headless") == whole
 
 
 @pytest.mark.matrix

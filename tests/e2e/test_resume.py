@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
+from tests.e2e.commands import ROOT, environment, left_behind, started, wait_for
 from tests.small_disk import small_disk
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 REWARD = """
 import os
@@ -67,12 +66,6 @@ def command(*arguments: str, module: str = "rlhf_mcore.cli.main") -> list[str]:
     return [*start, config, *SMALL, *arguments]
 
 
-def environment(directory: Path) -> dict[str, str]:
-    """With a temporary folder of its own, so that what a kill leaves there is seen."""
-    (directory / "tmp").mkdir(exist_ok=True)
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
-
-
 def run(
     directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main", seconds: float = 400
 ) -> subprocess.CompletedProcess[str]:
@@ -87,28 +80,8 @@ def run(
     )
 
 
-@contextmanager
-def running(directory: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command(*arguments),
-        cwd=directory,
-        env=environment(directory),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 200) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+def running(directory: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    return started(command(*arguments), directory)
 
 
 def worker_pid(launcher: int, rank: int) -> int:
@@ -163,11 +136,6 @@ def test_fault_27_twenty_kills(tmp_path: Path, workspace: Path) -> None:
     assert done.returncode == 0 and "20 kills, 0 differences" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert_as_left_alone(*(tmp_path / "outputs" / "quickstart" / f"x-{kind}" for kind in ("calm", "chaos")), 300)
     assert left_behind(tmp_path) == []
-
-
-def left_behind(directory: Path) -> list[str]:
-    """What kills have left in the temporary folder, but for torch's cache of compiled code, which the next run uses."""
-    return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def assert_as_left_alone(calm: Path, chaos: Path, steps: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,12 +53,16 @@ def _places_of_all(mine: Sequence[Place], group: dist.ProcessGroup) -> list[Plac
         for place in mine
     ]
     return [
-        Place(buffer, tuple(map(_piece, pieces)), tuple(ranks), numel, tuple((begin, end) for begin, end in padding))
+        Place(
+            buffer,
+            tuple(
+                Piece(name, tuple(start), tuple(shape), offset, tuple(strides))
+                for name, start, shape, offset, strides in pieces
+            ),
+            tuple(ranks),
+            numel,
+            tuple((begin, end) for begin, end in padding),
+        )
         for found, ranks in all_gather_unique_json(described, group)
         for buffer, numel, padding, pieces in found
     ]
-
-
-def _piece(data: list[Any]) -> Piece:
-    name, start, shape, offset, strides = data
-    return Piece(name, tuple(start), tuple(shape), offset, tuple(strides))
