@@ -5,7 +5,8 @@
 #   ./launch/test.sh --with slurm        install SLURM first, where apt can, so that tests/slurm does not skip
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 #
-# The last line is "N passed, N failed, N skipped" over all tiers; a lint that fails counts as one.
+# The last lines name every test that failed, with the first line of its message, and then add up all tiers:
+# "N passed, N failed, N skipped", where a lint that fails counts as one.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -63,24 +64,32 @@ section() {
     say "($name: $((SECONDS - started)) s)"
 }
 
-# tier FOLDER [OPTION...]: the tests of one tier.
+# tier FOLDER [OPTION...]: the tests of one tier. They run in workers of xdist, even where one is enough: a test that ends its
+# process then fails with its name, and the rest still run. A test has 600 s (pyproject.toml); where it hangs below Python its
+# worker ends after 720, and a tier that hangs anywhere else ends too.
 tier() {
-    local folder="$1"
+    local folder="$1" name
+    name="$(basename "$folder")"
     shift
     if [[ -z "$(find "$folder" -name 'test_*.py' -print -quit)" ]]; then
         say "no tests yet"
         return
     fi
-    touch "$reports/$(basename "$folder").xml" # stays empty if pytest is killed, which then counts
-    # In the background Ctrl-C would be ignored, and what the tests have started would live on.
-    env --default-signal=INT python -m pytest "$folder" "$@" --junitxml="$reports/$(basename "$folder").xml"
+    touch "$reports/$name.xml" "$reports/$name.log" # the report stays empty if pytest is killed, which then counts
+    # In the background Ctrl-C would be ignored, and what the tests have started would live on. Not through a pipe: a process
+    # that a test has left behind would hold it open.
+    env --default-signal=INT timeout --foreground --kill-after=60 2400 python -m pytest "$folder" "$@" \
+        -o faulthandler_timeout=720 -o faulthandler_exit_on_timeout=true --junitxml="$reports/$name.xml" \
+        >"$reports/$name.log" 2>&1 &
+    tail --pid=$! --sleep-interval=0.3 --lines=+1 --follow "$reports/$name.log"
+    wait $!
 }
 
-# finish PROCESS LOG: wait for a tier that runs beside the others, and show what it has said.
+# finish PROCESS TIER: wait for a tier that runs beside the others, and show what it has printed.
 finish() {
     local status=0
     wait "$1" || status=$?
-    cat "$2"
+    cat "$reports/$2.log"
     return "$status"
 }
 
@@ -88,14 +97,14 @@ section "ruff" ruff check .
 section "mypy" mypy
 section "import-linter" lint-imports
 failed_lints=${#failed[@]}
-tier tests/slurm >"$reports/slurm.log" 2>&1 & # it waits for SLURM most of the time
+tier tests/slurm -n 1 -v >/dev/null 2>&1 & # it waits for SLURM most of the time
 slurm=$!
-section "tests/gpu (skipped without a GPU)" tier tests/gpu
+section "tests/gpu (skipped without a GPU)" tier tests/gpu -n 1
 section "tests/unit (on $workers cores)" tier tests/unit -n "$workers" --dist worksteal
-section "tests/oracles (published functions of verl and TRL)" tier tests/oracles
-section "tests/distributed (gloo, torchrun)" tier tests/distributed
-section "tests/e2e (real vLLM)" tier tests/e2e
-section "tests/slurm (real SLURM, beside the other tiers; skipped without it)" finish "$slurm" "$reports/slurm.log"
+section "tests/oracles (published functions of verl and TRL)" tier tests/oracles -n 1
+section "tests/distributed (gloo, torchrun)" tier tests/distributed -n 1 -v
+section "tests/e2e (real vLLM)" tier tests/e2e -n 1 -v
+section "tests/slurm (real SLURM, beside the other tiers; skipped without it)" finish "$slurm" slurm
 
 heading "result"
 if ((${#failed[@]})); then

@@ -1,29 +1,53 @@
-"""Adds up pytest's reports: count_tests.py [--failed N] REPORT.xml... prints one line, "N passed, N failed, N skipped"."""
+"""Adds up pytest's reports: count_tests.py [--failed N] REPORT.xml... prints a line for every test that failed, and last
+"N passed, N failed, N skipped".
+
+A report that is not whole is of a pytest that was killed: one failure. Its log (REPORT.log) tells what was running.
+"""
 
 from __future__ import annotations
 
 import argparse
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+MOST_NAMED, MOST_LINES, WIDTH = 12, 15, 300  # continuous integration shows the last lines only
 
-def count(reports: Iterable[Path]) -> Counter[str]:
-    """Outcomes of all tests in files of --junitxml. A file that is not whole is a pytest that was killed: one failure."""
+
+def count(reports: Sequence[Path]) -> tuple[Counter[str], list[str]]:
+    """Outcomes of all tests in files of --junitxml, and a line for every failure, or more for a pytest that was killed."""
     total: Counter[str] = Counter()
+    failures: list[str] = []
     for report in reports:
         try:
             suites = list(ElementTree.parse(report).iter("testsuite"))
         except ElementTree.ParseError:
             total["failed"] += 1
+            failures.append(_last_words(report.with_suffix(".log")))
             continue
         for suite in suites:
-            tests, errors, failures, skipped = (
+            tests, errors, failed, skipped = (
                 int(suite.attrib[name]) for name in ("tests", "errors", "failures", "skipped")
             )
-            total += Counter(passed=tests - errors - failures - skipped, failed=errors + failures, skipped=skipped)
-    return total
+            total += Counter(passed=tests - errors - failed - skipped, failed=errors + failed, skipped=skipped)
+            failures += _failures(suite)
+    return total, failures
+
+
+def _failures(suite: ElementTree.Element) -> Iterator[str]:
+    for case in suite.iter("testcase"):
+        for outcome in (*case.iter("failure"), *case.iter("error")):
+            name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+            message = (outcome.attrib.get("message") or "no message").strip().splitlines()[0]
+            yield f"FAILED {name}: {message}"[:WIDTH]
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    begun = next((line for line in reversed(lines) if line.startswith("tests/") and "::" in line), "no test")
+    last = "\n".join(f"    {line[:WIDTH]}" for line in lines[-MOST_LINES:])
+    return f"DIED pytest of {log.stem}; the last test that began: {begun.strip()}; its last lines:\n{last}"
 
 
 def main() -> None:
@@ -31,7 +55,11 @@ def main() -> None:
     parser.add_argument("--failed", type=int, default=0, help="failures of something else, to be added")
     parser.add_argument("reports", nargs="+", type=Path)
     args = parser.parse_args()
-    total = count(args.reports)
+    total, failures = count(args.reports)
+    for failure in failures[:MOST_NAMED]:
+        print(failure)
+    if len(failures) > MOST_NAMED:
+        print(f"and {len(failures) - MOST_NAMED} more, named above")
     line = f"{total['passed']} passed, {total['failed'] + args.failed} failed"
     print(line + (f", {total['skipped']} skipped" if total["skipped"] else ""))
 

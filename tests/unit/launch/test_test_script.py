@@ -23,7 +23,7 @@ def test_is_an_error(broken): pass
 def test_is_skipped(): pass
 """
 SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\n"
-KILLED = "import os\ndef test_ends_pytest(): os._exit(9)\n"
+KILLED = "import os\ndef test_ends_pytest(): os._exit(9)\ndef test_comes_after(): pass\n"
 
 
 def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -52,16 +52,42 @@ def run(folder: Path, lint: str, tiers: dict[str, str]) -> subprocess.CompletedP
 @pytest.mark.parametrize(
     ("lint", "tiers", "last", "code"),
     [
-        ("true", {"unit": UNIT, "gpu": SKIPPED}, "2 passed, 2 failed, 2 skipped", 1),
-        ("true", {"unit": "def test_passes(): pass", "gpu": SKIPPED}, "1 passed, 0 failed, 1 skipped", 0),
-        ("false", {"unit": "def test_passes(): pass", "e2e": KILLED}, "1 passed, 2 failed", 1),
+        (
+            "true",
+            {"unit": UNIT, "gpu": SKIPPED},
+            [
+                "FAILED tests/unit/test_unit.py::test_fails: assert False",
+                'FAILED tests/unit/test_unit.py::test_is_an_error: failed on setup with "ValueError"',
+                "2 passed, 2 failed, 2 skipped",
+            ],
+            1,
+        ),
+        ("true", {"unit": "def test_passes(): pass", "gpu": SKIPPED}, ["1 passed, 0 failed, 1 skipped"], 0),
+        (
+            "false",
+            {"unit": "def test_passes(): pass", "e2e": KILLED},
+            [
+                "FAILED tests/e2e/test_e2e.py::test_ends_pytest: failed on setup with \"worker 'gw0' crashed while running "
+                "'tests/e2e/test_e2e.py::test_ends_pytest'\"",
+                "2 passed, 2 failed",
+            ],
+            1,
+        ),
+        (
+            "true",
+            {"unit": KILLED},
+            ["    collected 2 items", "    ", "    tests/unit/test_unit.py ", "0 passed, 1 failed"],
+            1,
+        ),
     ],
 )
-def test_the_last_line_adds_up_all_tiers(
-    tmp_path: Path, lint: str, tiers: dict[str, str], last: str, code: int
+def test_the_last_lines_name_every_failure_and_add_up_all_tiers(
+    tmp_path: Path, lint: str, tiers: dict[str, str], last: list[str], code: int
 ) -> None:
     done = run(tmp_path, lint, tiers)
-    assert done.stdout.splitlines()[-1] == last, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-len(last) :] == last, done.stdout + done.stderr
     assert done.returncode == code
     summaries = [line for line in done.stdout.splitlines() if line.startswith("=") and " in " in line]
-    assert "skipped" not in summaries[-1] or "passed" in summaries[-1]  # the last one is not of a tier that was skipped
+    assert (
+        not summaries or "skipped" not in summaries[-1] or "passed" in summaries[-1]
+    )  # the last one is not of a tier that was skipped
