@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,10 +13,9 @@ from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.user_functions import load_function
+from rlhf_mcore.sandbox.calculator import calculator
 
 KEY = "environment.options.tools"
-MAX_EXPRESSION_CHARS = 200
-MAX_BITS = 4096  # of a number that a calculator computes
 _CALL = re.compile(r"<tool>\s*(\S+)(.*?)</tool>", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
@@ -52,7 +49,7 @@ class Tools:
         self._tools: dict[str, Tool] = {}
         for name in tools:
             if name == "calculator":
-                self._tools[name] = calculate
+                self._tools[name] = calculator
             elif name == "python":
                 self._tools[name] = partial(run_program, cpu_s=cpu_s, isolation=isolation)
             elif name == "search":
@@ -78,55 +75,6 @@ class Tools:
         if name not in self._tools:
             return f"there is no tool {name}; there is: {', '.join(self._tools)}"
         return str(self._tools[name](argument.strip()))[: self._max_chars]
-
-
-# ------------------------------------------------------------------------------------------------------------ calculator
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
-
-def calculate(expression: str) -> str:
-    """The value of numbers, + - * / // % ** ^ and parentheses; "error: ..." where there is none. Nothing else is evaluated."""
-    try:
-        if len(expression) > MAX_EXPRESSION_CHARS:
-            raise ValueError(f"longer than {MAX_EXPRESSION_CHARS} characters")
-        value = _value(ast.parse(expression.replace("^", "**").strip(), mode="eval").body)
-        return f"{value:.12g}" if isinstance(value, float) else str(value)
-    except SyntaxError:
-        return "error: not an expression"
-    except (ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        return f"error: {error}"
-
-
-def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _bounded(node.value)  # type: ignore[arg-type]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _bounded(_OPERATORS[type(node.op)](_value(node.operand)))
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow) and abs(right) * max(math.log2(abs(left)) if left else 0, 1) > MAX_BITS:
-            raise ValueError("the power is too large")
-        found = _OPERATORS[type(node.op)](left, right)
-        if isinstance(found, complex):
-            raise ValueError("the result is not real")
-        return _bounded(found)
-    raise ValueError("only numbers, + - * / // % ** and parentheses are known")
-
-
-def _bounded(value: int | float) -> int | float:
-    if isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise ValueError("the number is too large")
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------- python

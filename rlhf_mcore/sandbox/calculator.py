@@ -115,4 +115,4 @@ def _shown(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     rounded = float(f"{float(value):.{_SHOWN_DIGITS}g}")
-    return repr(rounded)
+    return repr(rounded).removesuffix(".0")

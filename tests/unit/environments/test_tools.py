@@ -8,28 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments.tools import Index, Tools, calculate
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("47*86", "4042"),
-        ("2^10 - 24", "1000"),
-        ("(1 + 2) / 4", "0.75"),
-        ("-7 // 2", "-4"),
-        ("2**0.5", "1.41421356237"),
-        ("9**9**9", "error: the power is too large"),
-        ("10**400 * 10**400 * 10**400 * 10**400", "error: the number is too large"),
-        ("1/0", "error: division by zero"),
-        ("(-8) ** 0.5", "error: the result is not real"),
-        ("__import__('os').getpid()", "error: only numbers, + - * / // % ** and parentheses are known"),
-        ("1 +", "error: not an expression"),
-        ("1" * 201, "error: longer than 200 characters"),
-    ],
-)
-def test_the_calculator(expression: str, value: str) -> None:
-    assert calculate(expression) == value
+from rlhf_mcore.environments.tools import Index, Tools
 
 
 def test_each_call_has_a_message_and_a_turn_without_one_ends_the_episode(tmp_path: Path) -> None:
