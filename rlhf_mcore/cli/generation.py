@@ -111,9 +111,8 @@ def _disaggregated(
 ) -> Generation:
     """Engines of their own, which sample while the trainer learns."""
     cfg, rollout = run.cfg, run.cfg.rollout
-    in_order = rollout.deterministic_order
-    drain = rollout.at_publish == "drain" or (rollout.at_publish is None and in_order)
-    schedule = Schedule(cfg.trainer.prompts_per_step, cfg.trainer.max_staleness, rollout.oversample, in_order, drain)
+    in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
+    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain)
     first = None
     if fleet is not None:
         sampling = Sampling(**vars(rollout.sampling), seed=cfg.seed)

@@ -88,6 +88,7 @@ def resolve(cfg: Config) -> Config:
         trainer.minibatch_size = trainer.prompts_per_step
     if cfg.rollout.max_model_len is None:
         cfg.rollout.max_model_len = cfg.data.max_prompt_tokens + max_new_tokens(cfg)
+    cfg.rollout.at_publish = at_publish(cfg)
     _resolve_algorithm(cfg)
     if cfg.evaluate.max_new_tokens is None:
         cfg.evaluate.max_new_tokens = sampling.max_new_tokens
@@ -119,6 +120,13 @@ def _resolve_algorithm(cfg: Config) -> None:
         algorithm.overlong.cache_tokens = max(algorithm.overlong.max_tokens // 5, 1)
     if algorithm.kl.controller.steps is None:
         algorithm.kl.controller.steps = cfg.trainer.num_steps
+
+
+def at_publish(cfg: Config) -> str | None:
+    """What becomes of unfinished responses when new weights come; None where there are none then."""
+    if not cfg.trainer.max_staleness:
+        return None
+    return cfg.rollout.at_publish or ("drain" if cfg.rollout.deterministic_order else "continue")
 
 
 def correction_mode(cfg: Config) -> str:

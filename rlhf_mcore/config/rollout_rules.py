@@ -32,8 +32,11 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
             )
     if cfg.rollout.placement == "disaggregated":
         yield from _apart_problems(cfg)
-    elif cfg.rollout.placement == "colocated":  # a misspelled one is named as such, and the keys of neither
-        yield from _colocated_problems(cfg)
+    elif cfg.rollout.placement == "colocated" and cfg.trainer.max_staleness:  # a misspelled one is named as such
+        yield (
+            f"trainer.max_staleness={cfg.trainer.max_staleness}: colocated engines sleep while the trainer learns; set it to 0, or "
+            "set rollout.placement=disaggregated"
+        )
     if cfg.rollout.deterministic_order and cfg.rollout.at_publish not in (None, "drain"):
         yield (
             f"rollout.at_publish={cfg.rollout.at_publish}: what a response gets of new weights depends on the time, which "
@@ -60,25 +63,4 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"trainer.max_staleness={cfg.trainer.max_staleness} with algorithm.dynamic_sampling.enabled=true is not supported yet; "
             "set one of them to 0 or false"
-        )
-
-
-def _colocated_problems(cfg: Config) -> Iterator[str]:
-    """Engines that share devices with the trainer wait while it learns: nothing is sampled ahead."""
-    if cfg.trainer.max_staleness:
-        yield (
-            f"trainer.max_staleness={cfg.trainer.max_staleness}: colocated engines sleep while the trainer learns; set it to 0, or "
-            "set rollout.placement=disaggregated"
-        )
-    if cfg.rollout.oversample != 1:
-        yield f"rollout.oversample={cfg.rollout.oversample:g} is of rollout.placement=disaggregated; set it to 1"
-    if cfg.rollout.num_engines != 1:
-        yield (
-            f"rollout.num_engines={cfg.rollout.num_engines} is of rollout.placement=disaggregated; colocated engines are as many as "
-            "trainer.world_size / rollout.layout.tp. Remove it"
-        )
-    if cfg.rollout.ray.address is not None:
-        yield (
-            f"rollout.ray.address={cfg.rollout.ray.address} is of rollout.placement=disaggregated; colocated engines do not use Ray. "
-            "Set it to null"
         )

@@ -52,7 +52,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     """
     kind = run_kind(cfg)
     out_of_range = list(range_problems(cfg))
-    problems = [*choice_problems(cfg), *out_of_range]
+    problems = [*choice_problems(cfg), *out_of_range, *unused_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
     problems += checkpoint_problems(cfg)
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
@@ -108,6 +108,26 @@ def range_problems(cfg: Config) -> Iterator[str]:
             f"evaluate.samples={cfg.evaluate.samples} with evaluate.temperature=0.0 draws the same greedy response again and "
             "again; raise evaluate.temperature or set evaluate.samples=1"
         )
+
+
+def unused_problems(cfg: Config) -> Iterator[str]:
+    """Keys that somebody has set, and that have no effect with what another key is."""
+    default = Config()
+    for key, description in DESCRIPTIONS.items():
+        owner, _, wanted = description.only_with.partition("=")
+        if not owner or not run_kind(cfg).reads(key) or (value := value_of(cfg, key)) == value_of(default, key):
+            continue
+        found = value_of(cfg, owner)
+        if _is_misspelled(owner, found) or _is_misspelled(key, value):
+            continue  # which is another problem
+        if found != wanted if wanted else found == 0:
+            cure = f"set {owner}={wanted}" if wanted else f"raise {owner}"
+            yield f"{key}={value} has no effect with {owner}={found}; remove it, or {cure}"
+
+
+def _is_misspelled(key: str, value: Any) -> bool:
+    allowed = DESCRIPTIONS[key].allowed
+    return isinstance(allowed, Choices) and value not in allowed.meanings
 
 
 def _allowed_values(cfg: Config) -> Iterator[tuple[str, Any, Range | Choices]]:

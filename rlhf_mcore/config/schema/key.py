@@ -77,6 +77,7 @@ class Description:
     is_fixed: bool = (
         False  # a run that resumes has the same value: with another one it would be neither the old run nor a new one
     )
+    only_with: str = ""  # "other.key=value", or "other.key" for one that is above 0: without it the key has no effect
 
 
 def key(
@@ -88,9 +89,10 @@ def key(
     unit: str = "",
     more: str = "",
     is_fixed: bool = False,
+    only_with: str = "",
 ) -> Any:
     """A field that a user may set. Arguments as of ``Description``; a list as default is copied."""
-    metadata = {"description": Description(help, allowed, null, unit, more, is_fixed)}
+    metadata = {"description": Description(help, allowed, null, unit, more, is_fixed, only_with)}
     if isinstance(default, list):
         return field(default_factory=lambda: deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -21,6 +21,9 @@ from rlhf_mcore.config.schema.key import (
 from rlhf_mcore.config.schema.models import RewardModelConfig
 from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardAlarmConfig, RewardRayConfig
 
+_APART = "rollout.placement=disaggregated"
+_AHEAD = "trainer.max_staleness"
+
 
 @dataclass
 class RolloutLayoutConfig:
@@ -50,8 +53,9 @@ class RayConfig:
         None,
         "`disaggregated`: of a running Ray cluster, as `10.0.0.1:6379`",
         null="one is started on this machine, and ends with the run",
+        only_with=_APART,
     )
-    cpus_per_rank: int = key(1, "`disaggregated`: cores of each process of an engine", AT_LEAST_1)
+    cpus_per_rank: int = key(1, "`disaggregated`: cores of each process of an engine", AT_LEAST_1, only_with=_APART)
 
 
 @dataclass
@@ -65,7 +69,9 @@ class RolloutConfig:
         one_of(colocated="in the trainer's processes", disaggregated="on devices of their own, under Ray"),
         is_fixed=True,
     )
-    num_engines: int = key(1, "`disaggregated`: engines, each of `rollout.layout.tp` devices", Range(1, 4096))
+    num_engines: int = key(
+        1, "`disaggregated`: engines, each of `rollout.layout.tp` devices", Range(1, 4096), only_with=_APART
+    )
     layout: RolloutLayoutConfig = group(RolloutLayoutConfig)
     sampling: SamplingConfig = group(SamplingConfig)
     max_model_len: Optional[int] = key(
@@ -81,6 +87,7 @@ class RolloutConfig:
         AT_LEAST_1,
         null="vLLM's choice",
         more="Longer prompts are computed in parts. It bounds `rollout.max_num_seqs`; vLLM's choice is no less than that.",
+        only_with="rollout.engine=vllm",
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
@@ -88,7 +95,11 @@ class RolloutConfig:
         True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."
     )
     enforce_eager: bool = key(False, "CUDA: no graph capture", more="On a CPU the engine always runs eagerly.")
-    sleep: bool = key(True, "CUDA: give the memory of the engine's weights and cache back while training")
+    sleep: bool = key(
+        True,
+        "CUDA, `colocated`: give the memory of the engine's weights and cache back while training",
+        only_with="rollout.placement=colocated",
+    )
     at_publish: Optional[str] = key(
         None,
         "`trainer.max_staleness`: responses that are not finished when new weights come",
@@ -100,23 +111,30 @@ class RolloutConfig:
             }
         ),
         null="`continue`, or `drain` with `rollout.deterministic_order`",
+        more="With `drain` a `trainer.max_staleness` above 1 makes responses older and no step shorter.",
+        only_with=_AHEAD,
     )
     oversample: float = key(
         1.0,
         "`disaggregated`: prompts that are started for each that a step trains on",
         Range(1, 8),
         more="A step takes those that finish first. The others continue as far as `trainer.max_staleness` allows, or are begun again.",
+        only_with=_APART,
     )
     deterministic_order: bool = key(
         False,
         "`trainer.max_staleness`: a step trains on prompts in their order, not in that in which they finish",
         more="A run that was killed and resumed then equals the uninterrupted one bit for bit.",
+        only_with=_AHEAD,
     )
     engine_timeout_s: float = key(
-        60.0, "`disaggregated`: an engine that answers nothing for so long is replaced", ABOVE_0
+        60.0, "`disaggregated`: an engine that answers nothing for so long is replaced", ABOVE_0, only_with=_APART
     )
     engine_restarts: int = key(
-        3, "`disaggregated`: how often in a row an engine that fails is started again before the run ends", AT_LEAST_0
+        3,
+        "`disaggregated`: how often in a row an engine that fails is started again before the run ends",
+        AT_LEAST_0,
+        only_with=_APART,
     )
     ray: RayConfig = group(RayConfig)
 
@@ -135,6 +153,7 @@ class BridgeConfig:
         268435456,
         "`planned`: limit of what a rank sends, and of what it receives, at a time; two buckets are in flight",
         AT_LEAST_1,
+        only_with="bridge.method=planned",
     )
     verify: str = key(
         "off",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from rlhf_mcore.config import derive
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.simulate.lengths import ResponseLengths
@@ -53,9 +54,7 @@ def configured(cfg: Config) -> Schedule:
     rollout, bound = cfg.rollout, cfg.trainer.max_staleness
     if not bound:
         return Schedule(colocated=rollout.placement == "colocated")
-    return Schedule(
-        bound, rollout.at_publish or (DRAIN if rollout.deterministic_order else CONTINUE), rollout.oversample
-    )
+    return Schedule(bound, derive.at_publish(cfg) or CONTINUE, rollout.oversample)
 
 
 def samples_bound(scenario: Scenario, schedule: Schedule, mean: float) -> float:

@@ -26,18 +26,20 @@ def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "mode"),
+    ("overrides", "mode", "at_publish"),
     [
-        ([], "off"),
-        (["trainer.max_staleness=1"], "token"),
-        (["trainer.max_staleness=1", "algorithm.rollout_correction.mode=off"], "off"),
-        (["algorithm.rollout_correction.mode=sequence"], "sequence"),
+        ([], "off", None),
+        (["trainer.max_staleness=1"], "token", "continue"),
+        (["trainer.max_staleness=1", "algorithm.rollout_correction.mode=off"], "off", "continue"),
+        (["trainer.max_staleness=1", "rollout.deterministic_order=true"], "token", "drain"),
+        (["algorithm.rollout_correction.mode=sequence"], "sequence", None),
     ],
 )
-def test_an_asynchronous_run_weighs_tokens_unless_it_is_told_otherwise(
-    workspace: Any, overrides: list[str], mode: str
+def test_an_asynchronous_run_weighs_tokens_and_continues_unless_it_is_told_otherwise(
+    workspace: Any, overrides: list[str], mode: str, at_publish: str | None
 ) -> None:
-    assert resolve(load_config("run.yaml", overrides)).algorithm.rollout_correction.mode == mode
+    cfg = resolve(load_config("run.yaml", overrides))
+    assert (cfg.algorithm.rollout_correction.mode, cfg.rollout.at_publish) == (mode, at_publish)
 
 
 @pytest.mark.parametrize(

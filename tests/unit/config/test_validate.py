@@ -30,6 +30,8 @@ def test_a_good_configuration_passes(workspace: Any) -> None:
 
 
 APART = ["rollout.placement=disaggregated"]
+AHEAD = [*APART, "trainer.max_staleness=1"]
+GATHER = ["bridge.method=gather"]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,17 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["rollout.sampling.temperature=2.5"], None, ["rollout.sampling.temperature=2.5", "0.01 to 2"]),
         (["evaluate.temperature=0.001"], None, ["evaluate.temperature=0.001", "0.01 to 2"]),
         (["trainer.max_staleness=1"], None, ["trainer.max_staleness=1", "rollout.placement=disaggregated"]),
-        (["rollout.num_engines=2"], None, ["rollout.num_engines=2", "disaggregated", "Remove it"]),
-        (["rollout.oversample=2"], None, ["rollout.oversample=2", "set it to 1"]),
+        (["rollout.num_engines=2"], None, ["rollout.num_engines=2", "=colocated; remove it", "=disaggregated"]),
+        (["rollout.oversample=2"], None, ["rollout.oversample=2.0 has no effect", "remove it", "=disaggregated"]),
+        (["rollout.ray.cpus_per_rank=2"], None, ["rollout.ray.cpus_per_rank=2", "disaggregated"]),
+        ([*APART, "rollout.sleep=false"], None, ["rollout.sleep=False has no effect", "placement=colocated"]),
+        (
+            [*APART, "rollout.at_publish=drain"],
+            None,
+            ["at_publish=drain has no effect with trainer.max_staleness=0; remove it, or raise trainer.max_staleness"],
+        ),
+        ([*APART, "rollout.deterministic_order=true"], None, ["deterministic_order=True", "max_staleness=0"]),
+        ([*GATHER, "bridge.bucket_bytes=99"], None, ["bridge.bucket_bytes=99", "bridge.method=planned"]),
         ([*APART, "bridge.method=gather"], None, ["bridge.method=gather", "planned"]),
         ([*APART, "rollout.ray.address=head"], None, ["rollout.ray.address='head'", "host:port"]),
         ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
@@ -102,12 +113,12 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             ["trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
         ),
         (
-            [*APART, "rollout.deterministic_order=true", "rollout.at_publish=continue"],
+            [*AHEAD, "rollout.deterministic_order=true", "rollout.at_publish=continue"],
             None,
             ["rollout.at_publish=continue", "drain"],
         ),
         (
-            [*APART, "rollout.deterministic_order=true", "rollout.oversample=2"],
+            [*AHEAD, "rollout.deterministic_order=true", "rollout.oversample=2"],
             None,
             ["rollout.oversample=2", "set it to 1"],
         ),
