@@ -159,6 +159,9 @@ def start_fleet(run: RunContext) -> Fleet | None:
         rollout.engine_restarts,
     )
     fleet = Fleet(cluster, plan, run.record.note)
+    count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"
+    of = f" of {plan.tp} processes" if plan.tp > 1 else ""
+    run.record.note(f"starting {count}{of} {f'at {cluster.address}' if cluster.address else 'on this machine'}")
     fleet.start()
     run.stack.callback(fleet.close)
     run.stack.enter_context(listening(fleet, run.directory))

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
-from rlhf_mcore.observability.run_directory import MAX_METRICS_BYTES, METRICS, RunDirectory
+from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
@@ -63,6 +64,22 @@ def announce(cfg: Config) -> int | None:
         return None
     print(continues_text(cfg, newest.path, newest.step), flush=True)
     return newest.step
+
+
+@contextmanager
+def no_empty_directory(cfg: Config) -> Iterator[None]:
+    """A start that is refused in the block leaves no run directory that it made."""
+    path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except ConfigError:
+        with suppress(OSError):
+            if made and [found.name for found in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                for folder in made:
+                    folder.rmdir()
+        raise
 
 
 def is_over(cfg: Config, run: Path, step: int) -> bool:

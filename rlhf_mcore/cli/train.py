@@ -77,18 +77,19 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.rewards.trial import check_reward
 
-    continues_after = preflight.announce(cfg)
-    if continues_after is None:
-        return exit_codes.DONE
     world_size = default_world_size(cfg)
-    preflight.check_world(world_size)
-    if run_kind(cfg).generates:
-        if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
-            engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
-            preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
-        check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-        if warning := check_reward(cfg):
-            print(f"warning: {warning}", flush=True)
+    with preflight.no_empty_directory(cfg):
+        continues_after = preflight.announce(cfg)
+        if continues_after is None:
+            return exit_codes.DONE
+        preflight.check_world(world_size)
+        if run_kind(cfg).generates:
+            if cfg.rollout.placement == "disaggregated" and cfg.rollout.ray.address is None:
+                engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
+                preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
+            check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
+            if warning := check_reward(cfg):
+                print(f"warning: {warning}", flush=True)
     logs = preflight.logs_directory(cfg)
     if cfg.logging.console != "off":
         count = "one process" if world_size == 1 else f"{world_size} processes"

@@ -22,6 +22,7 @@ from rlhf_mcore.own_files import open_own, own_directory, refuse_link
 from rlhf_mcore.types import Score, Trajectory
 
 METRICS = "metrics.jsonl"
+LOCK = "run.lock"
 ROLLOUTS = "rollouts"
 LOGS = "logs"
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
@@ -103,7 +104,7 @@ class RunDirectory:
             for name in OWN_DIRECTORIES:
                 refuse_link(path / name)
             tempfile.TemporaryFile(dir=path).close()
-            lock = DirectoryLock(path / "run.lock", "change experiment or output_dir")
+            lock = DirectoryLock(path / LOCK, "change experiment or output_dir")
         except OSError as error:
             raise ConfigError(
                 f"output_dir={output_dir!r}: cannot write to {path} ({error.strerror}); choose another"

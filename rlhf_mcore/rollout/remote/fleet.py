@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.host import Meeting, Report
-from rlhf_mcore.rollout.remote.parts import Call, EnginesLost, EngineStatus, FleetPlan, Machines, Process
+from rlhf_mcore.rollout.remote.parts import REMEDY, Call, EnginesLost, EngineStatus, FleetPlan, Machines, Process
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec
@@ -35,6 +35,7 @@ class _Engine:
     failures: int = 0  # in a row
     draining: bool = False
     since: float = 0.0
+    address: str = ""
     processes: Sequence[Process] = ()
     starting: list[Call] = field(default_factory=list)
     reports: list[Call] = field(default_factory=list)  # one of each process, under way
@@ -174,16 +175,20 @@ class Fleet:
             if now - engine.since > START_TIMEOUT_S:
                 raise EnginesLost(f"it was not ready after {START_TIMEOUT_S:.0f} s; is there room for it?")
         elif engine.state == "placing":
-            [(address, port)], plan = results, self._plan
+            [(engine.address, port)], plan = results, self._plan
             engine.state = "starting"
             engine.starting = [
-                process.call("start", plan.order, Meeting(address, port, rank, plan.tp), plan.threads)
+                process.call("start", plan.order, Meeting(engine.address, port, rank, plan.tp), plan.threads)
                 for rank, process in enumerate(engine.processes)
             ]
         else:
             engine.starting, engine.state = [], "ready"
             engine.reports = [self._ask(process) for process in engine.processes]
             engine.answered, engine.progressed = [now] * len(engine.reports), now
+            when = "; it draws after the next publish" if self._begun else ""
+            self._notes.append(
+                f"engine {engine.name} is ready after {now - engine.since:.0f} s, at {engine.address}{when}"
+            )
 
     def _ask(self, process: Process) -> Call:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
@@ -219,12 +224,12 @@ class Fleet:
 
     def _fail(self, engine: _Engine, reason: str) -> None:
         if problem := self._machines.problem():
-            raise EnginesLost(problem)
+            raise EnginesLost(f"{problem}. {REMEDY}")
         engine.failures += 1
         if engine.failures > self._plan.restarts:
             raise EnginesLost(
                 f"engine {engine.name} has failed {engine.failures} times in a row (rollout.engine_restarts={self._plan.restarts}); "
-                f"the last time: {reason}"
+                f"the last time: {reason}. {REMEDY}"
             )
         if engine.draining:
             self._leave(engine)
@@ -485,6 +490,6 @@ class Fleet:
         for text in notes:
             self._note(text)
         if error is None and (problem := self._machines.problem()) is not None:
-            error = EnginesLost(problem)
+            error = EnginesLost(f"{problem}. {REMEDY}")
         if error is not None:
             raise error

@@ -49,6 +49,9 @@ class EnginesLost(RuntimeError):
     """There is nothing left to sample with."""
 
 
+REMEDY = "The run has ended; the same command continues it after its newest checkpoint"
+
+
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
     """How many engines there are to be, what each is, and when it is given up."""

@@ -139,6 +139,7 @@ def test_a_good_config_is_launched_with_its_own_arguments(
     overrides = ["actor.layout.tp=2", "rollout.layout.tp=4", "trainer.threads_per_rank=3", "trainer.max_restarts=2"]
     assert train.main(["run.yaml", *overrides]) == 2
     assert "data.train has 1 rows, fewer than trainer.prompts_per_step=32" in capsys.readouterr().err
+    assert not Path("outputs").exists()  # a start that is refused leaves nothing behind
     overrides.append("trainer.prompts_per_step=1")
     assert train.main(["run.yaml", *overrides]) == 9
     assert calls == [(["run.yaml", *overrides], 4, 3, 2)]

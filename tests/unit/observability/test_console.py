@@ -55,6 +55,8 @@ def test_a_step_is_one_line_in_a_log() -> None:
     assert step_line(7, 40, METRICS) == (
         "step  7/40  reward 0.610  kl 0.0123  len   7.2  cut off 25 %  grad norm  0.80  logprob diff 3e-07  time  2.1 s"
     )
+    ahead = {"rollout/staleness_mean": 1.5, "rollout/staleness_max": 3.0, "timing/step_s": 1.0}
+    assert step_line(7, 40, ahead) == "step  7/40  stale mean 1.50  max 3  time  1.0 s"
     assert step_line(12, 40, {"reward/mean": math.nan, "evaluate/accuracy": 0.55}) == (
         "step 12/40  reward   nan  accuracy 0.550"
     )

@@ -31,3 +31,14 @@ def test_sources_have_histories_of_their_own() -> None:
         assert not list(alarm.lines({"reward/mean/a": 0.0, "reward/mean/b": 1.0, "reward/mean": 0.5}))
     (line,) = alarm.lines({"reward/mean/a": 0.0, "reward/mean/b": 0.25, "reward/mean": 0.1, "reward/max": 1.0})
     assert "of data source 'b' is 0.25, more than ever from 1, that of the 4 steps before" in line
+
+
+def test_a_mean_of_few_scores_varies() -> None:
+    """4 of 64 responses with 0.15, after 17 steps with none: 2 deviations of such a mean. 32 of them are 8."""
+    for successes, is_told in ((4, False), (32, True)):
+        alarm, share = RewardAlarm(5.0, 20), successes / 64
+        for step in range(1, 18):
+            assert not list(alarm.lines({"reward/mean": 0.0, "reward/std": 0.0, "progress/samples": 64.0 * step}))
+        deviation = 0.15 * (share * (1 - share)) ** 0.5
+        last = {"reward/mean": 0.15 * share, "reward/max": 0.15, "reward/std": deviation, "progress/samples": 64.0 * 18}
+        assert bool(list(alarm.lines(last))) is is_told

@@ -170,6 +170,8 @@ def start() -> Start:
         for _ in range(3):
             run.turn()
         run.publish()
+        assert notes == [f"engine {number} is ready after 0 s, at 127.0.0.1" for number in range(engines)]
+        notes.clear()
         return run
 
     return started
@@ -246,7 +248,9 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     second.draw(11)
     run.turn()
     assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
-    assert run.notes == [f"engine 0 has failed and is started again: {reason}"]
+    failed, *others = run.notes
+    assert failed == f"engine 0 has failed and is started again: {reason}"
+    assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
     if fault is not lose:
         first.answers = True
         first.drawing = {11: requests(1)[1]}
@@ -366,7 +370,7 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(start: Start) -> Non
     run.machines.is_gone = "Ray on this machine has ended"
     lose(run.engine("0.0.0"))
     for wait in (lambda: run.fleet.collect(60), run.fleet.pause, run.turn):
-        with pytest.raises(EnginesLost, match=r"^Ray on this machine has ended$"):
+        with pytest.raises(EnginesLost, match=r"^Ray on this machine has ended\. .* the same command continues it"):
             wait()
 
 
