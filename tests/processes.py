@@ -1,18 +1,88 @@
-"""What tests of launching ask of the machine: which processes there are, and whether something has happened yet."""
+"""Commands that tests start, what processes there are, and whether something has happened yet."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def wait_for(condition: Callable[[], object], seconds: float = 240, explain: Callable[[], str] = str) -> None:
-    """Wait until something holds."""
+
+def wait_for(
+    condition: Callable[[], object],
+    seconds: float = 240,
+    explain: Callable[[], str] = str,
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Wait until something holds, but not for what has ``ended`` without it."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"it did not happen\n{explain()}"
+        if ended():
+            assert condition(), f"it has ended, and this did not happen\n{explain()}"
+            return
+        assert time.monotonic() < end, f"it did not happen within {seconds} s\n{explain()}"
         time.sleep(0.1)
+
+
+@dataclass(slots=True)
+class Started:
+    """A command that is running. It writes into a file: a pipe that nobody reads would stop it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240) -> None:
+        """Wait until something holds, at most until the command ends."""
+        wait_for(condition, seconds, self._explain, lambda: self.process.poll() is not None)
+
+    def end(self, seconds: float = 240) -> str:
+        """Wait until it has ended. Returns what it has printed."""
+        try:
+            self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {seconds} s\n{self._explain()}") from None
+        return self.output()
+
+    def _explain(self) -> str:
+        return f"exit code {self.process.poll()}\n{self.output()[-6000:]}"
+
+
+@contextmanager
+def started(command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None) -> Iterator[Started]:
+    """A command in a directory, which is killed at the end of the block with all that it has started."""
+    log = directory / f"output-{time.monotonic_ns()}.txt"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield Started(process, log)
+    finally:
+        for pid in [*descendants(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def finished(
+    command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, seconds: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, with its output."""
+    try:
+        return subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = b"".join(part[-3000:] for part in (late.stdout, late.stderr) if isinstance(part, bytes))
+        raise AssertionError(f"it did not end within {seconds} s\n{printed.decode(errors='replace')}") from None
 
 
 def descendants(pid: int) -> list[int]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import ROOT, finished
+
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 STEPS = 6
 REWARD = """
@@ -40,23 +43,29 @@ SMALL = [
 
 def make(directory: Path) -> None:
     """The model, the prompts and the reward."""
-    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
-    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
-    subprocess.run([*tool, *options], cwd=directory, check=True, capture_output=True, timeout=200)
+    make_quickstart(directory)
     (directory / "reward.py").write_text(REWARD)
+
+
+def make_quickstart(directory: Path, num_eval: int = 4) -> None:
+    """The quickstart's data and a small model, in a folder of that name."""
+    shutil.copytree(Path(_quickstart(num_eval).name) / "quickstart", directory / "quickstart")
+
+
+@cache
+def _quickstart(num_eval: int) -> tempfile.TemporaryDirectory[str]:
+    made = tempfile.TemporaryDirectory()
+    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
+    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", str(num_eval), "--threads", "1"]
+    done = finished([*tool, *options], Path(made.name))
+    assert done.returncode == 0, done.stderr
+    return made
 
 
 def run_locally(directory: Path, name: str, environment: Mapping[str, str], *arguments: str) -> Path:
     """Train on this machine with launch/local.sh, undisturbed. Returns the run directory."""
-    done = subprocess.run(
-        [str(ROOT / "launch" / "local.sh"), CONFIG, *SMALL, f"experiment={name}", *arguments],
-        cwd=directory,
-        env={**environment, "RLHF_MCORE_PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [str(ROOT / "launch" / "local.sh"), CONFIG, *SMALL, f"experiment={name}", *arguments]
+    done = finished(command, directory, {**environment, "RLHF_MCORE_PYTHON": sys.executable})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return run_directory(directory, name)
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from tests.processes import descendants, wait_for
+from tests.processes import ROOT, Started, descendants, started, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 SSH = """#!/usr/bin/env bash
 # ssh HOST COMMAND, without the host: what a login shell would do with the command there
 shift
@@ -37,26 +34,9 @@ def command(workspace: Path, *arguments: str, module: str = "tests.stand_in") ->
     return [str(ROOT / "launch" / "multinode.sh"), *options, f"--module={module}", *arguments]
 
 
-@contextmanager
-def running(workspace: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "RLHF_MCORE_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **variables}
-    process = subprocess.Popen(
-        command(workspace, *arguments),
-        cwd=workspace,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        for pid in [*descendants(process.pid), process.pid]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        process.wait()
+def running(workspace: Path, *arguments: str, **variables: str) -> AbstractContextManager[Started]:
+    environment = {**os.environ, "RLHF_MCORE_PYTHON": sys.executable, **variables}
+    return started(command(workspace, *arguments), workspace, environment)
 
 
 def counts(workspace: Path) -> list[int]:
@@ -74,9 +54,9 @@ def agent_of(launcher: int, node: int) -> int:
 
 
 def test_four_ranks_on_two_nodes_and_the_logs_of_each(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.num_steps=3", "experiment='a b'") as process:
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    with running(workspace, "run.yaml", "trainer.num_steps=3", "experiment='a b'") as job:
+        output = job.end()
+    assert job.process.returncode == 0, output
     logs = sorted((workspace / "outputs" / "multi" / "a b" / "logs").glob("*/node-*/*/attempt_0/*/stderr.log"))
     assert len(logs) == 4
     begun = [re.findall(r"rank (\d) of (\d) begins at 0", log.read_text()) for log in logs]
@@ -84,45 +64,45 @@ def test_four_ranks_on_two_nodes_and_the_logs_of_each(workspace: Path) -> None:
 
 
 def test_a_killed_agent_ends_the_job_with_its_cause_and_leaves_nothing_behind(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.num_steps=100000") as process:
-        wait_for(lambda: len(counts(workspace)) == 4)
-        started = descendants(process.pid)
-        os.kill(agent_of(process.pid, 1), signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 128 + signal.SIGKILL, output
+    with running(workspace, "run.yaml", "trainer.num_steps=100000") as job:
+        job.wait_for(lambda: len(counts(workspace)) == 4)
+        begun = descendants(job.process.pid)
+        os.kill(agent_of(job.process.pid, 1), signal.SIGKILL)
+        output = job.end()
+        assert job.process.returncode == 128 + signal.SIGKILL, output
         assert "node 1 (localhost) ended with exit code 137" in output
-        wait_for(lambda: not [pid for pid in started if Path(f"/proc/{pid}").exists()])
+        wait_for(lambda: not [pid for pid in begun if Path(f"/proc/{pid}").exists()])
 
 
 def test_a_killed_agent_is_started_again_and_the_count_goes_on(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.num_steps=80", "trainer.max_restarts=1") as process:
-        wait_for(lambda: len(counts(workspace)) == 4 and min(counts(workspace)) >= 2)
-        os.kill(agent_of(process.pid, 1), signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
+    with running(workspace, "run.yaml", "trainer.num_steps=80", "trainer.max_restarts=1") as job:
+        job.wait_for(lambda: len(counts(workspace)) == 4 and min(counts(workspace)) >= 2)
+        os.kill(agent_of(job.process.pid, 1), signal.SIGKILL)
+        output = job.end()
+    assert job.process.returncode == 0, output
     assert "ended with exit code 137; restart 1 of 1" in output
     assert counts(workspace) == [80] * 4
 
 
 def test_a_failing_ranks_code_and_last_words_come_out(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.num_steps=100000", STAND_IN_FAILS="3:2:7") as process:
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 7, output
+    with running(workspace, "run.yaml", "trainer.num_steps=100000", STAND_IN_FAILS="3:2:7") as job:
+        output = job.end()
+    assert job.process.returncode == 7, output
     assert "the stand-in fails as it was told" in output
     assert "node 1" in output
 
 
 def test_a_signal_reaches_every_rank_and_the_job_asks_to_be_started_again(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.num_steps=100000") as process:
-        wait_for(lambda: len(counts(workspace)) == 4)
-        process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 75, output
+    with running(workspace, "run.yaml", "trainer.num_steps=100000") as job:
+        job.wait_for(lambda: len(counts(workspace)) == 4)
+        job.process.send_signal(signal.SIGUSR1)
+        output = job.end()
+    assert job.process.returncode == 75, output
     assert "Traceback" not in output
 
 
 def test_a_mistake_is_told_before_anything_starts(workspace: Path) -> None:
-    with running(workspace, "run.yaml", "trainer.nun_steps=1") as process:
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 2
+    with running(workspace, "run.yaml", "trainer.nun_steps=1") as job:
+        output = job.end()
+    assert job.process.returncode == 2
     assert "trainer.nun_steps" in output and "Traceback" not in output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.distributed.world import ROOT
+from tests.processes import ROOT, Started, started
 
 
 @pytest.mark.parametrize("first, second", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGTERM, signal.SIGUSR1)])
@@ -22,30 +21,16 @@ def test_fault_16_a_second_signal_during_the_save_changes_nothing(first: int, se
     command += ["--rdzv-id=test", "--local-addr=127.0.0.1", str(ROOT / "tests" / "distributed" / "signal_worker.py")]
     command += [str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as agent:
-        assert agent.stdout is not None and agent.stderr is not None
-        try:
-            wait_for(agent, "ready", 2)
-            agent.send_signal(signal.SIGUSR2)
-            wait_for(agent, "asked", 2)
-            agent.send_signal(first)
-            wait_for(agent, "saving", 1)
-            agent.send_signal(second)
-            assert agent.wait(timeout=240) == 75
-        finally:
-            if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGKILL)
-        assert "Error" not in agent.stderr.read()
+    with started(command, tmp_path, environment) as agent:
+        for word, ranks, signal_number in (("ready", 2, signal.SIGUSR2), ("asked", 2, first), ("saving", 1, second)):
+            agent.wait_for(lambda word=word, ranks=ranks: counted(agent, word) >= ranks)
+            agent.process.send_signal(signal_number)
+        printed = agent.end()
+    assert agent.process.returncode == 75 and "Error" not in printed, printed
     (checkpoint,) = scan(tmp_path / "run")
     assert verify(checkpoint.path) == []
 
 
-def wait_for(agent: subprocess.Popen[str], word: str, times: int) -> None:
-    """Read until so many lines begin with a word."""
-    assert agent.stdout is not None
-    while times:
-        line = agent.stdout.readline()
-        assert line, "the run ended early"
-        times -= line.startswith(word)
+def counted(agent: Started, word: str) -> int:
+    """How many lines begin with a word."""
+    return sum(line.startswith(word) for line in agent.output().splitlines())

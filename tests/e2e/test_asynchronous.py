@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import ROOT, environment, left_behind, started, wait_for
+from tests.e2e.commands import environment, left_behind
+from tests.processes import ROOT, Started, finished, started, wait_for
+from tests.tiny_training import make_quickstart
 
 SMALL = [
     "trainer.prompts_per_step=4",
@@ -55,19 +57,11 @@ def command(config: str, *arguments: str) -> list[str]:
 
 
 def run(directory: Path, config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(config, *arguments),
-        cwd=directory,
-        env=environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return finished(command(config, *arguments), directory, environment(directory))
 
 
-def running(directory: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return started(command("async.yaml", *arguments), directory)
+def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]:
+    return started(command("async.yaml", *arguments), directory, environment(directory))
 
 
 def processes_of(directory: Path, name: str = "") -> list[int]:
@@ -101,9 +95,7 @@ def trained_on(directory: Path, experiment: str) -> list[str]:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("apart")
-    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
-    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
-    subprocess.run([*tool, *options], cwd=directory, env=environment(directory), check=True, capture_output=True)
+    make_quickstart(directory)
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -130,9 +122,10 @@ def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(
     workspace: Path, whole: list[dict[str, Any]]
 ) -> None:
     for records in (2, 5):
-        with running(workspace, "experiment=killed", *IN_ORDER) as process:
-            wait_for(lambda records=records: len(metrics(workspace, "killed")) >= records)
-            process.send_signal(signal.SIGKILL)
+        with running(workspace, "experiment=killed", *IN_ORDER) as job:
+            job.wait_for(lambda records=records: len(metrics(workspace, "killed")) >= records)
+            job.process.kill()
+            job.process.wait()
         wait_for(lambda: not processes_of(workspace), 60)  # neither ranks nor anything of Ray
     ended = run(workspace, "async.yaml", "experiment=killed", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
@@ -146,15 +139,15 @@ def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(
 
 def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(workspace: Path) -> None:
     arguments = ["experiment=churn", "rollout.num_engines=2", "trainer.num_steps=8", "rollout.engine_timeout_s=20"]
-    with running(workspace, *arguments, "trainer.max_staleness=3") as process:
+    with running(workspace, *arguments, "trainer.max_staleness=3") as job:
         killed = 0
         for records in (2, 4, 6):
-            wait_for(lambda records=records: len(metrics(workspace, "churn")) >= records or process.poll() is not None)
+            job.wait_for(lambda records=records: len(metrics(workspace, "churn")) >= records)
             for pid in processes_of(workspace, "ray::EngineHost")[:1]:
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
-        printed, _ = process.communicate(timeout=300)
-    assert process.returncode == 0 and killed == 3, printed
+        printed = job.end()
+    assert job.process.returncode == 0 and killed == 3, printed
     assert printed.count("has failed and is started again") >= 1 and "Traceback" not in printed
     learned = trained_on(workspace, "churn")
     assert len(learned) == len(set(learned)) == 32
@@ -162,14 +155,14 @@ def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(works
 
 def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path, whole: list[dict[str, Any]]) -> None:
     arguments = ["experiment=headless", *IN_ORDER]
-    with running(workspace, *arguments) as process:
-        wait_for(lambda: len(metrics(workspace, "headless")) >= 3)
+    with running(workspace, *arguments) as job:
+        job.wait_for(lambda: len(metrics(workspace, "headless")) >= 3)
         [head] = processes_of(workspace, "gcs_server")
         os.kill(head, signal.SIGKILL)
-        printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, printed
+        printed = job.end(120)
+        wait_for(lambda: not processes_of(workspace), 60)
+    assert job.process.returncode == 1, printed
     assert printed.count("Ray on this machine has ended") == 1 and "Traceback" not in printed
-    wait_for(lambda: not processes_of(workspace), 60)
     assert run(workspace, "async.yaml", *arguments).returncode == 0
     assert metrics(workspace, "headless") == whole
 
@@ -179,15 +172,14 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path, who
 def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
     arguments = ["experiment=ten", "rollout.num_engines=2", "trainer.num_steps=120", "rollout.engine_restarts=10"]
     chance = random.Random(0)
-    with running(workspace, *arguments, "trainer.max_staleness=3", "checkpoint.save_steps=50") as process:
-        wait_for(lambda: len(metrics(workspace, "ten")) >= 2)
-        for number in range(10):
+    with running(workspace, *arguments, "trainer.max_staleness=3", "checkpoint.save_steps=50") as job:
+        job.wait_for(lambda: len(metrics(workspace, "ten")) >= 2)
+        for _ in range(10):
             time.sleep(chance.uniform(1, 8))
-            wait_for(lambda: processes_of(workspace, "ray::EngineHost") or process.poll() is not None)
-            assert process.poll() is None, f"the run has ended after {number} kills"
+            job.wait_for(lambda: processes_of(workspace, "ray::EngineHost"))
             os.kill(chance.choice(processes_of(workspace, "ray::EngineHost")), signal.SIGKILL)
-        printed, _ = process.communicate(timeout=3000)
-    assert process.returncode == 0 and "Traceback" not in printed, printed
+        printed = job.end(3000)
+    assert job.process.returncode == 0 and "Traceback" not in printed, printed
     learned = trained_on(workspace, "ten")
     assert len(learned) == len(set(learned)) == 480
 
@@ -197,25 +189,8 @@ def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
 def test_fault_34_ten_random_kills_of_the_job(workspace: Path) -> None:
     config = str(ROOT / "configs" / "quickstart" / "async.yaml")
     arguments = [*SMALL, *IN_ORDER, "trainer.num_steps=150", "experiment=x", "checkpoint.save_total_limit=2"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools" / "chaos.py"),
-            config,
-            *arguments,
-            "--kills",
-            "10",
-            "--latest",
-            "10",
-            "--after-save",
-            "half",
-        ],
-        cwd=workspace,
-        env=environment(workspace),
-        capture_output=True,
-        text=True,
-        timeout=3500,
-        check=False,
-    )
+    chaos = [sys.executable, str(ROOT / "tools" / "chaos.py"), config, *arguments]
+    kills = ["--kills", "10", "--latest", "10", "--after-save", "half"]
+    done = finished([*chaos, *kills], workspace, environment(workspace), 3500)
     assert done.returncode == 0 and "10 kills, 0 differences" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     assert left_behind(workspace) == []

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, finished
+
 TRAIN = [sys.executable, "-m", "rlhf_mcore.cli.train"]
 SMALL = [
     "trainer.prompts_per_step=4",
@@ -31,14 +31,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").symlink_to(ROOT / "examples")
     for kind, steps in (("guess", "40"), ("calculator", "40")):
         tool = [sys.executable, str(ROOT / "tools" / "make_environments.py"), kind, "--out", kind]
-        subprocess.run([*tool, "--fit-steps", steps], cwd=folder, check=True, capture_output=True, timeout=500)
+        made = finished([*tool, "--fit-steps", steps], folder)
+        assert made.returncode == 0, made.stderr
     return folder
 
 
 def train(folder: Path, config: str, name: str, *settings: str) -> Path:
     """The directory of a run that has ended well."""
     command = [*TRAIN, str(ROOT / "configs" / "quickstart" / f"{config}.yaml"), *SMALL, f"experiment={name}", *settings]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500, check=False)
+    done = finished(command, folder)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "outputs" / "quickstart" / name
 

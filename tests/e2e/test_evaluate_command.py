@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.processes import ROOT, finished
+from tests.tiny_training import make_quickstart
 from tests.unit.bridge.formats.foreign import write_flat
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 PROMPTS, SAMPLES = 12, 4
 SAMPLED = [f"evaluate.samples={SAMPLES}", "evaluate.temperature=1.0", "evaluate.prompts_per_batch=2"]
@@ -37,11 +38,7 @@ def grade(data_source, solution_str, ground_truth, extra_info):
 
 
 def rlhf_mcore(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    return finished([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def evaluate(directory: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -57,11 +54,7 @@ def results(directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("evaluate")
-    tool = str(ROOT / "tools" / "make_quickstart.py")
-    made = rlhf_mcore(
-        directory, tool, "--fit-steps", "3", "--num-layers", "2", "--num-eval", str(PROMPTS), "--threads", "1"
-    )
-    assert made.returncode == 0, made.stderr
+    make_quickstart(directory, PROMPTS)
     (directory / "reward.py").write_text(REWARD)
     return directory
 

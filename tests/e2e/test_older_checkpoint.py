@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
+from tests.processes import finished
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "checkpoint_v1"
 
@@ -66,13 +67,6 @@ def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
 
 
 def train(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *arguments], directory)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

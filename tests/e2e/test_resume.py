@@ -19,8 +19,10 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.e2e.commands import ROOT, environment, left_behind, started, wait_for
+from tests.e2e.commands import environment, left_behind
+from tests.processes import ROOT, Started, finished, started
 from tests.small_disk import small_disk
+from tests.tiny_training import make_quickstart
 
 STEPS = 8
 REWARD = """
@@ -67,21 +69,13 @@ def command(*arguments: str, module: str = "rlhf_mcore.cli.main") -> list[str]:
 
 
 def run(
-    directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main", seconds: float = 400
+    directory: Path, *arguments: str, module: str = "rlhf_mcore.cli.main", seconds: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments, module=module),
-        cwd=directory,
-        env=environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    return finished(command(*arguments, module=module), directory, environment(directory), seconds)
 
 
-def running(directory: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
-    return started(command(*arguments), directory)
+def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]:
+    return started(command(*arguments), directory, environment(directory))
 
 
 def worker_pid(launcher: int, rank: int) -> int:
@@ -102,9 +96,7 @@ def metrics(directory: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("resume")
-    tool = [sys.executable, str(ROOT / "tools" / "make_quickstart.py")]
-    options = ["--fit-steps", "3", "--num-layers", "2", "--num-eval", "4", "--threads", "1"]
-    subprocess.run([*tool, *options], cwd=directory, env=environment(directory), check=True, capture_output=True)
+    make_quickstart(directory)
     (directory / "reward.py").write_text(REWARD)
     return directory
 
@@ -113,7 +105,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tormented(workspace: Path) -> Path:
     """A calm run, and one that was killed three times; with vLLM, saving in the background."""
     arguments = [f"trainer.num_steps={STEPS}", "experiment=x", "checkpoint.async_save=true", "evaluate.every=2", *VLLM]
-    done = run(workspace, *arguments, "--kills", "3", "--after-save", "--latest", "0.2", module="chaos", seconds=580)
+    done = run(workspace, *arguments, "--kills", "3", "--after-save", "--latest", "0.2", module="chaos", seconds=480)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "3 kills, 0 differences" in done.stdout
     return workspace / "outputs" / "quickstart"
@@ -259,11 +251,11 @@ def test_what_cannot_be_changed_is_refused_before_anything_is_touched(workspace:
 
 def test_fault_13_a_dead_rank_ends_the_job_and_is_named(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "dead"
-    with running(workspace, "trainer.num_steps=1000", "experiment=dead") as process:
-        wait_for(lambda: scan(directory))
-        os.kill(worker_pid(process.pid, 1), signal.SIGKILL)
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 128 + signal.SIGKILL
+    with running(workspace, "trainer.num_steps=1000", "experiment=dead") as job:
+        job.wait_for(lambda: scan(directory))
+        os.kill(worker_pid(job.process.pid, 1), signal.SIGKILL)
+        output = job.end()
+    assert job.process.returncode == 128 + signal.SIGKILL
     assert "error: rank 1 was ended by SIGKILL" in output and "Traceback" not in output
     assert verify(scan(directory)[-1].path) == []
 
@@ -299,11 +291,11 @@ def test_fault_31_a_reward_function_that_exits_with_0_ends_the_run_with_2_and_on
 
 def test_fault_14_a_rank_that_stands_still_is_noticed_and_stacks_are_printed(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "still"
-    with running(workspace, "trainer.num_steps=1000", "experiment=still", "trainer.watchdog_s=20") as process:
-        wait_for(lambda: scan(directory))
-        os.kill(worker_pid(process.pid, 1), signal.SIGSTOP)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
+    with running(workspace, "trainer.num_steps=1000", "experiment=still", "trainer.watchdog_s=20") as job:
+        job.wait_for(lambda: scan(directory))
+        os.kill(worker_pid(job.process.pid, 1), signal.SIGSTOP)
+        output = job.end()
+    assert job.process.returncode == 1
     assert "error: rank 1 is stopped, or holds Python's lock in a library: no progress for 20 s" in output
     (log,) = directory.glob("logs/*/*/attempt_0/0/stderr.log")
     assert "most recent call first" in log.read_text()
@@ -360,39 +352,39 @@ def test_fault_26_a_rank_that_is_out_of_memory_is_named_and_leaves_a_valid_state
 def test_fault_30_ctrl_c_saves_says_how_to_continue_and_a_finished_run_says_that_it_is_done(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "interrupted"
     arguments = ["experiment=interrupted", "checkpoint.save_steps=0"]
-    with running(workspace, "trainer.num_steps=1000", *arguments) as process:
-        wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 1)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 75 and "Traceback" not in output, output[-3000:]
+    with running(workspace, "trainer.num_steps=1000", *arguments) as job:
+        job.wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 1)
+        job.process.send_signal(signal.SIGINT)
+        output = job.end()
+    assert job.process.returncode == 75 and "Traceback" not in output, output[-3000:]
     (saved,) = scan(directory)
     assert f"saved checkpoint-{saved.step} (asked to stop)" in output and "Ctrl-C: this step is finished" in output
     assert "to continue: " in output.splitlines()[-1] and output.splitlines()[-1].endswith(" ".join(arguments))
     done = run(workspace, f"trainer.num_steps={saved.step}", *arguments)
     assert done.returncode == 0 and not done.stderr
     assert done.stdout.startswith(f"this run is finished: {saved.step} steps were made")
-    with running(workspace, "trainer.num_steps=1000", *arguments) as process:
-        wait_for(lambda: len(metrics(directory)) > saved.step + 2)
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=240)
-    assert (process.returncode, "Traceback" in output) in ((130, False), (75, False)), output[-3000:]
+    with running(workspace, "trainer.num_steps=1000", *arguments) as job:
+        job.wait_for(lambda: len(metrics(directory)) > saved.step + 2)
+        job.process.send_signal(signal.SIGINT)
+        job.process.send_signal(signal.SIGINT)
+        output = job.end()
+    assert (job.process.returncode, "Traceback" in output) in ((130, False), (75, False)), output[-3000:]
     assert f"the run continues after step {saved.step} of 1000" in output
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_the_restart_finds_the_directory_free(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "agentless"
     arguments = ["trainer.num_steps=4", "experiment=agentless", "trainer.max_restarts=1"]
-    with running(workspace, *arguments) as process:
-        wait_for(lambda: scan(directory))
+    with running(workspace, *arguments) as job:
+        job.wait_for(lambda: scan(directory))
         (agent,) = [
             int(pid)
-            for path in Path(f"/proc/{process.pid}/task").glob("*/children")
+            for path in Path(f"/proc/{job.process.pid}/task").glob("*/children")
             for pid in path.read_text().split()
         ]
         os.kill(agent, signal.SIGKILL)
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output[-3000:]
+        output = job.end()
+    assert job.process.returncode == 0, output[-3000:]
     assert "ended with exit code 137; restart 1 of 1" in output and "in use by another run" not in output
     assert [record["step"] for record in metrics(directory)] == list(range(5))
 
@@ -400,11 +392,11 @@ def test_a_killed_agent_takes_its_ranks_along_and_the_restart_finds_the_director
 def test_fault_15_a_signal_lets_the_step_end_saves_and_asks_to_be_started_again(workspace: Path) -> None:
     directory = workspace / "outputs" / "quickstart" / "asked"
     arguments = ["experiment=asked", "checkpoint.save_steps=0"]
-    with running(workspace, "trainer.num_steps=1000", *arguments) as process:
-        wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 1)
-        os.kill(worker_pid(process.pid, 1), signal.SIGUSR1)
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 75, output[-3000:]
+    with running(workspace, "trainer.num_steps=1000", *arguments) as job:
+        job.wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics(directory)) > 1)
+        os.kill(worker_pid(job.process.pid, 1), signal.SIGUSR1)
+        output = job.end()
+    assert job.process.returncode == 75, output[-3000:]
     (saved,) = scan(directory)
     assert saved.step == metrics(directory)[-1]["step"] and verify(saved.path) == []
     done = run(workspace, f"trainer.num_steps={saved.step + 1}", *arguments)

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, finished
+from tests.tiny_training import make_quickstart
+
 STEPS = 2
 RUNS = {
     # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, a reference in the loss.
@@ -32,29 +34,18 @@ RUNS = {
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return finished([sys.executable, *arguments], directory, {**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("train")
-    tool = str(ROOT / "tools" / "make_quickstart.py")
-    made = run(directory, tool, "--fit-steps", "3", "--num-layers", "2", "--num-eval", "12", "--threads", "1")
-    assert made.returncode == 0, made.stderr
+    make_quickstart(directory, num_eval=12)
     return directory
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def finished(request: pytest.FixtureRequest, workspace: Path) -> tuple[str, Path, str]:
+def trained(request: pytest.FixtureRequest, workspace: Path) -> tuple[str, Path, str]:
     name = str(request.param)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     small = [
@@ -72,16 +63,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_what_is_printed(finished: tuple[str, Path, str]) -> None:
-    _, _, output = finished
+def test_what_is_printed(trained: tuple[str, Path, str]) -> None:
+    _, _, output = trained
     assert f"step {STEPS}/{STEPS}" in output
     assert "held-out accuracy" in output
     assert "latest/actor" in output
     assert "Traceback" not in output and "Warning" not in output
 
 
-def test_metrics(finished: tuple[str, Path, str]) -> None:
-    _, directory, _ = finished
+def test_metrics(trained: tuple[str, Path, str]) -> None:
+    _, directory, _ = trained
     metrics = lines(directory / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row in metrics[1:]:
@@ -96,8 +87,8 @@ def test_metrics(finished: tuple[str, Path, str]) -> None:
     assert metrics[2]["kl/coef"] == 0.01 and math.isfinite(metrics[2]["kl/mean"])
 
 
-def test_rollouts_and_the_resolved_config(finished: tuple[str, Path, str]) -> None:
-    name, directory, _ = finished
+def test_rollouts_and_the_resolved_config(trained: tuple[str, Path, str]) -> None:
+    name, directory, _ = trained
     rollouts = lines(directory / "rollouts" / "step-000001.jsonl")
     assert len(rollouts) == 16
     assert {row["sample"] for row in rollouts} == {0, 1, 2, 3}
@@ -107,10 +98,10 @@ def test_rollouts_and_the_resolved_config(finished: tuple[str, Path, str]) -> No
     assert list((directory / "tensorboard").glob("events.*"))
 
 
-def test_the_trained_model_is_a_hugging_face_directory(finished: tuple[str, Path, str]) -> None:
+def test_the_trained_model_is_a_hugging_face_directory(trained: tuple[str, Path, str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name, directory, _ = finished
+    name, directory, _ = trained
     assert (directory / "latest").readlink() == Path(f"checkpoint-{STEPS}")
     assert (directory / "checkpoint-1").exists() == (name == "vllm")
     trained = directory / "latest" / "actor"

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.processes import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2", "n3")
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")  # states of a job
 CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -80,9 +81,12 @@ class Cluster:
 
     def wait(self, job_id: str, seconds: float = 240, state: tuple[str, ...] = ()) -> dict[str, str]:
         """Wait until a job is in one of the states, or has ended for good."""
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_for(lambda: self.job(job_id).get("JobState") in (state or over), seconds, lambda: self.log())
+        wait_for(lambda: self.job(job_id).get("JobState") in (state or OVER), seconds, self.log)
         return self.job(job_id)
+
+    def wait_for(self, condition: Callable[[], object], job_id: str, explain: Callable[[], str]) -> None:
+        """Wait until something holds that a job does, at most until the job is over."""
+        wait_for(condition, 200, explain, lambda: self.job(job_id).get("JobState") in OVER)
 
     def log(self) -> str:
         """The end of the daemons' logs, for messages of failed tests."""

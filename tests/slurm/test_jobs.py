@@ -65,8 +65,10 @@ def counts(workspace: Path, experiment: str = "run") -> list[int]:
     return [int(path.read_text()) for path in sorted(folder.glob("count-*"))]
 
 
-def wait_for_counting(workspace: Path, ranks: int, least: int = 1) -> None:
-    wait_for(lambda: len(counts(workspace)) == ranks and min(counts(workspace)) >= least, 120, lambda: log(workspace))
+def wait_for_counting(cluster: Cluster, job_id: str, workspace: Path, ranks: int, least: int = 1) -> None:
+    cluster.wait_for(
+        lambda: len(counts(workspace)) == ranks and min(counts(workspace)) >= least, job_id, lambda: log(workspace)
+    )
 
 
 def exit_code(job: dict[str, str]) -> int:
@@ -75,7 +77,7 @@ def exit_code(job: dict[str, str]) -> int:
 
 def test_the_signal_before_the_limit_puts_the_job_back_and_it_goes_on(cluster: Cluster, workspace: Path) -> None:
     (job_id,) = submit(cluster, workspace, *small(), "trainer.num_steps=60", RLHF_MCORE_PLAN="1")
-    wait_for_counting(workspace, 4, 2)
+    wait_for_counting(cluster, job_id, workspace, 4, 2)
     cluster.run("scancel", "--batch", "--signal=USR1", job_id)  # as --signal=B:USR1@30 does before the limit
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"], exit_code(job)) == ("COMPLETED", "1", 0), log(workspace)
@@ -96,7 +98,7 @@ def test_ranks_share_all_cores_of_their_part_of_the_node(cluster: Cluster, works
 
 def test_a_job_that_is_always_told_to_stop_is_not_requeued_for_ever(cluster: Cluster, workspace: Path) -> None:
     (job_id,) = submit(cluster, workspace, *small(1), "--max-requeues", "0", MANY)
-    wait_for_counting(workspace, 2)
+    wait_for_counting(cluster, job_id, workspace, 2)
     cluster.run("scancel", "--batch", "--signal=USR1", job_id)
     job = cluster.wait(job_id)
     assert (job["JobState"], job.get("Restarts"), exit_code(job)) == ("FAILED", "0", 75), log(workspace)
@@ -117,7 +119,7 @@ def test_a_failing_rank_ends_the_job_with_its_code_after_the_restarts_it_is_allo
 
 def test_scancel_is_final_and_leaves_no_process(cluster: Cluster, workspace: Path) -> None:
     (job_id,) = submit(cluster, workspace, *small(), MANY)
-    wait_for_counting(workspace, 4)
+    wait_for_counting(cluster, job_id, workspace, 4)
     assert processes_with("JOB_OF_TEST", workspace.name)
     cluster.run("scancel", job_id)
     job = cluster.wait(job_id)

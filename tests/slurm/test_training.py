@@ -23,7 +23,7 @@ def test_a_job_that_came_back_ends_with_the_weights_of_one_that_was_left_alone(c
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--signal-before", "30"]
     job_id = cluster.run("submit.sh", CONFIG, *SMALL, "experiment=cut", *options, cwd=made).stdout.strip()
     log, cut, hold = made / "outputs" / "slurm" / f"grpo-{job_id}.out", run_directory(made, "cut"), made / "hold"
-    wait_for(lambda: scan(cut), 200, lambda: log.read_text() if log.exists() else "no log")
+    cluster.wait_for(lambda: scan(cut), job_id, lambda: log.read_text() if log.exists() else "no log")
     hold.touch()
     # So SIGUSR1 is due; SLURM looks twice a minute. It comes in the middle of a step.
     cluster.run("scontrol", "update", f"JobId={job_id}", "TimeLimit=1")

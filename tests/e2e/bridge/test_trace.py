@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from math import prod
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.sync import engine_tensors
 from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
+from tests.processes import ROOT, finished
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 
@@ -31,8 +31,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         save_model(directory / letter, "qwen3", seed)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(Path(__file__).with_name("worker.py")), str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = finished(command, directory, environment, 500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 

@@ -17,7 +17,7 @@ from rlhf_mcore.rollout.remote.cluster import Cluster
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
-from tests.processes import descendants
+from tests.processes import ROOT, descendants, started, wait_for
 
 NEW_TOKENS = 120
 
@@ -76,7 +76,8 @@ directory = Path(sys.argv[1])
 with running(plan(directory, num_engines=2)) as (fleet, _):
     publish(fleet, 0, directory)
     fleet.submit(requests(4, 4, 140))
-    print(fleet._machines._head.pid, flush=True)
+    (directory / "unfinished").write_text(str(fleet._machines._head.pid))
+    (directory / "unfinished").rename(directory / "head")
     time.sleep(600)
 """
 
@@ -85,31 +86,29 @@ def test_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> Non
     save_model(tmp_path, "qwen3", 1)
     folders = set(Path("/tmp").glob("rlhf-ray-*"))
     secret = {"HF_TOKEN": "a-secret-of-the-trainer", "TMPDIR": "/tmp"}
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **secret, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
-    assert trainer.stdout is not None
-    head = int(trainer.stdout.readline())
-    started = [head, *descendants(head)]
-    [*engines] = [int(pid) for pid in (tmp_path.parent / "group.pids").read_text().split()]
-    assert set(engines) < set(started)
+    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
+    with started(command, tmp_path, {**os.environ, **secret, "PYTHONPATH": str(ROOT)}) as trainer:
+        trainer.wait_for(lambda: (tmp_path / "head").exists())
+        head = int((tmp_path / "head").read_text())
+        of_ray = [head, *descendants(head)]
+        look_at_and_stop_one(trainer.process.pid, of_ray, tmp_path)
+        trainer.process.kill()
+        trainer.process.wait()
+    wait_for(lambda: not [pid for pid in of_ray if not has_ended(pid)], 60)
+    assert set(Path("/tmp").glob("rlhf-ray-*")) == folders
+
+
+def look_at_and_stop_one(trainer: int, of_ray: list[int], directory: Path) -> None:
+    """Its engines have no secret, nothing of it listens beyond this machine; one engine is stopped."""
+    [*engines] = [int(pid) for pid in (directory.parent / "group.pids").read_text().split()]
+    assert set(engines) < set(of_ray)
     for pid in engines:
         seen = Path(f"/proc/{pid}/environ").read_text()
         assert "RAY_AUTH_TOKEN" in seen and "a-secret-of-the-trainer" not in seen
     listening = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True).stdout.splitlines()
-    own = [line for line in listening if any(f"pid={pid}," in line for pid in [trainer.pid, *started])]
+    own = [line for line in listening if any(f"pid={pid}," in line for pid in [trainer, *of_ray])]
     assert own and all("127.0.0.1" in line.split()[3] for line in own), own
     os.kill(engines[0], signal.SIGSTOP)
-    trainer.kill()
-    trainer.wait()
-    end = time.monotonic() + 60
-    while left := [pid for pid in started if not has_ended(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
-    assert set(Path("/tmp").glob("rlhf-ray-*")) == folders
 
 
 def test_a_cluster_is_joined_with_its_token_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

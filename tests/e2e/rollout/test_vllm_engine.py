@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
+from tests.processes import ROOT, finished
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 
@@ -29,8 +29,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(Path(__file__).with_name("worker.py"))]
     command += [f"{tp}:{directories[name]}" for name, (_, tp) in LAYOUTS.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = finished(command, directories["two_engines"], environment, 500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     console = done.stdout + done.stderr
     return {name: [read_rank(directory, rank, console) for rank in range(2)] for name, directory in directories.items()}
