@@ -101,6 +101,7 @@ tier tests/slurm -n 1 -v >/dev/null 2>&1 & # it waits for SLURM most of the time
 slurm=$!
 section "tests/gpu (skipped without a GPU)" tier tests/gpu -n 1
 section "tests/unit (on $workers cores)" tier tests/unit -n "$workers" --dist worksteal
+section "tests/processes (workers, sandboxes, scripts)" tier tests/processes -n "$workers" --dist worksteal
 section "tests/oracles (published functions of verl and TRL)" tier tests/oracles -n 1
 section "tests/distributed (gloo, torchrun)" tier tests/distributed -n 1 -v
 section "tests/e2e (real vLLM)" tier tests/e2e -n 1 -v

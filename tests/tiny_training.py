@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT, finished
+from tests.commands import ROOT, finished
 
 CONFIG = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
 STEPS = 6

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, Started, descendants, started, wait_for
+from tests.commands import ROOT, Started, descendants, started, wait_for
 
 SSH = """#!/usr/bin/env bash
 # ssh HOST COMMAND, without the host: what a login shell would do with the command there

@@ -11,7 +11,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.processes import ROOT, Started, started
+from tests.commands import ROOT, Started, started
 
 
 @pytest.mark.parametrize("first, second", [(signal.SIGUSR1, signal.SIGTERM), (signal.SIGTERM, signal.SIGUSR1)])

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from tests.processes import descendants
+from tests.commands import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.commands import environment, left_behind
-from tests.processes import ROOT, Started, finished, started, wait_for
+from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
 from tests.tiny_training import make_quickstart
 
 SMALL = [

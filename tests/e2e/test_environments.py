@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, finished
+from tests.commands import ROOT, finished
 
 TRAIN = [sys.executable, "-m", "rlhf_mcore.cli.train"]
 SMALL = [

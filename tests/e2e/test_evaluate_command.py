@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes import ROOT, finished
+from tests.commands import ROOT, finished
 from tests.tiny_training import make_quickstart
 from tests.unit.bridge.formats.foreign import write_flat
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from rlhf_mcore.checkpoint.layout import scan
+from tests.commands import ROOT, started
 from tests.distributed.test_multinode import SSH, agent_of
-from tests.processes import ROOT, started
 from tests.tiny_training import CONFIG, SMALL, assert_same_end, make, run_directory, run_locally
 
 

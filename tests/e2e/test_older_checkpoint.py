@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.manifest import CheckpointInfo, files_below, hash_files, write_manifest
-from tests.processes import finished
+from tests.commands import finished
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data" / "checkpoint_v1"
 

@@ -19,8 +19,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.e2e.commands import environment, left_behind
-from tests.processes import ROOT, Started, finished, started
+from tests.commands import ROOT, Started, environment, finished, left_behind, started
 from tests.small_disk import small_disk
 from tests.tiny_training import make_quickstart
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, finished
+from tests.commands import ROOT, finished
 from tests.tiny_training import make_quickstart
 
 STEPS = 2

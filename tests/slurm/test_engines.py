@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.processes import processes_with, wait_for
+from tests.commands import processes_with, wait_for
 from tests.slurm.cluster import Cluster
 from tests.tiny_training import CONFIG, SMALL, make, run_directory, run_locally
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import processes_with, wait_for
+from tests.commands import processes_with, wait_for
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
-from tests.processes import wait_for
+from tests.commands import wait_for
 from tests.slurm.cluster import Cluster
 from tests.tiny_training import CONFIG, SMALL, STEPS, assert_same_end, make, run_directory, run_locally
 

@@ -14,9 +14,9 @@ import pytest
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.sync import engine_tensors
+from tests.commands import ROOT, finished
 from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
-from tests.processes import ROOT, finished
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 

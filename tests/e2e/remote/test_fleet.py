@@ -14,10 +14,10 @@ import pytest
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rollout.remote.cluster import Cluster
+from tests.commands import ROOT, descendants, started, wait_for
 from tests.e2e.remote.fleets import collected, plan, publish, requests, running
 from tests.e2e.rollout.drawing import logprobs_across_a_sync
 from tests.e2e.rollout.tiny import save_model
-from tests.processes import ROOT, descendants, started, wait_for
 
 NEW_TOKENS = 120
 
@@ -69,7 +69,7 @@ def test_an_engine_of_two_ranks_goes_on_with_new_weights(
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from tests.processes import descendants
+from tests.commands import descendants
 from tests.e2e.remote.fleets import plan, publish, requests, running
 
 directory = Path(sys.argv[1])

@@ -26,9 +26,9 @@ from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.types import LocalParameter, Sampling, Shard
+from tests.commands import wait_for
 from tests.e2e.remote.fleets import MAX_MODEL_LEN, plan, requests, running
 from tests.e2e.rollout.tiny import save_model
-from tests.processes import wait_for
 from tests.unit.bridge.geometry import mcore_tensors
 from tests.unit.parallel.world import world
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import ROOT, finished
 from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
-from tests.processes import ROOT, finished
 
 Seen = list[dict[str, Any]]  # what each rank wrote
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from rlhf_mcore.cli import main as main_module
 from rlhf_mcore.cli import train
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def rlhf_mcore(*args: str, module: str = "rlhf_mcore.cli.main", **env: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment: Mapping[str, str] = os.environ | {"PYTHONPATH": path} | env
-    return subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, env=environment)
 
 
 def write_parquet(path: str, column: str) -> None:
@@ -54,21 +47,24 @@ def write_parquet(path: str, column: str) -> None:
         ),
     ],
 )
-def test_a_mistake_ends_with_code_2_and_one_message(workspace: Any, override: str, message: str) -> None:
+def test_a_mistake_ends_with_code_2_and_one_message(
+    workspace: Any, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     workspace.write_hf_config(num_key_value_heads=1, intermediate_size=96)
     write_parquet("q.parquet", "question")
-    done = rlhf_mcore("train", "run.yaml", override)
-    assert done.stderr == message.format(root=workspace.root)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert main_module.main(["train", "run.yaml", override]) == 2
+    assert capsys.readouterr() == ("", message.format(root=workspace.root))
 
 
 def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:
-    done = rlhf_mcore("train", "run.yaml", "actor.layout.tp=2", "trainer.world_size=3")
+    arguments = ["train", "run.yaml", "actor.layout.tp=2", "trainer.world_size=3"]
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: trainer.world_size=3 is not divisible by actor.layout.tp*pp*cp=2*1*1=2; "
         "use a multiple of 2 processes or change actor.layout\n"
     )
-    assert done.returncode == 2
 
 
 def test_under_torchrun_the_world_is_that_of_the_environment_and_rank_0_speaks(

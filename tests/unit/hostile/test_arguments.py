@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,14 +98,6 @@ def test_a_working_directory_that_is_gone_is_told(place: Path, capsys: pytest.Ca
     os.chdir(place)
 
 
-def test_a_rank_says_what_is_wrong_with_its_number(place: Path) -> None:
-    environment = {**os.environ, "RANK": "x"}
-    command = [sys.executable, "-m", "rlhf_mcore.cli.train", "run.yaml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "RANK='x' is not a whole number" in done.stderr
-    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -141,18 +131,3 @@ def test_an_agent_writes_into_the_run_directory_only(
     error = capsys.readouterr().err
     assert ("use plain names" if len(arguments) > 1 or ".." in arguments[0] else "is a link") in error
     assert sorted(place.parent.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    "arguments", [["train", "run.yaml", "--print-config"], ["verify-checkpoint", "checkpoint-2", "--quick"]]
-)
-def test_an_output_that_nobody_reads_or_that_is_full_is_no_trace(place: Path, arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")

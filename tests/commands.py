@@ -1,4 +1,4 @@
-"""Commands that tests start, what processes there are, and whether something has happened yet."""
+"""Commands that tests start, what they leave behind, what processes there are, and whether something has happened yet."""
 
 from __future__ import annotations
 
@@ -83,6 +83,17 @@ def finished(
     except subprocess.TimeoutExpired as late:
         printed = b"".join(part[-3000:] for part in (late.stdout, late.stderr) if isinstance(part, bytes))
         raise AssertionError(f"it did not end within {seconds} s\n{printed.decode(errors='replace')}") from None
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """The environment of a command, with a temporary folder of its own, so that what a kill leaves there is seen."""
+    (directory / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory / "tmp")}
+
+
+def left_behind(directory: Path) -> list[str]:
+    """What kills have left in the temporary folder, but for torch's cache of compiled code, which the next run uses."""
+    return [path.name for path in (directory / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,6 +1,6 @@
 """One run directory, many runs, each killed at a random boundary: full and delta saves, retention and recovery as they come.
 
-``python -m tests.unit.checkpoint.soak DIRECTORY SEED KILLS`` prints what was found after each kill as JSON.
+``python -m tests.processes.checkpoint.soak DIRECTORY SEED KILLS`` prints what was found after each kill as JSON.
 """
 
 from __future__ import annotations

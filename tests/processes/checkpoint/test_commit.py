@@ -28,7 +28,7 @@ OLD = {"10": "first", "20": "first"}
 def in_a_process_that_kills(module: str, *arguments: object) -> Any:
     """What a module of this folder found out. In memory where there is such a place: it is about order, not about disks."""
     with TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        command = [sys.executable, "-m", f"tests.unit.checkpoint.{module}", folder, *map(str, arguments)]
+        command = [sys.executable, "-m", f"tests.processes.checkpoint.{module}", folder, *map(str, arguments)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """Kills a save, or a recovery, at every boundary, each time in a fresh run directory and a forked process.
 
-``python -m tests.unit.checkpoint.walk DIRECTORY`` prints what was found after each kill, by scenario, as JSON.
+``python -m tests.processes.checkpoint.walk DIRECTORY`` prints what was found after each kill, by scenario, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands themselves on a few inputs of every kind, in one process whose memory is bounded: exit code 2 and one message."""
+"""The commands themselves, on inputs of every kind in one process whose memory is bounded, and on bad outputs: one message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.unit.hostile.test_config_json import LLAMA, write
@@ -15,6 +16,7 @@ from tests.unit.hostile.test_formats import zipped
 from tests.unit.hostile.test_yaml import alias_bomb
 
 ROOT = Path(__file__).parents[3]
+SAMPLE = ROOT / "tests" / "data" / "checkpoint_v1"
 EXTRA_BYTES = 2**30  # beyond what the imports take
 RUN_ALL = f"""
 import contextlib, importlib, io, json, resource, sys
@@ -83,3 +85,32 @@ def test_commands_end_with_one_message_and_little_memory(tmp_path: Path) -> None
         assert "Traceback" not in text
         assert code == 2, (arguments, text[:500])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_says_what_is_wrong_with_its_number() -> None:
+    environment = {**os.environ, "RANK": "x"}
+    command = [sys.executable, "-m", "rlhf_mcore.cli.train", "run.yaml"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=SAMPLE, timeout=120, check=False
+    )
+    assert done.returncode == 2 and "RANK='x' is not a whole number" in done.stderr
+    assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train", "run.yaml", "--print-config"], ["verify-checkpoint", "checkpoint-2", "--quick"]]
+)
+def test_an_output_that_nobody_reads_or_that_is_full_is_no_trace(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=SAMPLE, timeout=120, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=SAMPLE, timeout=120, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

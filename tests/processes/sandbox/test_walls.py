@@ -9,16 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.sandbox import run
 from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.sandbox.run import LEVELS, Limits, Program, Reason, Result, Sandbox, machine_level, run_python
+from tests.commands import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 DEAF = "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
@@ -335,26 +336,11 @@ sandbox.run(Program(code), Limits(cpu_s=100, wall_s=300))
     with subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         top = int(process.stdout.readline())
-        wait_until(lambda: len(descendants(top)) >= (2 if sandbox.level.name == "namespaces" else 1))
+        wait_for(lambda: len(descendants(top)) >= (2 if sandbox.level.name == "namespaces" else 1))
         started = [top, *descendants(top)]
         process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(is_alive(pid) for pid in started))
+    wait_for(lambda: all(map(has_ended, started)), 10)
     assert os.listdir(tmp_path) == []
-
-
-def wait_until(condition) -> None:  # type: ignore[no-untyped-def]
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come to that in 10 s")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_sandbox_whose_interpreter_was_killed_starts_again(sandbox: Sandbox) -> None:
@@ -444,7 +430,7 @@ def test_ctrl_c_leaves_no_program_and_no_answer_to_the_next_one(
 
     def interrupt() -> None:
         started.wait()
-        wait_until(lambda: set(descendants(sandbox._process.pid)) - sandbox._own)
+        wait_for(lambda: set(descendants(sandbox._process.pid)) - sandbox._own)
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
+from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.rewards import code
 from rlhf_mcore.rewards.code import CodeGrader
 from rlhf_mcore.rewards.code_tests import CodeTest, code_of, read_tests, same_output, same_value
@@ -24,6 +24,7 @@ from rlhf_mcore.rewards.trial import Row, try_reward
 from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.sandbox.run import Level
 from rlhf_mcore.types import Prompt
+from tests.commands import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -265,28 +266,12 @@ sleeper = "```python\\nimport os, time\\ntry: os.fork()\\nexcept OSError: pass\\
 CodeGrader(RuleConfig("code", test_s=100, total_s=100), workers=2)(sleeper, ["assert True"]) if len(sys.argv) > 1 else None
 """
     with subprocess.Popen([sys.executable, "-c", trainer, "x"], cwd=ROOT, stdout=subprocess.PIPE) as process:
-        below: list[int] = []
-        for _ in range(3000):
-            below = descendants(process.pid)
-            if len(below) >= 5:  # a worker, its guard, two sandboxes, a program
-                break
-            time.sleep(0.01)
+        wait_for(lambda: len(descendants(process.pid)) >= 5, 30)  # a worker, its guard, two sandboxes, a program
         time.sleep(0.2)
         below = descendants(process.pid)
         process.send_signal(signal.SIGKILL)
     assert len(below) >= 5
-    for _ in range(1000):
-        if not any(os.path.exists(f"/proc/{pid}") and _is_alive(pid) for pid in below):
-            return
-        time.sleep(0.01)
-    raise AssertionError("something is still there after 10 s")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    wait_for(lambda: all(map(has_ended, below)), 10)
 
 
 def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:

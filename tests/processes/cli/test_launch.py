@@ -18,7 +18,7 @@ from rlhf_mcore.cli.launch import child_environment, local_rendezvous, run_child
 from rlhf_mcore.cli.rank_reports import Failed, Rank, RankReports
 from rlhf_mcore.own_processes import STARTED_BY, has_ended
 from rlhf_mcore.parallel.addresses import interface_of, listener, source_address
-from tests.processes import descendants, wait_for
+from tests.commands import descendants, wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 

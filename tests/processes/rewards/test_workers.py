@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.commands import wait_for
 from tests.episodes import single_turn
 
 HEAD = "import os, signal, sys, time\ndef grade(data_source, solution_str, ground_truth, extra_info):\n    "
@@ -63,15 +63,6 @@ def processes_with(word: str) -> list[int]:
             if word.encode() in text:
                 found.append(int(folder.name))
     return found
-
-
-def wait_until(reached: Callable[[], bool]) -> bool:
-    """Whether a state has come about. What another process does is seen a little later than it is done."""
-    for _ in range(300):
-        if reached():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(1, 1), (3, 3), (None, 1)])
@@ -316,9 +307,9 @@ def test_fault_24_children_end_with_their_worker(reward: Callable[..., PooledRew
     body = f"import subprocess; subprocess.Popen(['sleep', '1000'], env={{'WORD': '{word}'}}); return 1"
     failing = reward(body)
     failing.score([trajectory("hi")])
-    assert wait_until(lambda: len(processes_with(word)) == 1)
+    wait_for(lambda: len(processes_with(word)) == 1)
     failing.close()
-    assert wait_until(lambda: not processes_with(word))
+    wait_for(lambda: not processes_with(word))
 
 
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
@@ -340,9 +331,9 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     ) as trainer:
         assert trainer.stderr is not None
         assert trainer.stderr.readline() == "at it\n"
-        assert wait_until(lambda: len(processes_with(word)) > 3)  # trainer, two workers, what they have started
+        wait_for(lambda: len(processes_with(word)) > 3)  # trainer, two workers, what they have started
         trainer.kill()
-    assert wait_until(lambda: not processes_with(word))
+    wait_for(lambda: not processes_with(word))
 
 
 def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., PooledReward]) -> None:
@@ -353,7 +344,7 @@ def test_a_worker_that_ends_between_two_calls_is_replaced(reward: Callable[..., 
     scored = reward(source=source)
     first = scored.score([trajectory("last")])[0].value
     status = Path(f"/proc/{int(first)}/status")
-    assert wait_until(lambda: not status.exists() or "zombie" in status.read_text())
+    wait_for(lambda: not status.exists() or "zombie" in status.read_text())
     assert scored.score([trajectory("next")])[0] != Score(first)
 
 
