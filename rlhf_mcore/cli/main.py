@@ -27,6 +27,8 @@ COMMANDS = {
     "reward-test": "try the reward on the data: ground truths must be right, other answers must not",
     "serve-reward": "score responses that runs send by HTTP",
     "evaluate": "score a model on held-out prompts, or two side by side",
+    "report": "one HTML file about a run, or about several: health, curves, time, what the model writes",
+    "watch": "the same page in a browser while a run goes on",
     "rollouts": "list, add, drain or remove the engines of a running job",
     "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",

@@ -1,0 +1,83 @@
+"""``rlhf-mcore report RUN [RUN ...]``: one HTML file about a run, or about several side by side. No torch, no network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.config.errors import ConfigError
+
+MAX_ROLLOUTS = 10_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and print where. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        from rlhf_mcore.observability.files import write_atomically
+        from rlhf_mcore.report.page import page
+        from rlhf_mcore.report.run_data import read_run
+
+        check_rollouts(args.rollouts)
+        out = args.out or args.run[0] / "report.html"
+        if out.is_dir() or not out.parent.is_dir():
+            raise ConfigError(f"--out {out}: a directory, or in none; name a file")
+        runs = [read_run(run, args.rollouts) for run in args.run]
+        content = page(runs).encode("utf-8")
+        write_atomically(out, content)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    print(f"{out} ({len(content) / 1e6:.1f} MB); open it in a browser")
+    for run in runs:
+        if run.num_rollouts > args.rollouts:
+            print(
+                f"{run.name}: {run.num_rollouts} rollouts, of which the page holds about {args.rollouts} (--rollouts)"
+            )
+    return exit_codes.DONE
+
+
+def check_rollouts(number: int) -> None:
+    """
+    Raises:
+        ConfigError: there can be no such number of rollouts in a page.
+    """
+    if number < 0:
+        raise ConfigError(f"--rollouts {number} is out of range; give 0 or a larger number")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore report",
+        "Write one HTML file about a run, or about several side by side: health, curves, where the time goes, what the model writes, "
+        "and how the configurations differ. It needs no network and may be sent to others.",
+        "examples:\n"
+        "  rlhf-mcore report outputs/quickstart/grpo\n"
+        "  rlhf-mcore report outputs/math/a outputs/math/b --out both.html\n\n" + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument(
+        "run", type=Path, nargs="+", metavar="RUN", help="directory of a run, which may still be going on"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the directory of the first run"
+    )
+    add_rollouts(parser)
+    return parser
+
+
+def add_rollouts(parser: argparse.ArgumentParser) -> None:
+    """``--rollouts``, of this command and of ``watch``."""
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=MAX_ROLLOUTS,
+        metavar="N",
+        help="of a run, the first and the newest steps' so many (default: %(default)s)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""What a run has left in its directory, as the report shows it. A run that is still going on is read as far as it has come."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.foreign import Fields, read_json, read_text
+from rlhf_mcore.observability.files import read_lines
+from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
+
+MAX_CONFIG_BYTES = 4 * 2**20
+_REMEDY = "name the directory of another run, or move the file away"
+_OF_SAMPLES = (
+    "sample",
+    "response",
+    "score",
+    "parts",
+    "failure",
+    "num_tokens",
+    "finish_reason",
+    "policy_version",
+    "turns",
+)
+_OF_GROUPS = ("step", "prompt_id", "prompt", "ground_truth")
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """One run.
+
+    ``metrics`` are columns of equal length, ``step`` among them; None: a step did not report it, or it was not finite.
+    ``groups`` are the prompts of steps, each with its ``samples``; they may be fewer than the ``num_rollouts`` that the run has
+    written. ``config``: key with dots -> value. ``software``: versions, as the last checkpoint names them.
+    """
+
+    name: str
+    path: str
+    metrics: dict[str, list[float | None]]
+    groups: list[dict[str, Any]]
+    num_rollouts: int
+    config: dict[str, Any]
+    software: dict[str, str]
+    checkpoints: list[int]
+
+    @property
+    def steps(self) -> list[float | None]:
+        return self.metrics["step"]
+
+
+def read_run(directory: Path, max_rollouts: int) -> RunData:
+    """Read a run's directory.
+
+    Raises:
+        ConfigError: it is not that of a run, or a file in it is not what a run writes.
+    """
+    if not (directory / METRICS).is_file():
+        inside = sorted(path.parent for path in directory.glob(f"*/{METRICS}")) if directory.is_dir() else []
+        hint = f"; did you mean {inside[0]}?" if inside else ""
+        raise ConfigError(
+            f"{directory}: no directory of a run with {METRICS}; name <output_dir>/<project>/<experiment>{hint}"
+        )
+    groups, num_rollouts = _groups(directory / ROLLOUTS, max_rollouts)
+    checkpoints = sorted(
+        int(path.parent.name.removeprefix("checkpoint-"))
+        for path in directory.glob("checkpoint-*/manifest.json")
+        if path.parent.name.removeprefix("checkpoint-").isdecimal()
+    )
+    return RunData(
+        name=directory.resolve().name,
+        path=str(directory),
+        metrics=_columns(directory / METRICS),
+        groups=groups,
+        num_rollouts=num_rollouts,
+        config=dict(_flat(_config(directory / "config.yaml"))),
+        software=_software(directory / f"checkpoint-{checkpoints[-1]}" / "manifest.json") if checkpoints else {},
+        checkpoints=checkpoints,
+    )
+
+
+def _columns(path: Path) -> dict[str, list[float | None]]:
+    """The last record of every step: a step that was made again after a kill replaces the one before."""
+    by_step: dict[int, dict[str, float | None]] = {}
+    for line in _whole_lines(path):
+        numbers = {
+            name: float(value) if value is not None else None
+            for name, value in line.content.items()
+            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+        }
+        step = line.integer("step")
+        earlier = by_step.get(step, {}) if any(name.startswith("final/") for name in numbers) else {}
+        by_step[step] = earlier | numbers
+    records = [by_step[step] for step in sorted(by_step)]
+    names = dict.fromkeys(name for record in records for name in record)
+    return {"step": []} | {name: [record.get(name) for record in records] for name in names}
+
+
+def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]:
+    """The groups of the first and of the newest steps that fit, by step, and how many rollouts there are in all."""
+    files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
+    kept: dict[Path, list[dict[str, Any]]] = {}
+    total = used = 0
+    for file in [*files[:1], *reversed(files[1:])]:
+        if used < max_rollouts:
+            kept[file] = list(_groups_of_step(file))
+            count = sum(len(group["samples"]) for group in kept[file])
+            used += count
+        else:
+            with file.open("rb") as lines:
+                count = sum(1 for _ in lines)
+        total += count
+    return [group for file in files for group in kept.get(file, [])], total
+
+
+def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
+    by_prompt: dict[str, dict[str, Any]] = {}
+    for line in _whole_lines(file):
+        record = line.content
+        group = by_prompt.setdefault(
+            str(record.get("prompt_id")), {name: record.get(name) for name in _OF_GROUPS} | {"samples": []}
+        )
+        group["samples"].append({name: record[name] for name in _OF_SAMPLES if name in record})
+    yield from by_prompt.values()
+
+
+def _whole_lines(path: Path) -> Iterator[Fields]:
+    """A last line that a crash has cut short, or that is being written now, is no record."""
+    lines = read_lines(path, _REMEDY)
+    while True:
+        try:
+            yield next(lines)
+        except StopIteration:
+            return
+        except ConfigError:
+            if _ends_with_newline(path):
+                raise
+            return
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = yaml.safe_load(read_text(path, limit=MAX_CONFIG_BYTES, remedy=_REMEDY))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: no YAML ({str(error).splitlines()[0]}); {_REMEDY}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str | int | float | None) else json.dumps(value)
+
+
+def _software(manifest: Path) -> dict[str, str]:
+    return read_json(manifest, remedy=_REMEDY).table("libraries")
+
+
+def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that not all configurations give the same value, in their order."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
