@@ -62,10 +62,14 @@ def private_shared_memory() -> Iterator[None]:
     vLLM's CPU build exchanges tensor-parallel parts through named shared memory. Under ``external_launcher`` (0.32) the names are
     the same for every job of a machine: two jobs would write into each other's, and a killed one would keep the next from
     starting. The names are removed as soon as all ranks have opened them; the memory lives as long as its mappings.
+
+    vLLM's queue between the ranks of an engine is not made: a kill would leave its 25 MiB and its sockets behind. What vLLM
+    would send through it, and under ``external_launcher`` that is nothing in a step, goes through the process group.
     """
     import torch
     import torch.distributed as dist
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     token = torch.tensor([secrets.randbits(62)])
     dist.broadcast(token, 0)
@@ -78,10 +82,13 @@ def private_shared_memory() -> Iterator[None]:
         return name
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+    create_queue = MessageQueue.create_from_process_group
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     try:
         yield
     finally:
         _CPUSHMDistributed.make_group_name = staticmethod(original)
+        MessageQueue.create_from_process_group = staticmethod(create_queue)
         for segment in segments:
             segment.unlink(missing_ok=True)
 

@@ -22,6 +22,14 @@ from tests.e2e.rollout.tiny import save_model
 NEW_TOKENS = 120
 
 
+def shared_memory_of(pid: int) -> set[str]:
+    """Names that memory of a process has, or had."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {
+        f"/dev/shm/{line.partition('/dev/shm/')[2].removesuffix(' (deleted)')}" for line in lines if "/dev/shm/" in line
+    }
+
+
 @pytest.mark.parametrize("mode", ["continue", "resubmit"])
 def test_an_engine_of_two_ranks_goes_on_with_new_weights(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str
