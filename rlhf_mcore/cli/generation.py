@@ -32,11 +32,11 @@ from rlhf_mcore.rollout.remote.host import EngineOrder
 from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
-from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
+from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
-from rlhf_mcore.trainer.pipeline import FirstRank, NoGenerator, PipelinedBatches, RemotePublisher
+from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt, Sampling
@@ -80,7 +80,7 @@ def _colocated(
     run: RunContext, actor: Actor, rewards: Rewards, sampler: ResumableSampler, data: Data[Prompt]
 ) -> Generation:
     """Engines in the trainer's processes, which sample and learn in turns."""
-    cfg, record, dynamic = run.cfg, run.record, run.cfg.algorithm.dynamic_sampling
+    cfg, record = run.cfg, run.record
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)
@@ -93,7 +93,7 @@ def _colocated(
         worker,
         sampling,
         rewards.graders,
-        DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling(),
+        _collector(cfg, on_error),
         RowExchange(sampling.n, on_error=on_error),
         record,
         rewards.add_model,
@@ -112,14 +112,14 @@ def _disaggregated(
     """Engines of their own, which sample while the trainer learns."""
     cfg, rollout = run.cfg, run.cfg.rollout
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
-    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain)
+    last = cfg.trainer.num_steps
+    schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
     first = None
     if fleet is not None:
         sampling = Sampling(**vars(rollout.sampling), seed=cfg.seed)
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.graders.submit)
         run.stack.enter_context(ahead.run())
-        first = FirstRank(ahead, fleet.needs_weights)
-    worker = RolloutWorker(fleet or NoGenerator(), EngineRank(0, 1, is_lead=fleet is not None), data.decode)
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin)
     live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
     bridge = RemoteBridge(
         Side(actor.model.local_parameters(), NoTarget()),
@@ -131,9 +131,12 @@ def _disaggregated(
         note=run.record.note,
     )
     run.stack.callback(bridge.leave)
+    engines = SharedEngines(first, bridge.sync_again)
+    worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
     exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
-    source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model)
+    collector = _collector(cfg, on_error)
+    source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model, collector)
     canary = _build_canary(run, actor, worker, NoTarget())
     publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, worker, None if first is None else first.ahead)
@@ -166,6 +169,11 @@ def start_fleet(run: RunContext) -> Fleet | None:
     run.stack.callback(fleet.close)
     run.stack.enter_context(listening(fleet, run.directory))
     return fleet
+
+
+def _collector(cfg: Config, on_error: OnError) -> Collector:
+    dynamic = cfg.algorithm.dynamic_sampling
+    return DynamicSampling(dynamic.max_batches, drop=on_error.drop) if dynamic.enabled else PlainSampling()
 
 
 def _build_canary(run: RunContext, actor: Actor, worker: RolloutWorker, target: WeightTarget) -> Canary | None:

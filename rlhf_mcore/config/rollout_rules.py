@@ -59,8 +59,3 @@ def _apart_problems(cfg: Config) -> Iterator[str]:
             f"rollout.placement=disaggregated: full tensors do not travel to engines of their own (bridge.method={cfg.bridge.method}, "
             f"bridge.verify={cfg.bridge.verify}); use bridge.method=planned with verify off or digest"
         )
-    if cfg.trainer.max_staleness and cfg.algorithm.dynamic_sampling.enabled:
-        yield (
-            f"trainer.max_staleness={cfg.trainer.max_staleness} with algorithm.dynamic_sampling.enabled=true is not supported yet; "
-            "set one of them to 0 or false"
-        )

@@ -32,7 +32,7 @@ class Schedule:
 
     ``max_staleness``: versions between the policy that sampled a token and the one that learns from it. ``oversample``: prompts that
     are started for each that a step takes. ``in_order``: a step takes prompts in their order, not in that in which they finish.
-    ``drain``: everything that was started is finished before new weights come.
+    ``drain``: everything that was started is finished before new weights come. ``last_step``: of the run.
     """
 
     prompts_per_step: int
@@ -40,11 +40,23 @@ class Schedule:
     oversample: float = 1.0
     in_order: bool = False
     drain: bool = False
+    last_step: int | None = None
 
     @property
-    def limit(self) -> int:
-        """Most prompts that have been started and not yet learned from."""
-        return math.ceil(self.prompts_per_step * self.oversample) + self.prompts_per_step * self.max_staleness
+    def is_synchronous(self) -> bool:
+        """Whether each step has prompts of its own, and a run is that of colocated engines bit for bit."""
+        return not self.max_staleness and self.oversample == 1
+
+    def limit(self, step: int) -> int:
+        """Most prompts that have been started and not yet learned from, in a step.
+
+        Nothing is started for steps that the run does not have, unless ``in_order``: a run that is resumed with more steps then
+        equals the one that had them from the beginning, whose prompts were sampled by policies that are gone.
+        """
+        ahead = self.max_staleness
+        if self.last_step is not None and not self.in_order:
+            ahead = max(min(ahead, self.last_step - step), 0)
+        return math.ceil(self.prompts_per_step * self.oversample) + self.prompts_per_step * ahead
 
 
 @dataclass(slots=True)
@@ -55,7 +67,7 @@ class Group:
     place: int  # of the prompt in the data
     prompt: Prompt
     step: int  # whose seeds its responses have
-    attempt: int = 0  # how often it was begun again
+    attempt: int = 0  # how often it was begun again, or its step had drawn before
     version: int | None = None  # of the policy when its requests were submitted; None: they are not
     requests: dict[int, Request] = field(default_factory=dict)  # that are not answered yet, by request id
     completions: dict[int, Completion] = field(default_factory=dict)  # by sample
@@ -97,6 +109,7 @@ class SamplingAhead:
         self._prompts, self._sampler, self._generator = prompts, sampler, generator
         self._decode, self._sampling = decode, sampling
         self._drawn = 0
+        self._batches = (0, 0)  # a step, and how often it has drawn
         self._groups: list[Group] = []  # by rising number
         self._finished: list[Group] = []  # in the order in which they have finished
         self._asked: dict[int, tuple[Group, int]] = {}  # request id -> its group and sample
@@ -147,9 +160,10 @@ class SamplingAhead:
     def fill(self, step: int) -> None:
         """Begin with everything that may be sampled by the policy that step ``step`` starts from, whose version is ``step - 1``."""
         with self._changed:
-            self._fill(step - 1)
+            self._fill(step)
 
-    def _fill(self, version: int) -> None:
+    def _fill(self, step: int) -> None:
+        version, limit = step - 1, self.schedule.limit(step)
         stale = [
             group
             for group in self._groups
@@ -157,22 +171,26 @@ class SamplingAhead:
         ]
         for group in stale:
             self._begin_again(group)
-        while len(self._groups) < self.schedule.limit:
-            self._draw()
+        while len(self._groups) < limit:
+            self._draw(step)
         # What the last batch of the sampler has beyond the limit waits. One call, so that an engine begins with all of it.
-        due = [group for group in self._groups[: self.schedule.limit] if group.version is None]
+        due = [group for group in self._groups[:limit] if group.version is None]
         if requests := [request for group in due for request in self._requests(group, version)]:
             self._generator.submit(requests)
 
-    def _draw(self) -> None:
+    def _draw(self, step: int) -> None:
+        """The next prompts. Seeds are those of a step of their own, or, as with colocated engines, of further draws of the step."""
         places = self._sampler.next_batch()
+        self._batches = step, self._batches[1] + 1 if self._batches[0] == step else 0
         seen: Counter[int] = Counter()
         for place in places:
             prompt = self._prompts[place]
-            step = self._drawn // self.schedule.prompts_per_step + 1
             numbered = replace(prompt, occurrence=seen[prompt.index])
             seen[prompt.index] += 1
-            self._groups.append(Group(self._drawn, place, numbered, step))
+            own = self._drawn // self.schedule.prompts_per_step + 1, 0
+            self._groups.append(
+                Group(self._drawn, place, numbered, *(self._batches if self.schedule.is_synchronous else own))
+            )
             self._drawn += 1
 
     def _requests(self, group: Group, version: int) -> Iterable[Request]:
@@ -234,23 +252,22 @@ class SamplingAhead:
         group.completions, group.scores = {}, self._begin_scores(group.trajectories)
         self._finished.append(group)
 
-    def is_ready(self) -> bool:
-        """Whether ``take`` has enough to take."""
-        wanted = self.schedule.prompts_per_step
+    def is_ready(self, wanted: int) -> bool:
+        """Whether ``take`` has so many groups to take."""
         if self.schedule.in_order:
             return all(group.trajectories for group in self._groups[:wanted])
         return len(self._finished) >= wanted
 
-    def take(self) -> list[Group]:
-        """The groups of a step, by rising number. They are no longer kept here.
+    def take(self, wanted: int) -> list[Group]:
+        """So many groups for a step, by rising number. They are no longer kept here.
 
         These are the first ones, or of those that have finished the oldest: a long response finishes behind many short ones that
         began with it, and would become too old behind them.
         """
         with self._changed:
-            assert self.is_ready(), "wait until it is"
+            assert self.is_ready(wanted), "wait until it is"
             by_age = sorted(self._finished, key=lambda group: group.oldest_version or 0)
-            source, wanted = self._groups if self.schedule.in_order else by_age, self.schedule.prompts_per_step
+            source = self._groups if self.schedule.in_order else by_age
             taken = sorted(source[:wanted], key=lambda group: group.number)
             numbers = {group.number for group in taken}
             self._finished = [group for group in self._finished if group.number not in numbers]

@@ -14,9 +14,10 @@ from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
-    from rlhf_mcore.trainer.parts import PromptSource
     from rlhf_mcore.types import Prompt, Sampling, Score
 
+# How many prompts a step misses, 0 at its beginning -> further ones: as many, or a whole batch.
+Draw = Callable[[int], "list[Prompt]"]
 # Prompts and the number of the batch within the step, from 0 -> what this rank owns of their rollouts, and its scores.
 Attempt = Callable[["Sequence[Prompt]", int], "tuple[Rollouts, list[Score]]"]
 
@@ -28,7 +29,7 @@ class Collected:
     prompts: list[Prompt]
     rollouts: Rollouts
     scores: list[Score]
-    num_batches: int = 1  # taken from the prompt source; their prompts are used up, dropped or not
+    num_batches: int = 1  # that were drawn; their prompts are used up, dropped or not
     num_generated: int = 0  # prompts that responses were drawn for, where they are chosen from
     num_informative: int = 0  # those among them whose responses differ in score
     left_out: list[Score] = field(default_factory=list)  # of what was drawn and is not in the step
@@ -46,16 +47,16 @@ class Collected:
 class Collector(Protocol):
     """Fills a step with prompts. Collective."""
 
-    def collect(self, source: PromptSource, attempt: Attempt) -> Collected: ...
+    def collect(self, draw: Draw, attempt: Attempt) -> Collected: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlainSampling:
     """Takes the prompts as they come."""
 
-    def collect(self, source: PromptSource, attempt: Attempt) -> Collected:
+    def collect(self, draw: Draw, attempt: Attempt) -> Collected:
         """The next batch, whatever its scores."""
-        prompts = source.next_batch()
+        prompts = draw(0)
         return Collected(prompts, *attempt(prompts, 0))
 
 
@@ -67,24 +68,25 @@ class DynamicSampling:
     gather: Callable[[Any], list[Any]] = all_gather_json
     drop: bool = False  # prompts that have a response without a score
 
-    def collect(self, source: PromptSource, attempt: Attempt) -> Collected:
+    def collect(self, draw: Draw, attempt: Attempt) -> Collected:
         """As many prompts as the first batch has. Collective: the decisions follow from the scores of all ranks.
 
-        The order is that in which prompts were drawn. If ``max_batches`` do not give enough, prompts whose scores are all
-        equal fill the step up: their group-relative advantages are zero.
+        The order is that in which prompts were drawn. If as many as ``max_batches`` such batches have do not give enough, prompts
+        whose scores are all equal fill the step up: their group-relative advantages are zero.
 
         Raises:
             ConfigError: on every rank, if not one of the prompts has responses of different scores.
         """
         batches: list[_Batch] = []
-        while len(batches) < self.max_batches:
-            prompts = source.next_batch()
+        drawn = wanted = missing = 0
+        while not batches or (missing > 0 and drawn < self.max_batches * wanted):
+            prompts = draw(missing)
             rollouts, scores = attempt(prompts, len(batches))
             batches.append(self._judge(prompts, rollouts, scores))
-            if sum(len(batch.informative) for batch in batches) >= len(batches[0].prompts):
-                break
+            wanted, drawn = wanted or len(prompts), drawn + len(prompts)
+            missing = wanted - sum(len(batch.informative) for batch in batches)
         if not any(batch.informative for batch in batches):
-            raise ConfigError(_nothing_to_learn(batches))
+            raise ConfigError(_nothing_to_learn(batches, self.max_batches))
         return _assemble(batches)
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Rollouts, scores: Sequence[Score]) -> _Batch:
@@ -151,12 +153,12 @@ def _choose(batches: list[_Batch], wanted: int) -> list[tuple[int, int]]:
     return sorted((informative + others)[:wanted])
 
 
-def _nothing_to_learn(batches: list[_Batch]) -> str:
+def _nothing_to_learn(batches: list[_Batch], max_batches: int) -> str:
     values = set().union(*(batch.values for batch in batches))
     given = f"{min(values):g}" if len(values) == 1 else f"between {min(values):g} and {max(values):g}"
     num_prompts = sum(len(batch.prompts) for batch in batches)
     return (
-        f"algorithm.dynamic_sampling.max_batches={len(batches)} batches ({num_prompts} prompts) were generated and the "
+        f"algorithm.dynamic_sampling.max_batches={max_batches} batches ({num_prompts} prompts) were generated and the "
         f"responses to each prompt got one and the same score (the scores are {given}): there is nothing to learn from. "
         "Look at the responses under rollouts/ and at the reward (reward.rules or reward.function); choose prompts in data.train "
         "that are neither too hard nor too easy for the model, or raise rollout.sampling.n or algorithm.dynamic_sampling.max_batches"

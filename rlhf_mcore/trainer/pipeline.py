@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.trainer.ahead import SamplingAhead
-from rlhf_mcore.trainer.dynamic_sampling import Collected
+from rlhf_mcore.trainer.dynamic_sampling import Collector, PlainSampling
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
+    from rlhf_mcore.trainer.ahead import Group
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import Recorder
-    from rlhf_mcore.types import Completion, Prompt, Request, TrainBatch
+    from rlhf_mcore.types import Completion, Prompt, Request, Score, TrainBatch
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
 TURN_S = 10.0
+
+
+# Waits so many seconds for what was asked for; None: it is not there yet, or weights have to come first.
+Wait = Callable[[float], "list[Completion] | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,18 @@ class FirstRank:
     """What only the first rank has: it alone talks to the engines."""
 
     ahead: SamplingAhead
-    needs_weights: Callable[[], bool] = lambda: False  # whether engines wait for weights, and none has any
+    needs_weights: Callable[[], bool]  # whether engines wait for weights, and none has any
+    begin: Callable[[Sequence[Request]], Wait]  # to generate
+
+
+def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
+    """Repeat ``turn`` until the first rank is "done". Engines that have replaced all others get weights where it says "publish".
+
+    Collective over the world.
+    """
+    while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
+        if found == "publish":
+            resync()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +60,32 @@ class PipelinedBatches:
     recorder: Recorder
     resync: Callable[[int], object]
     add_model: AddScores = keep_scores
+    collector: Collector = field(default_factory=PlainSampling)
 
     def next_batch(self, step: int) -> tuple[TrainBatch, Mapping[str, float]]:
         """The scored rows of a step, and metrics of them. Collective over the world."""
-        first = self.first
-        with self.recorder.phase("generate"):
-            if first is not None:
-                first.ahead.fill(step)
-            self._wait(step - 1, SamplingAhead.is_ready)
-        taken = first.ahead.take() if first is not None else []
-        named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
-        trajectories = [trajectory for group in taken for trajectory in group.trajectories]
-        positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
-        with self.recorder.phase("score"):
-            scores = [score for group in taken if group.scores is not None for score in group.scores()]
-            scores = self.add_model(trajectories, scores)
-        prompts = [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
-        collected = Collected(prompts, Rollouts(positions, trajectories), scores)
-        batch, metrics = scored_batch(step, collected, self.exchange, self.recorder)
+        first, taken = self.first, list["Group"]()
+
+        def draw(missing: int) -> list[Prompt]:
+            wanted = 0
+            with self.recorder.phase("generate"):
+                if first is not None:
+                    schedule = first.ahead.schedule
+                    wanted = (0 if schedule.is_synchronous else missing) or schedule.prompts_per_step
+                    first.ahead.fill(step)
+                self._wait(step - 1, lambda ahead: ahead.is_ready(wanted))
+            taken[:] = first.ahead.take(wanted) if first is not None else []
+            named = broadcast_json([(group.place, group.prompt.occurrence) for group in taken], 0)
+            return [replace(self.prompts[place], occurrence=occurrence) for place, occurrence in named]
+
+        def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
+            trajectories = [trajectory for group in taken for trajectory in group.trajectories]
+            positions = [position for position, group in enumerate(taken) for _ in group.trajectories]
+            with self.recorder.phase("score"):
+                scores = [score for group in taken if group.scores is not None for score in group.scores()]
+                return Rollouts(positions, trajectories), self.add_model(trajectories, scores)
+
+        batch, metrics = scored_batch(step, self.collector.collect(draw, attempt), self.exchange, self.recorder)
         counted = (first.ahead.num_in_flight, first.ahead.redrawn) if first is not None else None
         in_flight, redrawn = broadcast_json(counted, 0)
         return batch, {**metrics, "rollout/in_flight": float(in_flight), "rollout/redrawn": float(redrawn)}
@@ -80,20 +104,39 @@ class PipelinedBatches:
             ahead.wait(lambda: is_done(ahead) or needs_weights(), TURN_S)
             return "done" if is_done(ahead) else "publish" if needs_weights() else ""
 
-        while (found := broadcast_json(on_every_rank(turn), 0)) != "done":
-            if found == "publish":
-                self.resync(version)
+        together(turn, lambda: self.resync(version))
 
 
-class NoGenerator:
-    """Of a rank that does not talk to the engines."""
+@dataclass(frozen=True, slots=True)
+class SharedEngines:
+    """The engines as all ranks use them together, which evaluate: the first one has what is drawn.
 
+    ``resync`` brings the weights that were published last to the engines again.
+    """
+
+    first: FirstRank | None
+    resync: Callable[[], object]
     num_in_flight = 0
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return []
+        """Where all engines are lost in the middle, those that replace them get weights. Collective over the world."""
+        first, drawn = self.first, list["Completion"]()
+        wait = on_every_rank(lambda: None if first is None else first.begin(requests))
 
-    def submit(self, requests: Sequence[Request]) -> None: ...
+        def turn() -> str:
+            if first is None or wait is None:
+                return ""
+            found = wait(TURN_S)
+            if found is None:
+                return "publish" if first.needs_weights() else ""
+            drawn.extend(found)
+            return "done"
+
+        together(turn, self.resync)
+        return drawn
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        raise NotImplementedError("they sample ahead, or generate")
 
     def collect(self, timeout_s: float) -> list[Completion]:
         return []

@@ -61,7 +61,8 @@ class SampledBatches:
                 scores = [score for position in sorted(waits) for score in waits[position]()]
                 return rollouts, self.add_model(rollouts.trajectories, scores)
 
-        return scored_batch(step, self.collector.collect(self.prompt_source, attempt), self.exchange, self.recorder)
+        collected = self.collector.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
+        return scored_batch(step, collected, self.exchange, self.recorder)
 
 
 def scored_batch(

@@ -166,6 +166,7 @@ class RemoteBridge:
         self._end: _End | None = None
         self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
         self._problems: list[str] = []  # of the last transfer that failed
+        self._version = -1
 
     def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats:
         """Bring weights to all engines that are well, and let them generate again. Collective over the trainer's ranks.
@@ -181,7 +182,7 @@ class RemoteBridge:
             RuntimeError: it fails again and again though all engines are well, or the control of the engines has raised.
             SyncMismatch: see :meth:`PlannedBridge.sync`.
         """
-        started, tried, tries = time.perf_counter(), None, 0
+        self._version, started, tried, tries = version, time.perf_counter(), None, 0
         stats: SyncStats | None = None
         while stats is None:
             members = self._pause()
@@ -198,6 +199,10 @@ class RemoteBridge:
             stats = self._together(partial(self._sync_once, version, only)) if members else SyncStats(0, 0, 0, 0)
         self._on_first(lambda engines: engines.resume())
         return replace(stats, seconds=time.perf_counter() - started)
+
+    def sync_again(self) -> SyncStats:
+        """As ``sync``, with the weights and the version of the last one."""
+        return self.sync(self._version)
 
     def leave(self) -> None:
         """Leave the group, if there is one. The next sync makes another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -256,23 +257,27 @@ class Fleet:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See :class:`rlhf_mcore.protocols.Generator`. Request ids may be those of requests in flight."""
+        if (found := self.begin(requests)(math.inf)) is None:
+            raise EnginesLost("all engines were lost, and nobody brings weights to others")
+        return found
+
+    def begin(self, requests: Sequence[Request]) -> Callable[[float], list[Completion] | None]:
+        """As ``generate``; what is returned waits so many seconds. None: not all are there yet, or weights have to come first."""
         own = {next(self._own_ids): request for request in requests}
         self.submit([replace(request, request_id=number) for number, request in own.items()])
-        try:
+
+        def wait(timeout_s: float) -> list[Completion] | None:
+            end = self._clock() + timeout_s
             with self._checked():
                 while not own.keys() <= self._generated.keys():
-                    if self.needs_weights():
-                        raise EnginesLost(
-                            "all engines were lost in the middle of a generation that cannot be begun again"
-                        )
-                    self._changed.wait(1.0)
+                    if (left := end - self._clock()) <= 0 or self.needs_weights():
+                        return None
+                    self._changed.wait(min(left, 1.0))
                     self._check()
-                found = [(self._generated[number], request) for number, request in own.items()]
-        finally:
-            self.cancel(own.keys())
-        for completion, request in found:
-            completion.request_id = request.request_id
-        return [completion for completion, _ in found]
+                found = [(self._generated.pop(number), request.request_id) for number, request in own.items()]
+                return [replace(completion, request_id=number) for completion, number in found]
+
+        return wait
 
     @property
     def num_in_flight(self) -> int:
@@ -386,8 +391,7 @@ class Fleet:
             calls, self._calls = self._calls, []
         while (left := end - self._clock()) > 0 and not all(call.is_done() for *_, call in calls):
             self._machines.wait([call for *_, call in calls], min(left, 1.0), every=True)
-            with self._checked():
-                pass
+            self._check()
         with self._changed:
             for engine, process, name, call in calls:
                 try:

@@ -108,11 +108,6 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
         (["rollout.ray.address=10.0.0.1:6379"], None, ["rollout.ray.address=10.0.0.1:6379", "disaggregated"]),
         (
-            [*APART, "trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
-            None,
-            ["trainer.max_staleness=1", "algorithm.dynamic_sampling.enabled=true"],
-        ),
-        (
             [*AHEAD, "rollout.deterministic_order=true", "rollout.at_publish=continue"],
             None,
             ["rollout.at_publish=continue", "drain"],

@@ -106,8 +106,8 @@ def trained(
     for step in range(1, steps + 1):
         ahead.fill(step)
         redrawn.append(ahead.redrawn)
-        take_until(ahead.is_ready)
-        taken = [trajectory for group in ahead.take() for trajectory in group.trajectories]
+        take_until(lambda: ahead.is_ready(scenario.prompts))
+        taken = [trajectory for group in ahead.take(scenario.prompts) for trajectory in group.trajectories]
         tokens = sum(trajectory.num_sampled for trajectory in taken)
         end = engines.now + scenario.train.step_s + scenario.train.token_s * tokens
         take_until(lambda: False, end)

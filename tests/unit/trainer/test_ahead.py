@@ -77,10 +77,11 @@ def ahead_of(engines: Engines, schedule: Schedule) -> tuple[SamplingAhead, Promp
 def step_with(ahead: SamplingAhead, engines: Engines, step: int) -> list[Group]:
     """What the loop does: fill, wait, take; learn; drain if the schedule says so; publish."""
     ahead.fill(step)
-    assert ahead.num_in_flight <= ahead.schedule.limit * SAMPLES
-    while not ahead.is_ready():
+    assert ahead.num_in_flight <= ahead.schedule.limit(step) * SAMPLES
+    wanted = ahead.schedule.prompts_per_step
+    while not ahead.is_ready(wanted):
         ahead.poll(1.0)
-    taken = ahead.take()
+    taken = ahead.take(wanted)
     for _ in range(engines.order.randrange(3)):  # engines go on while the trainer learns
         ahead.poll(0.0)
     while ahead.schedule.drain and ahead.num_in_flight:
@@ -152,6 +153,17 @@ def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> 
     assert engines.submitted[1:] == [list(range(8, 12))]
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_nothing_is_sampled_for_steps_that_the_run_does_not_have(in_order: bool) -> None:
+    """In order it is, as in a run that had more steps from the beginning."""
+    schedule = Schedule(2, 2, in_order=in_order, drain=True, last_step=4)
+    engines = Engines(random.Random(0))
+    ahead, sampler = ahead_of(engines, schedule)
+    for step in range(1, 5):
+        step_with(ahead, engines, step)
+    assert sampler.num_drawn == (12 if in_order else 8) and len(ahead.state_dict()["groups"]) == (4 if in_order else 0)
+
+
 def test_what_waits_longest_is_learned_from_first() -> None:
     """Groups 0, 1 and 2 begin together. 3 begins a version later and finishes before 0 and 2, which would be too old behind it."""
     engines = Engines(random.Random(0), at_once=0)
@@ -163,7 +175,7 @@ def test_what_waits_longest_is_learned_from_first() -> None:
             done = completion(*engines.begun.pop(request_id))
             engines.collect = lambda timeout_s, done=done: [done]  # type: ignore[method-assign]
             ahead.poll(0.0)
-        taken += [group.number for group in ahead.take()]
+        taken += [group.number for group in ahead.take(1)]
         engines.publish(step)
     assert taken == [1, 0, 2, 3] and ahead.redrawn == 0
 
@@ -216,13 +228,13 @@ def test_a_thread_takes_what_finishes_while_the_trainer_learns() -> None:
     with ahead.run():
         ahead.fill(1)
         ahead.wait(lambda: not ahead.num_in_flight, 30.0)
-        assert ahead.is_ready() and len(ahead.finished()) == 4
+        assert ahead.is_ready(2) and len(ahead.finished()) == 4
 
         def lose(timeout_s: float) -> list[Completion]:
             raise RuntimeError("all engines are lost")
 
         engines.collect = lose  # type: ignore[method-assign]
-        ahead.take()
+        ahead.take(2)
         ahead.fill(2)
         with pytest.raises(RuntimeError, match="all engines are lost"):
             ahead.wait(lambda: not ahead.num_in_flight, 30.0)

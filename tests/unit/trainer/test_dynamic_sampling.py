@@ -28,7 +28,7 @@ class Source:
     def __init__(self, size: int) -> None:
         self.size, self.drawn = size, 0
 
-    def next_batch(self) -> list[Prompt]:
+    def __call__(self, missing: int) -> list[Prompt]:
         self.drawn += 1
         return [prompt(i) for i in range((self.drawn - 1) * self.size, self.drawn * self.size)]
 
@@ -229,7 +229,7 @@ def test_it_goes_with_the_engines_of_the_loop() -> None:
             return completions(requests)
 
     class SameFour:
-        def next_batch(self) -> list[Prompt]:
+        def __call__(self, missing: int) -> list[Prompt]:
             return [prompt(i) for i in range(4)]
 
     def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:

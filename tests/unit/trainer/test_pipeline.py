@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rlhf_mcore.data.sampler import PromptSampler
+from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.protocols import SyncStats
-from rlhf_mcore.trainer.ahead import Schedule
+from rlhf_mcore.trainer.ahead import Group, Schedule
+from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
-from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher
-from rlhf_mcore.types import Score, Trajectory
-from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of
+from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
+from rlhf_mcore.trainer.reinforcement import SampledBatches
+from rlhf_mcore.trainer.rollouts import request_of
+from rlhf_mcore.types import Completion, Request, Sampling, Score, Trajectory
+from tests.unit.trainer.records import Streaming, worker
+from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -49,15 +56,24 @@ class Bridge:
 
 
 @contextmanager
-def pipeline(schedule: Schedule) -> Iterator[tuple[PipelinedBatches, RemotePublisher, Bridge]]:
+def pipeline(
+    schedule: Schedule, collector: Collector | None = None
+) -> Iterator[tuple[PipelinedBatches, RemotePublisher, Bridge]]:
     engines = Engines(random.Random(3))
     bridge, record = Bridge(engines), Record()
     ahead, _ = ahead_of(engines, schedule)
-    first = FirstRank(ahead, lambda: bridge.is_lost)
-    source = PipelinedBatches(PROMPTS, first, RowExchange(SAMPLES, asynchronous=True), record, bridge.sync)
+    first = FirstRank(
+        ahead, lambda: bridge.is_lost, lambda requests: lambda _: None if bridge.is_lost else drawn(requests)
+    )
+    exchange, own = RowExchange(SAMPLES, asynchronous=True), collector or PlainSampling()
+    source = PipelinedBatches(PROMPTS, first, exchange, record, bridge.sync, collector=own)
     publisher = RemotePublisher(bridge, record, source.drain if schedule.drain else None)
     with ahead.run():
         yield source, publisher, bridge
+
+
+def drawn(requests: Sequence[Request]) -> list[Completion]:
+    return [completion(request, [0]) for request in requests]
 
 
 def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
@@ -87,3 +103,72 @@ def test_fault_18_engines_that_replace_all_others_get_the_weights_that_the_train
         source.first.ahead.fill(2)  # in flight, so that publishing has to wait for it
         publisher.publish(1)
     assert bridge.synced == [0, 0, 1, 1]
+
+
+def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:
+    with pipeline(Schedule(2, 1)) as (source, publisher, bridge):
+        publisher.publish(4)
+        bridge.lose_all()
+        engines = SharedEngines(source.first, lambda: bridge.sync(4))
+        requests = [request_of(number, PROMPTS[number], 0, Sampling(), 1) for number in range(3)]
+        assert [found.request_id for found in engines.generate(requests)] == [0, 1, 2]
+    assert bridge.synced == [4, 4]
+
+
+def half_teach(trajectories: Sequence[Trajectory]) -> Callable[[], list[Score]]:
+    """Prompts of odd numbers have equal scores."""
+    return lambda: [Score(0.5 if t.prompt.index % 2 else float(t.sample)) for t in trajectories]
+
+
+@pytest.mark.parametrize("schedule", [Schedule(2, 1, in_order=True, drain=True), Schedule(2, 2), Schedule(2, 0, 1.5)])
+def test_prompts_that_teach_nothing_are_replaced_by_the_next_ones(schedule: Schedule) -> None:
+    """Each prompt is learned from once, or was dropped."""
+    with pipeline(schedule, DynamicSampling(10)) as (source, publisher, _):
+        assert source.first is not None
+        ahead, taken, draws = source.first.ahead, list[int](), 0
+        ahead._begin_scores, take = half_teach, ahead.take
+
+        def recorded(wanted: int) -> list[Group]:
+            groups = take(wanted)
+            taken.extend(group.number for group in groups)
+            return groups
+
+        ahead.take = recorded  # type: ignore[method-assign]
+        publisher.publish(0)
+        for step in range(1, 6):
+            batch, metrics = source.next_batch(step)
+            draws += int(metrics["rollout/num_batches"])
+            assert batch.num_rows == 4 and sorted(batch.scores.tolist()) == [0, 0, 1, 1]
+            publisher.publish(step)
+        waiting = [group["number"] for group in ahead.state_dict()["groups"]]
+        assert sorted([*taken, *waiting]) == list(range(len(taken) + len(waiting))) and draws > 5
+        assert not schedule.in_order or taken == sorted(taken)
+
+
+def test_without_staleness_prompts_and_seeds_are_those_of_colocated_engines() -> None:
+    asked: dict[str, list[list[tuple[list[int], int]]]] = {"apart": [], "beside": []}
+
+    class Beside(Streaming):
+        def draw(self, requests: Sequence[Request]) -> list[Completion]:
+            asked["beside"].append([(list(request.prompt_ids), request.seed) for request in requests])
+            return drawn(requests)
+
+    with pipeline(Schedule(2, 0), DynamicSampling(10)) as (source, publisher, bridge):
+        assert source.first is not None
+        source.first.ahead._begin_scores, submit = half_teach, bridge.engines.submit
+
+        def recorded(requests: Sequence[Request]) -> None:
+            asked["apart"].append([(list(request.prompt_ids), request.seed) for request in requests])
+            submit(requests)
+
+        bridge.engines.submit = recorded  # type: ignore[method-assign]
+        sampler, reward = PromptSampler(len(PROMPTS), 2, seed=5, shuffle=True), SimpleNamespace(submit=half_teach)
+        prompts, sampling = PromptBatches(PROMPTS, sampler), Sampling(n=SAMPLES, seed=9)
+        together: Any = (worker(Beside()), sampling, reward, DynamicSampling(10), RowExchange(SAMPLES), source.recorder)
+        other = SampledBatches(prompts, *together)
+        publisher.publish(0)
+        for step in range(1, 6):
+            batches = [each.next_batch(step)[0] for each in (source, other)]
+            assert batches[0].token_ids.tolist() == batches[1].token_ids.tolist()
+            bridge.engines.version = 0  # responses of this test hold it
+    assert asked["apart"] == asked["beside"] and len(asked["apart"]) > 5
