@@ -17,6 +17,7 @@ from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, Recomput
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
@@ -70,7 +71,8 @@ class ModelBuilder:
         spec = load_spec(path, field="reference.path")
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
-        model = self._frozen(spec, path, layout, offload=cfg.offload, saved_as=saved_as)
+        overrides = Overrides("actor.megatron", actor.megatron or {})
+        model = self._frozen(spec, path, layout, overrides, offload=cfg.offload, saved_as=saved_as)
         return Reference(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
@@ -78,7 +80,8 @@ class ModelBuilder:
         assert cfg.path is not None
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
-        return RewardModel(self._frozen(spec, cfg.path, layout, offload=cfg.offload, dtype=cfg.dtype))
+        overrides = Overrides("reward.model.megatron", cfg.megatron or {})
+        return RewardModel(self._frozen(spec, cfg.path, layout, overrides, offload=cfg.offload, dtype=cfg.dtype))
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
         """The model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
@@ -101,7 +104,11 @@ class ModelBuilder:
         """A model with its optimizer. ``name`` prefixes its metrics."""
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         options = replace(
-            self._options(dtype), recompute=cfg.recompute, trainable=True, aux_loss_coef=cfg.moe.aux_loss_coef
+            self._options(dtype),
+            recompute=cfg.recompute,
+            trainable=True,
+            aux_loss_coef=cfg.moe.aux_loss_coef,
+            overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
         )
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
@@ -113,12 +120,13 @@ class ModelBuilder:
         spec: ModelSpec,
         path: str,
         layout: ParallelLayout,
+        overrides: Overrides,
         *,
         offload: bool,
         dtype: str | None = None,
         saved_as: str | None = None,
     ) -> RoleModel:
-        model = self._model(spec, path, layout, self._options(dtype), saved_as)
+        model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
         if model is not None and offload:
             model.offload()
         return RoleModel(layout, model, spec, self.cfg.trainer)

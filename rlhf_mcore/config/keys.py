@@ -57,6 +57,15 @@ def value_of(cfg: Any, key: str) -> Any:
     return cfg
 
 
+def table_of(key: str) -> str | None:
+    """The key whose value is a table of a user's own names, if ``key`` is a name in it (``actor.megatron.bucket_size``)."""
+    while "." in key:
+        key = key.rpartition(".")[0]
+        if key in KEYS:
+            return key if dict[str, Any] in get_args(KEYS[key]) else None
+    return None
+
+
 def item_type(hint: Any) -> Any:
     """The element type of a list type, or None for other types."""
     return get_args(hint)[0] if get_origin(hint) is list else None

@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest, type_name, value_of
+from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest, table_of, type_name, value_of
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import FromEnvironment, redact_arguments
 from rlhf_mcore.config.yaml_text import (
@@ -307,7 +307,10 @@ class SettingReader:
 
     def _take(self, document: Document, key: str, node: yaml.Node) -> None:
         is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
-        if key not in KEYS:
+        if (table := table_of(key)) is not None:
+            value = _nested(key[len(table) + 1 :].split("."), document.value(node))
+            self.settings.append(Setting(table, value, document.place(node)))
+        elif key not in KEYS:
             self._num_unknown += 1
             self.problems.append(_unknown(key, document.place(node), suggest=self._num_unknown <= _SUGGESTIONS))
         elif not is_group(key):
@@ -333,6 +336,13 @@ class SettingReader:
             )
             return
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
+
+
+def _nested(names: list[str], value: Any) -> Any:
+    """``value`` inside of a table for each name."""
+    for name in reversed(names):
+        value = {name: value}
+    return value
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:

@@ -29,6 +29,7 @@ from rlhf_mcore.config.derive import (
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
+from rlhf_mcore.config.megatron_fields import megatron_problems
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
@@ -54,7 +55,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     out_of_range = list(range_problems(cfg))
     problems = [*choice_problems(cfg), *out_of_range, *unused_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
-    problems += checkpoint_problems(cfg)
+    problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
     for role in role_layouts(cfg):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, routers, use_te
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import HostWeights, local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
@@ -61,6 +62,8 @@ class MegatronModel:
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
     optimizer: Optimizer | None = None
     host_weights: HostWeights | None = None  # of a model that leaves the device between uses
+    overrides: Overrides = field(default_factory=Overrides)
+    _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
 
     @property
     def is_last_stage(self) -> bool:
@@ -72,7 +75,7 @@ class MegatronModel:
 
     def add_optimizer(self, cfg: OptimizerConfig) -> None:
         """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
-        self.optimizer = Optimizer(self.chunks, self.config, self.groups, self.platform, cfg)
+        self.optimizer = Optimizer(self.chunks, self.config, self.groups, self.platform, cfg, self.overrides)
 
     def offload(self) -> None:
         """Keep the weights on the host from now on, except while the model runs. For a frozen model."""
@@ -118,12 +121,35 @@ class MegatronModel:
             for router in routers(self.chunks):
                 router.balance_weight = self.aux_loss_coef / max(num_tokens, 1.0)
                 router.balance_sum = 0.0
-        return self._run(microbatches, compute, forward_only=False)
+        with self._gathering_weights():
+            return self._run(microbatches, compute, forward_only=False)
+
+    @contextmanager
+    def _gathering_weights(self) -> Iterator[None]:
+        """Within this block the weights of an update are gathered as the layers that need them run (overlap_param_gather)."""
+        if not self._has_stale_weights:
+            yield
+            return
+        for chunk in self.chunks:
+            chunk.enable_forward_pre_hook()  # type: ignore[operator]
+        yield
+        for chunk in self.chunks:
+            chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
+        self._has_stale_weights = False
+
+    def gather_weights(self) -> None:
+        """Weights that an update has left to be gathered by the next one are gathered. Collective over the model's ranks."""
+        if self._has_stale_weights:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            self._has_stale_weights = False
 
     def step(self, lr: float) -> StepOutcome:
-        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step`."""
+        """Update the weights with the accumulated gradient. See :meth:`Optimizer.step`, and :meth:`gather_weights`."""
         assert self.optimizer is not None
-        return self.optimizer.step(lr)
+        outcome = self.optimizer.step(lr)
+        self._has_stale_weights |= outcome.updated and self.overrides.wants("overlap_param_gather")
+        return outcome
 
     def load_balance(self) -> float:
         """The load-balancing loss of the last update: the sum over layers of the mean over tokens, times its coefficient.
@@ -220,10 +246,16 @@ class BuildOptions:
     deterministic: bool
     seed: int
     aux_loss_coef: float = 0.0
+    overrides: Overrides = field(default_factory=Overrides)
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
-    """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks."""
+    """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks.
+
+    Raises:
+        ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them.
+    """
+    options.overrides.check(platform)
     platform.prepare_megatron()
     with use_groups(groups, platform):
         model_parallel_cuda_manual_seed(
@@ -243,11 +275,15 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
             fused=use_te(options.layer_spec),
             deterministic=options.deterministic,
             aux_loss_coef=aux_loss_coef,
+            overrides=options.overrides,
         )
         stages: list[int | None] = [None] if groups.layout.vpp is None else list(range(groups.layout.vpp))
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
-        chunks = [_wrap(chunk.to(platform.device()), config, groups, options.trainable) for chunk in chunks]
-    return MegatronModel(spec, config, groups, platform, chunks, aux_loss_coef)
+        chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
+    if options.trainable and options.overrides.wants("overlap_grad_reduce"):
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return MegatronModel(spec, config, groups, platform, chunks, aux_loss_coef, overrides=options.overrides)
 
 
 def _build_chunk(
@@ -288,12 +324,17 @@ def _mark_tensor_parallel(chunk: GPTModel) -> None:
             set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
-def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, trainable: bool) -> torch.nn.Module:
+def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, options: BuildOptions) -> torch.nn.Module:
     module: torch.nn.Module = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-    if not trainable:
+    if not options.trainable:
         return module.requires_grad_(False).eval()
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config=config, ddp_config=ddp, module=module, pg_collection=groups.collection)
+    ddp = options.overrides.build(
+        DistributedDataParallelConfig, use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
+    wrapped = DistributedDataParallel(config=config, ddp_config=ddp, module=module, pg_collection=groups.collection)
+    if ddp.overlap_param_gather:
+        wrapped.disable_forward_pre_hook(param_sync=False)  # until an update has left something to gather
+    return wrapped
 
 
 _RNG_PREFIX = "megatron."

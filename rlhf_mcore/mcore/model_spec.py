@@ -22,6 +22,7 @@ from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import ARCHITECTURES, architecture_name
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.platform import DTYPES, Platform
 from rlhf_mcore.types import ModelGeometry
 
@@ -99,9 +100,15 @@ def transformer_config(
     fused: bool,
     deterministic: bool,
     aux_loss_coef: float = 0.0,
+    overrides: Overrides | None = None,
 ) -> TransformerConfig:
-    """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there."""
-    config = TransformerConfig(
+    """Megatron's config of one model under one layout. ``fused`` is true when Transformer Engine's kernels are there.
+
+    Raises:
+        ConfigError: it refuses the user's ``overrides``.
+    """
+    config = (overrides or Overrides()).build(
+        TransformerConfig,
         **_sizes(spec),
         **spec.megatron,
         **_parallelism(groups, dtype),
@@ -217,7 +224,7 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
     if cfg.granularity == "off":
         return {}
     if cfg.granularity == "selective":
-        return dict(recompute_granularity="selective", recompute_modules=["core_attn"])
+        return dict(recompute_granularity="selective", recompute_modules=list(cfg.modules))
     return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
 
 

@@ -24,6 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
@@ -53,11 +54,13 @@ class Optimizer:
         groups: ModelGroups,
         platform: Platform,
         cfg: OptimizerConfig,
+        overrides: Overrides | None = None,
     ):
         """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
         self._chunks, self._groups, self._platform = chunks, groups, platform
         scale = cfg.loss_scale
-        settings = megatron_optimizer.OptimizerConfig(
+        settings = (overrides or Overrides()).build(
+            megatron_optimizer.OptimizerConfig,
             optimizer="adam",
             lr=cfg.lr,
             min_lr=cfg.schedule.min_lr,

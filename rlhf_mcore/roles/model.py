@@ -228,6 +228,8 @@ class TrainedModel(RoleModel):
             for _ in range(self.plan.epochs)
             for held, count in zip(parts, num_tokens, strict=True)
         ]
+        assert self.model is not None
+        self.model.gather_weights()
         means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
         if not self._all_ranks(self.is_finite()):
             means[f"{self.name}/not_finite"] = 1.0

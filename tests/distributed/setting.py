@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig,
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model  # noqa: E402
 from rlhf_mcore.mcore.model_spec import load_spec  # noqa: E402
+from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
@@ -148,6 +149,8 @@ class Settings:
     algorithm: AlgorithmConfig | None = None
     optimizer: OptimizerConfig | None = None
     aux_loss_coef: float = 0.0
+    megatron: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 1
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -164,7 +167,14 @@ def algorithm(aggregation: str = "token") -> AlgorithmConfig:
 def build(path: Path, groups: ModelGroups, platform: Platform, settings: Settings) -> tuple[MegatronModel, Actor]:
     spec = load_spec(path)
     options = BuildOptions(
-        settings.dtype, "local", settings.recompute or RecomputeConfig(), True, False, 0, settings.aux_loss_coef
+        settings.dtype,
+        "local",
+        settings.recompute or RecomputeConfig(),
+        True,
+        False,
+        0,
+        settings.aux_loss_coef,
+        Overrides("actor.megatron", settings.megatron),
     )
     model = build_model(spec, groups, platform, options)
     load(model.local_parameters(), spec.geometry, HFReader(path))
@@ -172,7 +182,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     cfg = settings.optimizer or OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
     trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
     chosen = settings.algorithm or algorithm()
-    plan = MinibatchPlan(1000, 1, chosen.loss_aggregation, chosen.constant_length)
+    plan = MinibatchPlan(1000, settings.epochs, chosen.loss_aggregation, chosen.constant_length)
     model.add_optimizer(cfg)
     trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
     return model, Actor(trained, TEMPERATURE, chosen)

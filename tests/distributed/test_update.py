@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.setting import layouts_of
-from tests.distributed.update_worker import MODELS, NUM_SMALL_STEPS, SMALL_LR, cuts_of
+from tests.distributed.update_worker import MODELS, NUM_SMALL_STEPS, OVERLAPPED_LAYOUTS, SMALL_LR, cuts_of
 from tests.distributed.world import World
 
 
@@ -39,11 +39,22 @@ def test_rows_had_every_kind_of_owner(findings: Any) -> None:
         assert set(cases) == {0, 1, 2}, part
 
 
-@pytest.mark.parametrize("kind", ["selective", "full_uniform", "full_block"])
+@pytest.mark.parametrize("kind", ["selective", "full_uniform", "full_block", "mlp_and_attention"])
 def test_recomputed_activations_change_nothing(findings: Any, kind: str) -> None:
     found, without = findings["recompute"][kind], findings["recompute"]["off"]
     assert found["loss/total"] == without["loss/total"]
     assert found["actor/grad_norm"] == without["actor/grad_norm"]
+
+
+@pytest.mark.parametrize("layout", OVERLAPPED_LAYOUTS)
+def test_overlapped_gradient_reduction_and_weight_gathering_change_nothing(findings: Any, layout: str) -> None:
+    found = findings["overlap"][layout]
+    for overlapped, plain in zip(found["overlapped"], found["plain"], strict=True):
+        assert overlapped == pytest.approx(plain, rel=1e-5)  # buckets are summed in another order
+    assert found["weights"] == ""
+    assert found["plain"][0]["loss/total"] != found["plain"][1]["loss/total"], (
+        "weights must have changed between the steps"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,11 @@ RECOMPUTE = {
     "selective": RecomputeConfig("selective"),
     "full_uniform": RecomputeConfig("full", "uniform", 1),
     "full_block": RecomputeConfig("full", "block", 1),
+    "mlp_and_attention": RecomputeConfig("selective", modules=["mlp", "core_attn"]),
 }
+# Small buckets, so that there are several to reduce and gather behind each other.
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
+OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2")
 
 
 def cuts_of(model: str) -> list[tuple[str, str]]:
@@ -53,7 +58,7 @@ def cuts_of(model: str) -> list[tuple[str, str]]:
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "precision": {}}
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "overlap": {}, "precision": {}}
     for name in MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -78,6 +83,12 @@ def main(directory: Path) -> None:
     findings["recompute"]["off"] = update(
         path, groups_of("tp2_pp2", groups), platform, Settings(max_tokens=24), reference, None
     )
+    for layout in OVERLAPPED_LAYOUTS:
+        settings = Settings(max_tokens=24, epochs=3)
+        plain = twice(path, groups_of(layout, groups), platform, settings, reference, None)
+        overlapped = replace(settings, megatron=OVERLAP)
+        found = twice(path, groups_of(layout, groups), platform, overlapped, reference, plain[1])
+        findings["overlap"][layout] = {"plain": plain[0], "overlapped": found[0], "weights": found[2]}
     for dtype in ("bf16", "fp16"):
         findings["precision"][dtype] = small_steps(path, groups_of("tp2_dp2", groups), platform, dtype, reference)
     finish(findings, directory)
@@ -122,6 +133,25 @@ def update(
     metrics = actor.deliver_update(batch)()
     differences = all_gather_json("" if after is None else first_difference(gatherer(model), after, tolerance=1e-5))
     return {**metrics, "weights": any_rank(differences), "losses": all_gather_json(metrics["loss/total"])}
+
+
+def twice(
+    path: Path,
+    groups: ModelGroups,
+    platform: Any,
+    settings: Settings,
+    reference: torch.nn.Module,
+    expected: dict[str, torch.Tensor] | None,
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], str]:
+    """Two steps of some updates each: their metrics, the weights, and the first one that is not the expected one."""
+    model, actor = build(path, groups, platform, settings)
+    metrics = []
+    for _ in range(2):
+        batch = batch_for(rows())
+        fill(batch, reference)
+        metrics.append(actor.deliver_update(batch)())
+    differences = all_gather_json("" if expected is None else first_difference(gatherer(model), expected, tolerance=1e-5))
+    return metrics, dict(gatherer(model)), any_rank(differences)
 
 
 def small_steps(

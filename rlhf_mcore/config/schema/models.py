@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, FROM_0_TO_1, Range, group, key, one_of
 
@@ -121,7 +121,7 @@ class RecomputeConfig:
     granularity: str = key(
         "off",
         "activations computed again in the backward pass",
-        one_of("off", selective="core attention", full="whole layers"),
+        one_of("off", selective="the parts named by `modules`", full="whole layers"),
     )
     method: str = key(
         "uniform",
@@ -129,6 +129,12 @@ class RecomputeConfig:
         one_of(uniform="every group of `num_layers` layers", block="the first `num_layers` of a stage"),
     )
     num_layers: int = key(1, "with `full`: see `method`", AT_LEAST_1)
+    modules: list[str] = key(
+        ["core_attn"],
+        "with `selective`: the parts of a layer whose activations are computed again",
+        more="`core_attn`, `mlp`, `moe` (a whole layer of experts), `moe_act` (what is between an expert's two products), "
+        "`shared_experts`, `layernorm` and `mla_up_proj`; `moe_act` and `layernorm` with Transformer Engine only.",
+    )
 
 
 @dataclass
@@ -157,6 +163,14 @@ class ActorConfig:
     optimizer: OptimizerConfig = group(OptimizerConfig, "AdamW, fp32 master weights, sharded over data-parallel ranks")
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
+    megatron: Optional[dict[str, Any]] = key(
+        None,
+        "fields of Megatron-core's own configuration classes, as `{overlap_grad_reduce: true}`",
+        null="none",
+        more="Of TransformerConfig, DistributedDataParallelConfig and OptimizerConfig of the installed Megatron-core, by their names; "
+        "names and types are checked, and fields that other keys set are refused. The reference policy has the same ones of "
+        "TransformerConfig. See [performance](performance.md#megatrons-own-settings).",
+    )
 
 
 @dataclass
@@ -174,6 +188,7 @@ class CriticConfig:
     optimizer: OptimizerConfig = group(lambda: OptimizerConfig(lr=1e-5), "its own")
     recompute: RecomputeConfig = group(RecomputeConfig)
     moe: MoEConfig = group(MoEConfig)
+    megatron: Optional[dict[str, Any]] = key(None, "as `actor.megatron`", null="none")
     value_clip: Optional[float] = key(
         0.2,
         "how far a value may move from the one before the update until its error counts from there",
@@ -213,4 +228,7 @@ class RewardModelConfig:
     dtype: Optional[str] = key(None, "", _DTYPES, null="`model.dtype`")
     layout: LayoutConfig = group(LayoutConfig, "its own, over `reward.model.ranks`")
     ranks: Optional[list[int]] = key(None, "as `actor.ranks`", null="all")
+    megatron: Optional[dict[str, Any]] = key(
+        None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
+    )
     offload: bool = key(False, "keep its weights in host memory between uses")

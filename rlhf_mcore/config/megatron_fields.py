@@ -1,0 +1,306 @@
+"""What ``actor.megatron`` and its like may set: fields of Megatron-core's own configuration classes, by name.
+
+They are read from the source of the Megatron-core that is installed, which is not imported: a wrong name or type is found before any
+process starts. Fields that follow from other keys are refused with the key that sets them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.derive import needs_critic
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.foreign import shorten
+
+MODEL, DDP, OPTIMIZER = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"
+_SOURCES = {
+    "model_parallel_config.py": {"ModelParallelConfig": MODEL},
+    "transformer/transformer_config.py": {"TransformerConfig": MODEL},
+    "distributed/distributed_data_parallel_config.py": {DDP: DDP},
+    "optimizer/optimizer_config.py": {OPTIMIZER: OPTIMIZER},
+}
+
+_OF_MODEL = "config.json of the model sets it"
+_CONSTANT = "it cannot be changed"
+_SHAPES = "it needs microbatches of one shape, and here they differ in length"
+_STATE = "checkpoints hold fp32 moments and masters on the device's own optimizer; this one's state is stored otherwise"
+# Field: which key sets it, or why it cannot be set. What begins with a prefix of _OWNED_PREFIXES is in it too.
+OWNED: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "kv_channels",
+            "layernorm_epsilon",
+            "layernorm_zero_centered_gamma",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "gated_linear_unit",
+            "glu_linear_offset",
+            "activation_func_clamp_value",
+            "rotary_interleaved",
+            "window_size",
+            "window_attn_skip_freq",
+            "normalization",
+            "qk_layernorm",
+            "qk_l2_norm",
+            "softmax_scale",
+            "softmax_type",
+            "attention_output_gate",
+            "multi_latent_attention",
+            "no_rope_freq",
+            "experimental_attention_variant",
+            "num_moe_experts",
+            "moe_layer_freq",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_gate",
+            "moe_router_topk",
+            "moe_router_num_groups",
+            "moe_router_group_topk",
+            "moe_router_pre_softmax",
+            "moe_router_topk_scaling_factor",
+            "moe_router_score_function",
+            "moe_router_enable_expert_bias",
+            "moe_latent_size",
+            "is_hybrid_model",
+            "heterogeneous_block_specs",
+            "fp32_residual_connection",
+            "apply_residual_connection_post_layernorm",
+            "moe_apply_probs_on_input",
+        ],
+        _OF_MODEL,
+    ),
+    "tensor_model_parallel_size": "layout.tp sets it",
+    "pipeline_model_parallel_size": "layout.pp sets it",
+    "virtual_pipeline_model_parallel_size": "layout.vpp sets it",
+    "pipeline_model_parallel_layout": "layout.layers_per_stage sets it",
+    "num_layers_in_first_pipeline_stage": "layout.layers_per_stage sets it",
+    "num_layers_in_last_pipeline_stage": "layout.layers_per_stage sets it",
+    "account_for_embedding_in_pipeline_split": "layout.layers_per_stage sets it",
+    "account_for_loss_in_pipeline_split": "layout.layers_per_stage sets it",
+    "context_parallel_size": "layout.cp sets it",
+    "hierarchical_context_parallel_sizes": "layout.cp sets it",
+    "hybrid_context_parallel": "layout.cp sets it",
+    "sequence_parallel": "layout.sequence_parallel sets it",
+    "expert_model_parallel_size": "layout.ep sets it",
+    "expert_tensor_parallel_size": "layout.etp sets it",
+    "fp16": "dtype sets it",
+    "bf16": "dtype sets it",
+    "params_dtype": "dtype sets it",
+    "pipeline_dtype": "dtype sets it",
+    "recompute_granularity": "recompute.granularity sets it",
+    "recompute_method": "recompute.method sets it",
+    "recompute_num_layers": "recompute.num_layers sets it",
+    "recompute_modules": "recompute.modules sets it",
+    "moe_layer_recompute": "recompute.modules=[moe] sets it",
+    "deterministic_mode": "deterministic sets it",
+    "moe_aux_loss_coeff": "moe.aux_loss_coef sets it",
+    "moe_router_load_balancing_type": "moe.aux_loss_coef sets it",
+    "moe_grouped_gemm": "model.layer_spec sets it",
+    "transformer_impl": "model.layer_spec sets it",
+    "lr": "optimizer.lr sets it",
+    "min_lr": "optimizer.schedule.min_lr sets it",
+    "weight_decay": "optimizer.weight_decay sets it",
+    "adam_beta1": "optimizer.beta1 sets it",
+    "adam_beta2": "optimizer.beta2 sets it",
+    "adam_eps": "optimizer.eps sets it",
+    "clip_grad": "optimizer.clip_grad sets it",
+    "optimizer": "it is AdamW, whose moments checkpoints hold",
+    "loss_scale": "optimizer.loss_scale sets it",
+    "initial_loss_scale": "optimizer.loss_scale.initial sets it",
+    "min_loss_scale": "optimizer.loss_scale.minimum sets it",
+    "loss_scale_window": "optimizer.loss_scale.growth_interval sets it",
+    "hysteresis": "optimizer.loss_scale.hysteresis sets it",
+    "use_precision_aware_optimizer": _STATE,
+    "optimizer_cpu_offload": _STATE,
+    "main_params_dtype": _STATE,
+    "exp_avg_dtype": _STATE,
+    "exp_avg_sq_dtype": _STATE,
+    "hidden_dropout": "old and new logprobs are compared token by token, so nothing is dropped",
+    "attention_dropout": "old and new logprobs are compared token by token, so nothing is dropped",
+    "cross_entropy_loss_fusion": "logprobs and entropies have a fused kernel of their own (parallel/logprobs.py)",
+    "cross_entropy_fusion_impl": "logprobs and entropies have a fused kernel of their own (parallel/logprobs.py)",
+    "calculate_per_token_loss": "losses arrive divided by the global token count, which " + _CONSTANT,
+    "average_in_collective": "losses arrive divided by the global token count, which " + _CONSTANT,
+    "gradient_reduce_div_fusion": "losses arrive divided by the global token count, which " + _CONSTANT,
+    "use_distributed_optimizer": "the optimizer is always sharded over data-parallel ranks",
+    "num_distributed_optimizer_instances": "the optimizer is sharded over all data-parallel ranks",
+    "overlap_param_gather_with_optimizer_step": "overlap_param_gather is what there is",
+    "variable_seq_lengths": "microbatches differ in length; " + _CONSTANT,
+    "perform_initialization": "weights are loaded; " + _CONSTANT,
+    "use_cpu_initialization": "weights are loaded; " + _CONSTANT,
+    "init_model_with_meta_device": "weights are loaded; " + _CONSTANT,
+    "fp8_param": "weights are stored in dtype, where the bridge and checkpoints read them",
+    "fp4_param": "weights are stored in dtype, where the bridge and checkpoints read them",
+    "fp8_param_gather": "weights are stored in dtype, where the bridge and checkpoints read them",
+    "tp_comm_overlap": _SHAPES,
+    "enable_cuda_graph": _SHAPES,
+    "external_cuda_graph": _SHAPES,
+    **dict.fromkeys(
+        ("masked_softmax_fusion", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
+        "attention has no softmax of its own: torch's or Transformer Engine's kernel does all of it",
+    ),
+    "moe_token_dropping": "old and new logprobs are compared token by token, so nothing is dropped",
+    "moe_expert_capacity_factor": "old and new logprobs are compared token by token, so nothing is dropped",
+    "moe_pad_expert_input_to_capacity": "old and new logprobs are compared token by token, so nothing is dropped",
+}
+_OWNED_PREFIXES = {
+    "mtp_": _OF_MODEL,
+    "mamba_": _OF_MODEL,
+    "linear_": _OF_MODEL,
+    "dsa_": _OF_MODEL,
+    "mrope_": _OF_MODEL,
+    "embedding_init": "weights are loaded; " + _CONSTANT,
+    "init_method": "weights are loaded; " + _CONSTANT,
+    "cuda_graph": _SHAPES,
+    "tp_comm_": _SHAPES,
+    "inference_": "engines generate, not this model",
+    "flash_decode": "engines generate, not this model",
+    "use_inference_optimized_layers": "engines generate, not this model",
+    "use_megatron_fsdp": "Megatron's FSDP stores weights where neither the bridge nor checkpoints read them",
+    "use_custom_fsdp": "Megatron's FSDP stores weights where neither the bridge nor checkpoints read them",
+    "fsdp_": "Megatron's FSDP stores weights where neither the bridge nor checkpoints read them",
+    "data_parallel_sharding_strategy": "Megatron's FSDP stores weights where neither the bridge nor checkpoints read them",
+    "outer_dp_sharding_strategy": "Megatron's FSDP stores weights where neither the bridge nor checkpoints read them",
+}
+
+
+RECOMPUTED = ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "layernorm", "mla_up_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronField:
+    """A field of one or several of Megatron's classes, with its annotation as it is written there."""
+
+    name: str
+    classes: tuple[str, ...]
+    annotation: str
+
+    def accepts(self, value: Any) -> bool:
+        return _accepts(ast.parse(self.annotation, mode="eval").body, value)
+
+    @property
+    def is_settable(self) -> bool:
+        """Whether a plain value can be right: not for functions and objects."""
+        return not any(kind in self.annotation for kind in ("Callable", "ContextManager", "RecipeConfig"))
+
+
+@cache
+def megatron_fields() -> Mapping[str, MegatronField] | None:
+    """The fields of the installed Megatron-core by name, None where there is none."""
+    package = PathFinder.find_spec("megatron")
+    places = (package.submodule_search_locations if package is not None else None) or []
+    root = next((Path(place) / "core" for place in places if (Path(place) / "core").is_dir()), None)
+    if root is None:
+        return None
+    found: dict[str, MegatronField] = {}
+    for file, wanted in _SOURCES.items():
+        for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in wanted:
+                for name, annotation in _annotated(node):
+                    before = found[name].classes if name in found else ()
+                    found[name] = MegatronField(name, (*before, wanted[node.name]), annotation)
+    return found
+
+
+def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
+            yield item.target.id, ast.unparse(item.annotation)
+
+
+def _accepts(node: ast.expr, value: Any) -> bool:
+    """Whether a plain value of a configuration is of an annotated type. Types of torch are written as texts (``fp32``)."""
+    if isinstance(node, ast.Constant):
+        return value is None
+    if isinstance(node, ast.BinOp):
+        return _accepts(node.left, value) or _accepts(node.right, value)
+    if isinstance(node, ast.Subscript):
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        match ast.unparse(node.value).rpartition(".")[2].lower():
+            case "optional":
+                return value is None or _accepts(items[0], value)
+            case "union":
+                return any(_accepts(item, value) for item in items)
+            case "literal":
+                return any(isinstance(item, ast.Constant) and item.value == value for item in items)
+            case "list":
+                return isinstance(value, list) and all(_accepts(items[0], item) for item in value)
+            case "tuple":
+                return isinstance(value, list) and all(map(_accepts, items, value)) and len(items) == len(value)
+        return False
+    match ast.unparse(node):
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "float":
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        case "str" | "AttnBackend":
+            return isinstance(value, str)
+        case "torch.dtype":
+            return value in ("fp32", "bf16", "fp16")
+        case "list":
+            return isinstance(value, list)
+    return False
+
+
+def reason_owned(name: str) -> str | None:
+    """Why a user cannot set a field, or None."""
+    return OWNED.get(name) or next((why for start, why in _OWNED_PREFIXES.items() if name.startswith(start)), None)
+
+
+def megatron_problems(cfg: Config) -> Iterator[str]:
+    """Fields of Megatron that are unknown, of another type, or set by other keys."""
+    trained: list[tuple[str, dict[str, Any] | None]] = [("actor", cfg.actor.megatron)]
+    frozen: list[tuple[str, dict[str, Any] | None]] = []
+    if run_kind(cfg).generates:
+        trained += [("critic", cfg.critic.megatron)] if needs_critic(cfg) else []
+        frozen += [("reward.model", cfg.reward.model.megatron)] if cfg.reward.model.path is not None else []
+    for role, recompute in (("actor", cfg.actor.recompute), ("critic", cfg.critic.recompute)):
+        if unknown := sorted(set(recompute.modules) - set(RECOMPUTED)):
+            yield f"{role}.recompute.modules: {shorten(unknown)} is no part of a layer; choose from: {', '.join(RECOMPUTED)}"
+    for role, settings in trained + frozen:
+        if settings:
+            yield from _setting_problems(f"{role}.megatron", settings, is_trained=(role, settings) in trained)
+
+
+def _setting_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) -> Iterator[str]:
+    known = megatron_fields()
+    if known is None:  # a plan is made where Megatron is not
+        return
+    for name, value in settings.items():
+        shown = f"{key}.{shorten(name, 100)}={shorten(repr(value), 100)}"
+        found = known.get(name)
+        if found is None:
+            close = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]}?" if close else f"see its {MODEL}, {DDP} and {OPTIMIZER}"
+            yield f"{shown}: the installed Megatron-core has no such field; {hint}"
+        elif (why := reason_owned(name)) is not None:
+            yield f"{shown}: not a field to set here, because {why}; remove it"
+        elif not found.is_settable:
+            yield f"{shown}: it takes an object of Python ({found.annotation}), not a value; remove it"
+        elif not found.accepts(value):
+            yield f"{shown} is not valid; Megatron-core declares it as {_words(found.annotation)}"
+        elif not is_trained and MODEL not in found.classes:
+            yield f"{shown}: a field of {' and '.join(found.classes)}, and this model is not trained; remove it"
+
+    if settings.get("overlap_param_gather") is True and settings.get("overlap_grad_reduce") is not True:
+        yield f"{key}.overlap_param_gather=True needs {key}.overlap_grad_reduce=true; set it too"
+
+
+def _words(annotation: str) -> str:
+    return annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")

@@ -1,0 +1,74 @@
+"""``actor.megatron``: any field of the installed Megatron's classes, checked before a process starts; none that other keys set."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.megatron_fields import OWNED, megatron_fields
+from tests.unit.config.checking import check, only
+
+
+def test_the_fields_read_from_source_are_those_of_the_imported_classes() -> None:
+    found = megatron_fields()
+    assert found is not None
+    for kind in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig):
+        named = {name for name, item in found.items() if kind.__name__ in item.classes}
+        assert named == {item.name for item in fields(kind) if not item.name.startswith("_")}
+
+
+def test_every_field_that_is_refused_exists() -> None:
+    """A table that names what a new Megatron has renamed would let the new name through."""
+    assert set(OWNED) <= set(megatron_fields() or ())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "{overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 40000000}",
+        "{apply_rope_fusion: true, gradient_accumulation_fusion: true}",
+        "{moe_token_dispatcher_type: flex, moe_enable_deepep: true}",
+        "{fp8: hybrid, fp8_recipe: blockwise, offload_modules: [core_attn]}",
+        "{autocast_dtype: bf16, moe_z_loss_coeff: 1, attention_backend: flash}",
+    ],
+)
+def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) -> None:
+    assert check(f"actor.megatron={settings}") == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("actor.megatron.overlap_grad_reduc=true", ["overlap_grad_reduc=True", "no such field", "overlap_grad_reduce?"]),
+        ("actor.megatron.zzz=1", ["actor.megatron.zzz=1", "TransformerConfig"]),
+        ("actor.megatron={overlap_grad_reduce: 3}", ["overlap_grad_reduce=3", "bool"]),
+        ("actor.megatron={bucket_size: 1.5}", ["bucket_size=1.5", "int"]),
+        ("actor.megatron={fp8: e5m2}", ["fp8='e5m2'", "e4m3", "hybrid"]),
+        ("actor.megatron={autocast_dtype: float}", ["autocast_dtype='float'", "bf16"]),
+        ("actor.megatron={tensor_model_parallel_size: 2}", ["tensor_model_parallel_size=2", "layout.tp"]),
+        ("actor.megatron={lr: 0.1}", ["lr=0.1", "optimizer.lr"]),
+        ("actor.megatron={hidden_size: 8}", ["hidden_size=8", "config.json"]),
+        ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "one shape"]),
+        ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "one shape"]),
+        ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "AdamW"]),
+        ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
+        ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
+        ("actor.recompute.modules=[attention]", ["actor.recompute.modules", "attention", "core_attn"]),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(workspace: Any, setting: str, words: list[str]) -> None:
+    message = only(check(setting))
+    assert all(word in message for word in words), message
+
+
+def test_names_on_the_command_line_join_those_of_the_file(workspace: Any) -> None:
+    Path("own.yaml").write_text("model: {path: here}\nactor: {megatron: {bucket_size: 7, fp8: null}}\n")
+    cfg = load_config("own.yaml", ["actor.megatron.bucket_size=9", "actor.megatron.nccl_ub=true"])
+    assert cfg.actor.megatron == {"bucket_size": 9, "fp8": None, "nccl_ub": True}

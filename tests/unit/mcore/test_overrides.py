@@ -1,0 +1,49 @@
+"""A user's fields of Megatron's classes: converted, given to it, and refused in our words where it or the machine refuses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.platform.cpu import CpuPlatform
+
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+
+
+def test_types_of_torch_and_enumerations_are_written_by_name() -> None:
+    made = Overrides("actor.megatron", {"autocast_dtype": "bf16", "attention_backend": "flash", "bucket_size": 3})
+    config = made.build(TransformerConfig, **SIZES)
+    assert config.autocast_dtype == torch.bfloat16
+    assert config.attention_backend == AttnBackend.flash
+
+
+def test_what_megatron_refuses_is_a_mistake_of_the_user() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.megatron=.*moe_z_loss_coeff.*cpu_offloading.*Megatron-core refuses"):
+        values = {"moe_z_loss_coeff": 0.1, "cpu_offloading": True, "cpu_offloading_num_layers": 9}
+        Overrides("actor.megatron", values).build(TransformerConfig, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("apply_rope_fusion", True),
+        ("gradient_accumulation_fusion", True),
+        ("moe_token_dispatcher_type", "flex"),
+        ("moe_enable_deepep", True),
+        ("fp8", "hybrid"),
+        ("attention_backend", "flash"),
+    ],
+)
+def test_kernels_of_cuda_are_refused_on_the_cpu_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^critic\.megatron\.{name}={value} needs CUDA.*remove it"):
+        Overrides("critic.megatron", {name: value}).check(CpuPlatform())
+
+
+def test_fields_that_need_no_kernel_and_those_switched_off_pass_on_the_cpu() -> None:
+    Overrides("actor.megatron", {"overlap_grad_reduce": True, "apply_rope_fusion": False, "fp8": None}).check(
+        CpuPlatform()
+    )
