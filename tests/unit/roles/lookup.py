@@ -91,6 +91,8 @@ class Lookup:
         self.calls.append(("step", lr))
         return StepOutcome(self.rule(self, lr), float(self.table.grad.norm()))
 
+    def gather_weights(self) -> None: ...
+
     def is_finite(self) -> bool:
         return bool(self.table.isfinite().all())
 
