@@ -150,7 +150,9 @@ def twice(
         batch = batch_for(rows())
         fill(batch, reference)
         metrics.append(actor.deliver_update(batch)())
-    differences = all_gather_json("" if expected is None else first_difference(gatherer(model), expected, tolerance=1e-5))
+    differences = all_gather_json(
+        "" if expected is None else first_difference(gatherer(model), expected, tolerance=1e-5)
+    )
     return metrics, dict(gatherer(model)), any_rank(differences)
 
 

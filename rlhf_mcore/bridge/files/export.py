@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,11 @@ class Exporter:
             order=list(self._types),
         )
         self._rank_plan = plan.rank_view(group.rank())
-        sources = sources or LiveSources({parameter.name: parameter.tensor.view(-1) for parameter in parameters})
+        self._straight: list[_Straight] = []
+        if sources is None:
+            flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
+            sources = LiveSources(flats)
+            self._rank_plan, self._straight = _split(self._rank_plan, flats)
         self._pinned = sources.device.type == "cuda"
         self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
@@ -118,6 +123,7 @@ class Exporter:
         destinations = _FileDestinations(directory, self._mine, self._types, self._rank_plan)
         try:
             self._executor.run(destinations)
+            destinations.write(self._straight)
         finally:
             destinations.close_files()
         if destinations.error is not None:
@@ -132,7 +138,8 @@ class Exporter:
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
             self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
-        self._executor.run(_MemoryDestinations(self._images))
+        self._executor.run(destinations := _MemoryDestinations(self._images))
+        destinations.write(self._straight)
         return self._images
 
     def write_companions(self, directory: Path) -> list[Path]:
@@ -147,6 +154,35 @@ class Exporter:
 def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
     whole = Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
     return Place(name, (whole,), (rank,), prod(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Straight:
+    """Elements of a file's tensor that are in one piece on the rank that writes it."""
+
+    name: str
+    first_element: int
+    elements: Tensor  # a flat view of a parameter
+
+
+def _split(plan: RankPlan, flats: Mapping[str, Tensor]) -> tuple[RankPlan, list[_Straight]]:
+    """A plan without the tensors that this rank holds row by row: these are written from where they are, not assembled first."""
+    assembled = {
+        copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
+    }
+    for copy in (copy for bucket in plan.buckets for copy in bucket.local):
+        rows = contiguous_strides(copy.source.shape)
+        if copy.source.strides != rows or copy.destination.strides != rows:
+            assembled.add(copy.destination.buffer)
+    straight, buckets = [], []
+    for bucket in plan.buckets:
+        for copy in bucket.local:
+            source, target = copy.source, copy.destination
+            if target.buffer not in assembled:
+                elements = flats[source.buffer][source.offset : source.offset + prod(source.shape)]
+                straight.append(_Straight(target.buffer, target.offset, elements))
+        buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in assembled]))
+    return replace(plan, buckets=buckets), straight
 
 
 class _FileDestinations(Destinations):
@@ -188,6 +224,16 @@ class _FileDestinations(Destinations):
             room = flat.view(torch.uint8)
             self._room[room.numel()].append(room)
 
+    def write(self, parts: Sequence[_Straight]) -> None:
+        """Write what need not be assembled."""
+        if self._files is None or self.error is not None:
+            return
+        try:
+            for part in parts:
+                self._files.write(part.name, part.elements, part.first_element)
+        except OSError as error:
+            self.error = error
+
     def close_files(self) -> None:
         """Make the files durable."""
         try:
@@ -207,6 +253,12 @@ class _MemoryDestinations(Destinations):
         return self._flats
 
     def close(self, bucket: Bucket) -> None: ...
+
+    def write(self, parts: Sequence[_Straight]) -> None:
+        """Copy what need not be assembled."""
+        for part in parts:
+            first = part.first_element
+            self._flats[part.name][first : first + part.elements.numel()].copy_(part.elements, non_blocking=True)
 
 
 def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
