@@ -35,6 +35,41 @@ def rollout_ratio_statistics(
 RATIO_MODES = ("token", "sequence")
 
 
+def ratio_factors(log_ratio: Tensor, cfg: RolloutCorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """From log rollout_ratio, of tokens or responses: the ratio, the factor of the weight, and whether it is in the band."""
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    kept = torch.ones_like(ratio, dtype=torch.bool)
+    if cfg.mode not in RATIO_MODES:
+        return ratio, torch.ones_like(ratio), kept
+    kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
+    kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
+    return ratio, torch.where(kept, ratio.clamp(max=cfg.cap), 0), kept
+
+
+@torch.no_grad()
+def factors_of_microbatch(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    num_sequences: int,
+    cfg: RolloutCorrectionConfig,
+) -> Tensor:
+    """The factors of ``rollout_correction`` but for staleness, inside a loss: in the shape of a microbatch of whole sequences."""
+    log_ratio = torch.where(mask, at_least_float32(old_logprobs) - at_least_float32(rollout_logprobs), 0)
+    if cfg.mode == "sequence":
+        zeros = torch.zeros(num_sequences, dtype=torch.float64, device=log_ratio.device)
+        sums = zeros.index_add(0, sequence_ids.flatten(), log_ratio.flatten().double())
+        log_ratio = sums[sequence_ids].to(log_ratio.dtype)
+    return ratio_factors(log_ratio, cfg)[1]
+
+
+@torch.no_grad()
+def staleness_factors(staleness: Tensor, loss_mask: Tensor, rows: OwnedRows, cfg: RolloutCorrectionConfig) -> Tensor:
+    """[N] float32: 1 where ``rollout_correction`` leaves a token in for its age, 0 where not. Collective where ``rows`` are."""
+    return (loss_mask & ~_stale(staleness, loss_mask, rows, cfg)[0]).float()
+
+
 def takes_part(cfg: RolloutCorrectionConfig, is_asynchronous: bool) -> bool:
     """Whether any factor may be other than 1."""
     limits = (cfg.max_token_staleness, cfg.max_response_staleness)
@@ -86,13 +121,7 @@ def rollout_correction(
     if cfg.mode == "sequence":  # the same number at every token of a row, and one of them is counted
         log_ratio = rows.to_tokens(rows.local_sums(log_ratio, loss_mask).to(log_ratio.dtype))
         counted = rows.last(loss_mask)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    kept = torch.ones_like(ratio, dtype=torch.bool)
-    factor = torch.ones_like(ratio)
-    if cfg.mode in RATIO_MODES:
-        kept &= ratio >= cfg.mask_low if cfg.mask_low is not None else kept
-        kept &= ratio <= cfg.mask_high if cfg.mask_high is not None else kept
-        factor = torch.where(kept, ratio.clamp(max=cfg.cap), 0)
+    ratio, factor, kept = ratio_factors(log_ratio, cfg)
     is_capped = (ratio > cfg.cap) & kept if cfg.mode in RATIO_MODES else torch.zeros_like(kept)
     ages: dict[str, float] = {}
     if staleness is not None:

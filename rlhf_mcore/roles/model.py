@@ -113,32 +113,43 @@ class RoleModel:
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """What ``function`` returns at the last token of each row: [B] fp32 on every rank. Collective over the world."""
-        last, _, _ = self._run(batch, function)
+        last, _ = self._run(batch, function)
         return merge_rows(last)
 
     def per_token_and_row(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
         """Both of the above, in one run of the model."""
-        last, tokens, holders = self._run(batch, function)
+        last, tokens = self._run(batch, function)
+        return self.to_owners(batch, tokens), merge_rows(last)
+
+    def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
+        """Values of tokens in the loss mask, on the ranks that own the rows: [N] fp32, zero elsewhere. Collective over the world.
+
+        ``tokens``: those of all rows that were run together, back to back on the first tensor-parallel rank of each last stage.
+        """
+        holders = np.zeros(batch.num_rows, np.int64)
+        for replica, rows in enumerate(self._shares(batch.lengths, range(batch.num_rows), 1)):
+            holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
         owned = rows_by_rank(batch.owners.numpy(), dist.get_world_size())
         moved = move_rows({"values": tokens}, batch.lengths.numpy(), holders, owned)
-        return torch.where(batch.loss_mask, moved["values"], 0.0), merge_rows(last)
+        return torch.where(batch.loss_mask, moved["values"], 0.0)
 
-    def _run(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor, Rows]:
-        """Outputs of all rows where they were computed: [B]; flat tokens, and the rank that holds each row."""
-        everything = range(batch.num_rows)
-        held = self.deliver(batch, [everything], {})
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether this rank gives the outputs of its data-parallel rank to others."""
+        return self.model is not None and self.model.is_last_stage and self.model.groups.tp_rank == 0
+
+    def _run(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
+        """Outputs of all rows where they were computed: [B], and flat tokens."""
+        held = self.deliver(batch, [range(batch.num_rows)], {})
         last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)
         if self.model is not None:
             microbatches = self.microbatches(held[0])
             outputs = self.model.forward(microbatches, function)
-            if self.model.is_last_stage and self.model.groups.tp_rank == 0:
+            if self.keeps_outputs:
                 rows, lengths = held[0].rows, held[0].lengths
                 tokens = restore_tokens(outputs, microbatches, lengths)
                 last[rows] = restore_last(outputs, microbatches, len(rows))
-        holders = np.zeros(batch.num_rows, np.int64)
-        for replica, rows in enumerate(self._shares(batch.lengths, everything, 1)):
-            holders[rows] = self.layout.rank_of(dp=replica, pp=self.layout.pp - 1)
-        return last, tokens, holders
+        return last, tokens
 
     def _shares(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
         """The rows of each data-parallel rank, ascending. The same on every rank of the world."""
@@ -209,6 +220,21 @@ class TrainedModel(RoleModel):
         ]
         num_tokens = [count for count, _ in counts]
         return partial(self._update_all, objective, weighted, num_tokens)
+
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        """Whether a step learns from these rows in one update."""
+        return self.plan.epochs == 1 and len(minibatches(batch, self.plan.prompts_per_minibatch)) == 1
+
+    def tokens_of_update(
+        self, batch: TrainBatch, outputs: Sequence[Tensor], microbatches: Sequence[Microbatch]
+    ) -> Tensor:
+        """What a loss has kept of the microbatches of the one update of a step, as ``per_token``. Collective over the world."""
+        tokens = torch.zeros(0)
+        if self.keeps_outputs:
+            replica = self.layout.coordinates(dist.get_rank())["dp"]
+            rows = self._shares(batch.lengths, range(batch.num_rows), 1)[replica]
+            tokens = restore_tokens(outputs, microbatches, batch.lengths[rows].tolist())
+        return self.to_owners(batch, tokens)
 
     def _weighted(
         self, batch: TrainBatch, objective: Objective, held: RowTokens, num_tokens: int, num_rows: int

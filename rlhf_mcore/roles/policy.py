@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from rlhf_mcore.algorithms.correction import RATIO_MODES, factors_of_microbatch
 from rlhf_mcore.algorithms.interfaces import LossInputs, PolicyLoss
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.masking import masked_sum, weighted_sum
@@ -60,27 +61,44 @@ class PolicyObjective(Objective):
     policy_loss: PolicyLoss
     temperature: float
     kl_coef: float = 0.0
+    # Logprobs of the update's forward pass, where they are the old ones too, and the microbatches that they are of.
+    kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
     def fields(self, batch: TrainBatch) -> dict[str, Tensor]:
-        assert batch.old_logprobs is not None and batch.advantages is not None
-        optional = {"ref_logprobs": batch.ref_logprobs, "correction": batch.correction}
-        present = {name: value for name, value in optional.items() if value is not None}
-        return {"old_logprobs": batch.old_logprobs, "advantages": batch.advantages, **present}
+        assert batch.advantages is not None
+        optional = {
+            "old_logprobs": batch.old_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "correction": batch.correction,
+        }
+        if batch.old_logprobs is None and self.algorithm.rollout_correction.mode in RATIO_MODES:
+            optional["rollout_logprobs"] = batch.rollout_logprobs
+        return {"advantages": batch.advantages} | {name: value for name, value in optional.items() if value is not None}
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        """Weighted sums throughout."""
+        """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1."""
         logprobs, entropy = model.logprobs_and_entropy(outputs, microbatch, self.temperature)
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
         ids, count = sequence_ids(microbatch)
+        ids = ids.to(logprobs.device)
+        old = fields.get("old_logprobs")
+        if old is None:
+            old = logprobs.detach()
+            self.kept.append((old, microbatch))
+        corrected = weights * fields["correction"] if "correction" in fields else weights
+        if "rollout_logprobs" in fields:
+            corrected = corrected * factors_of_microbatch(
+                old, fields["rollout_logprobs"], trainable, ids, count, cfg.rollout_correction
+            )
         inputs = LossInputs(
             logprobs,
-            fields["old_logprobs"],
+            old,
             fields["advantages"],
             mask=trainable,
-            weights=weights * fields["correction"] if "correction" in fields else weights,
-            sequence_ids=ids.to(logprobs.device),
+            weights=corrected,
+            sequence_ids=ids,
             num_sequences=count,
         )
         policy, metrics = self.policy_loss(inputs, cfg)
@@ -121,7 +139,19 @@ class Actor:
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
-        return self.model.deliver_update(batch, replace(self._objective, kl_coef=batch.kl_coef))
+        self._objective = replace(self._objective, kl_coef=batch.kl_coef, kept=[])
+        return self.model.deliver_update(batch, self._objective)
+
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        """Whether a step learns from these rows in one update."""
+        return self.model.makes_one_update(batch)
+
+    def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [N] fp32 of the forward pass of the update of these rows, as ``compute_logprobs``. Collective over the world."""
+        kept = self._objective.kept
+        found = self.model.tokens_of_update(batch, [values for values, _ in kept], [held for _, held in kept])
+        kept.clear()
+        return found
 
 
 @dataclass(frozen=True, slots=True)

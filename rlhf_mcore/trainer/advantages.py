@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from rlhf_mcore.algorithms.correction import rollout_correction, takes_part
+from rlhf_mcore.algorithms.correction import rollout_correction, staleness_factors, takes_part
 from rlhf_mcore.algorithms.interfaces import AdvantageEstimator, AdvantageInputs
 from rlhf_mcore.algorithms.kl import kl_penalty
 from rlhf_mcore.algorithms.kl_controller import KLController, build_kl_controller
@@ -39,32 +39,49 @@ class AdvantageComputer:
     def __call__(self, batch: TrainBatch) -> dict[str, float]:
         """Fill all that updates need: ``correction``, ``kl_coef``, ``rewards``, ``advantages`` and ``returns``. Returns metrics.
 
-        Collective over the world.
+        Where ``old_logprobs`` are those of the update's own forward pass, ``compare`` follows when they are there. Collective over
+        the world.
         """
         rows = OwnedRows(batch.rows, batch.lengths, self.merge)
-        metrics = self._correct(batch, rows)
+        metrics: dict[str, float] = {}
         scores, kl, coef = batch.scores, None, self.kl_controller.coef
+        if batch.ref_logprobs is not None and self.cfg.kl.placement == "reward":
+            kl = self._kl(batch)
+        if batch.old_logprobs is not None:
+            metrics = self.compare(batch)
+        elif batch.versions is not None and takes_part(replace(self.cfg.rollout_correction, mode="off"), True):
+            staleness = batch.policy_version - batch.versions
+            batch.correction = staleness_factors(staleness, batch.loss_mask, rows, self.cfg.rollout_correction)
         if self.cfg.overlong.enabled:
             overlong = self.cfg.overlong
             assert overlong.max_tokens is not None and overlong.cache_tokens is not None, "resolved"
             penalty = overlong_penalty(batch.num_sampled, overlong.max_tokens, overlong.cache_tokens, overlong.penalty)
             scores = scores + penalty
             metrics["reward/overlong_mean"] = float(penalty.mean())
-        if batch.ref_logprobs is not None:
-            assert batch.old_logprobs is not None
-            kl = kl_penalty(
-                batch.old_logprobs,
-                batch.ref_logprobs,
-                self.cfg.kl.estimator,
-                mask=batch.loss_mask,
-                clip=self.cfg.kl.clip,
-            )
-            metrics |= {"kl/mean": _mean(kl, batch, rows), "kl/coef": coef}
-            self.kl_controller.update(metrics["kl/mean"])
-        in_reward = self.cfg.kl.placement == "reward" and kl is not None
-        batch.kl_coef = 0.0 if in_reward else coef
-        batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, coef if in_reward else 0.0, batch.turn_rewards)
+        batch.kl_coef = coef if kl is None else 0.0
+        in_reward = 0.0 if kl is None else coef
+        batch.rewards = token_rewards(scores, batch.loss_mask, rows, kl, in_reward, batch.turn_rewards)
         return metrics | self._advantages(batch, batch.rewards, rows)
+
+    def needs_old_logprobs(self) -> bool:
+        """Whether ``old_logprobs`` are needed before an update, whatever it is: the KL is in the reward, or the user wants it."""
+        kl = self.cfg.kl
+        return self.cfg.old_logprobs == "always" or (bool(kl.coef) and kl.placement == "reward")
+
+    def compare(self, batch: TrainBatch) -> dict[str, float]:
+        """How far the policy is from the engine's and the reference: ``correction``, the KL's next weight, metrics. Collective."""
+        rows = OwnedRows(batch.rows, batch.lengths, self.merge)
+        metrics = self._correct(batch, rows)
+        if batch.ref_logprobs is not None:
+            metrics |= {"kl/mean": _mean(self._kl(batch), batch, rows), "kl/coef": self.kl_controller.coef}
+            self.kl_controller.update(metrics["kl/mean"])
+        return metrics
+
+    def _kl(self, batch: TrainBatch) -> Tensor:
+        """[N] of the policy before the step's updates to the reference."""
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+        cfg = self.cfg.kl
+        return kl_penalty(batch.old_logprobs, batch.ref_logprobs, cfg.estimator, mask=batch.loss_mask, clip=cfg.clip)
 
     def _correct(self, batch: TrainBatch, rows: OwnedRows) -> dict[str, float]:
         """The distance between the engine's distribution and the trainer's is always a metric; it is corrected where configured."""

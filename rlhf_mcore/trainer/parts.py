@@ -44,6 +44,14 @@ class TrainableModel(Protocol):
 class TrainablePolicy(LogprobModel, TrainableModel, Protocol):
     """A policy that is updated."""
 
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        """Whether a step learns from these rows in one update: the policy before it is then that of the update's forward pass."""
+        ...
+
+    def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
+        """Logprobs [N] of the forward pass of that update, which was made without ``old_logprobs``. Collective over the world."""
+        ...
+
 
 class ValueModel(TrainableModel, Protocol):
     """Values [N] of the states before each sampled token, and, where wanted, [B] of those after the last. Collective."""

@@ -87,12 +87,21 @@ class PolicyLearner:
     recorder: Recorder
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
-        """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective."""
+        """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective.
+
+        There is no pass for the old logprobs where the step is one update: they are those of its own forward pass.
+        """
         batch.policy_version = step - 1  # which the last step has published
         self._compute(step, batch)
-        metrics = agreement_metrics(batch) | self.compute_advantages(batch)
+        in_update = batch.old_logprobs is None
+        metrics = {} if in_update else agreement_metrics(batch)
+        metrics |= self.compute_advantages(batch)
         with self.recorder.phase("update"):
-            return metrics | self._update(step, batch)
+            metrics |= self._update(step, batch)
+            if in_update:
+                batch.old_logprobs = self.roles.actor.logprobs_of_update(batch)
+                metrics |= agreement_metrics(batch) | self.compute_advantages.compare(batch)
+        return metrics | {"actor/old_logprobs_of_update": float(in_update)}
 
     def _compute(self, step: int, batch: TrainBatch) -> None:
         roles, timed = self.roles, self.recorder.phase
@@ -104,8 +113,10 @@ class PolicyLearner:
         if roles.critic is not None:
             with timed("values"):
                 batch.old_values, batch.bootstrap_values = roles.critic.compute_values(batch)
+        learns, estimation = step > roles.warmup_steps, self.compute_advantages
         with timed("old_logprobs"):
-            batch.old_logprobs = roles.actor.compute_logprobs(batch)
+            if not learns or estimation.needs_old_logprobs() or not roles.actor.makes_one_update(batch):
+                batch.old_logprobs = roles.actor.compute_logprobs(batch)
 
     def _update(self, step: int, batch: TrainBatch) -> dict[str, float]:
         """Rows go to both models first: where critic and actor are on different ranks, they learn at the same time."""

@@ -28,7 +28,7 @@ from tests.distributed.setting import (
     rows,
     start,
 )
-from tests.distributed.update_worker import oracle, small_steps, update
+from tests.distributed.update_worker import old_of_update, oracle, small_steps, update
 
 UPDATED = ("qwen3_moe_mixed", "qwen2_moe", "mixtral")
 # Microbatches of one and of few rows; ranks have different numbers of them unless something is done about it.
@@ -57,6 +57,7 @@ def main(directory: Path) -> None:
         "updates": {},
         "balance": {},
         "precision": {},
+        "old": {},
     }
     for name in models.MOE_MODELS:
         path = directory / name
@@ -111,6 +112,9 @@ def updates(
             settings = Settings(max_tokens=max_tokens, packing=packing)
             found = update(path, moe_groups_of(layout, groups), platform, settings, reference, after)
             findings["updates"][f"{name}/{layout}/{cut}"] = found
+        if name == "qwen2_moe":
+            _, actor = build(path, moe_groups_of(layout, groups), platform, Settings(max_tokens=24))
+            findings["old"][layout] = old_of_update(actor, reference)
 
 
 def balanced_updates(

@@ -13,7 +13,7 @@ from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.moe_worker import BALANCED, CUTS, SAVED_LAYOUTS, UPDATED
 from tests.distributed.setting import MOE_LAYOUTS, load_hf
-from tests.distributed.test_update import check_small_steps
+from tests.distributed.test_update import check_old_of_update, check_small_steps
 from tests.distributed.world import World
 
 
@@ -83,6 +83,11 @@ def test_load_balancing_is_that_of_switch_transformers_on_every_layout(findings:
     assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
     assert found["weights"] == ""
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any, layout: str) -> None:
+    check_old_of_update(findings["old"][layout])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

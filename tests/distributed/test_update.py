@@ -57,6 +57,23 @@ def test_overlapped_gradient_reduction_and_weight_gathering_change_nothing(findi
     )
 
 
+@pytest.mark.parametrize("layout", layouts_of(MODELS[0]))
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any, layout: str, kind: str) -> None:
+    check_old_of_update(findings["old"][f"{layout}/{kind}"])
+
+
+def check_old_of_update(found: Any) -> None:
+    """Loss, gradient, correction and every metric, to the noise of fp32."""
+    assert found["distance"] < 2e-6
+    computed, skipped = found["computed"], found["skipped"]
+    assert computed.keys() == skipped.keys() and len(computed) >= 20
+    for name, value in computed.items():
+        assert skipped[name] == pytest.approx(value, rel=1e-5, abs=2e-6), name
+    assert skipped["rollout/ratio_max"] > 0.1 > skipped["rollout/ratio_min"], "the correction must have something to do"
+    assert skipped["actor/importance_ratio"] == 1.0 and skipped["actor/approx_kl"] == 0.0
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_small_steps_add_up_in_fp32_masters(findings: Any, dtype: str) -> None:
     check_small_steps(findings["precision"][dtype])

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.algorithms.advantages import group_relative
-from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, RolloutCorrectionConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
+    TEMPERATURE,
     Settings,
     algorithm,
     batch_for,
@@ -58,7 +60,7 @@ def cuts_of(model: str) -> list[tuple[str, str]]:
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "overlap": {}, "precision": {}}
+    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "overlap": {}, "precision": {}, "old": {}}
     for name in MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -76,6 +78,9 @@ def main(directory: Path) -> None:
                 owner = OWNERS[len(findings["updates"]) % len(OWNERS)]
                 found = update(path, groups_of(layout, groups), platform, settings, reference, after, owner)
                 findings["updates"][key] = {**found, "owner": OWNERS.index(owner)}
+                if name == MODELS[0] and cut == "many":
+                    _, actor = build(path, groups_of(layout, groups), platform, settings)
+                    findings["old"][f"{layout}/{kind}"] = old_of_update(actor, reference)
     path, reference = directory / "qwen3_tied", load_hf(directory / "qwen3_tied_reference")
     for kind, recompute in RECOMPUTE.items():
         settings = Settings(max_tokens=24, recompute=recompute)
@@ -154,6 +159,29 @@ def twice(
         "" if expected is None else first_difference(gatherer(model), expected, tolerance=1e-5)
     )
     return metrics, dict(gatherer(model)), any_rank(differences)
+
+
+def old_of_update(actor: Actor, reference: torch.nn.Module) -> dict[str, Any]:
+    """The same update twice, with old logprobs of a pass of their own and with those of its own forward pass; weights stay."""
+    cfg = replace(algorithm(), rollout_correction=RolloutCorrectionConfig(mode="token", cap=0.1))
+    actor.model.optimizer = OptimizerConfig(lr=0.0)
+    which, estimation, filled = Actor(actor.model, TEMPERATURE, cfg), AdvantageComputer(cfg), batch_for(rows())
+    fill(filled, reference)
+    found: list[tuple[torch.Tensor, dict[str, float]]] = []
+    for skipped in (False, True):
+        batch = batch_for(rows())
+        assert which.makes_one_update(batch)
+        batch.ref_logprobs = filled.ref_logprobs
+        batch.old_logprobs = None if skipped else which.compute_logprobs(batch)
+        metrics = estimation(batch) | which.deliver_update(batch)()
+        if skipped:
+            batch.old_logprobs = which.logprobs_of_update(batch)
+            metrics |= estimation.compare(batch)
+        assert batch.old_logprobs is not None
+        found.append((batch.old_logprobs, metrics))
+    (computed, before), (kept, after) = found
+    distance = float((computed - kept).abs().max()) if kept.numel() else 0.0
+    return {"distance": max(all_gather_json(distance)), "computed": before, "skipped": after}
 
 
 def small_steps(

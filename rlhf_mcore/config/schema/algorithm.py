@@ -165,6 +165,16 @@ class AlgorithmConfig:
         Range(1, open_low=True),
         null="none",
     )
+    old_logprobs: str = key(
+        "auto",
+        "logprobs of the policy before the updates of a step",
+        one_of(
+            auto="of the update's own forward pass where a step is one update, else of a pass before the updates",
+            always="of a pass before the updates",
+        ),
+        more="In one update they are the same numbers, and `actor/old_logprobs_of_update` is 1. With the KL in the reward they are "
+        "needed before.",
+    )
     kl: KLConfig = group(KLConfig, "divergence from the reference")
     entropy_coef: float = key(0.0, "weight of an entropy bonus", AT_LEAST_0)
     centering: float = key(

@@ -15,10 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, ScheduleConfig, TrainerConfig
+from rlhf_mcore.config.schema import (
+    AlgorithmConfig,
+    KLConfig,
+    OptimizerConfig,
+    RolloutCorrectionConfig,
+    ScheduleConfig,
+    TrainerConfig,
+)
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
+from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import LocalParameter, Shard, TrainBatch
 from tests.rows import flat, padded_batch
 from tests.unit.parallel.world import Meeting, ThreadGroup, run_ranks
@@ -175,6 +183,46 @@ def test_old_logprobs_of_the_model_itself_give_the_plain_policy_gradient(bigram:
         (-whole.advantages[row, at[0]].double() * sum(values) / len(at) / 6).backward(retain_graph=True)
     assert bigram.table.grad is not None and table.grad is not None
     torch.testing.assert_close(bigram.table.grad.double(), table.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("mode", ["off", "token", "sequence"])
+def test_old_logprobs_of_the_update_itself_give_the_same_update(mode: str) -> None:
+    """With all that is computed from them: the correction with its band and with ages, and the KL."""
+    correction = RolloutCorrectionConfig(mode=mode, cap=1.2, mask_low=0.8, max_token_staleness=1)
+    cfg = AlgorithmConfig(kl=KLConfig(coef=0.1), entropy_coef=0.1, rollout_correction=correction)
+
+    def body(group: ThreadGroup) -> list[tuple[Tensor, dict[str, float], Tensor]]:
+        found = []
+        for skipped in (False, True):
+            made, mine = batch(), Lookup(layout=ParallelLayout(2))
+            which, estimation = actor(mine, cfg, packing=False, max_tokens_per_microbatch=16), AdvantageComputer(cfg)
+            made.rollout_logprobs = -1.5 - noise(made.rollout_logprobs, 5).abs() * made.loss_mask
+            made.versions, made.policy_version = torch.arange(len(made.token_ids)).int() % 3, 2
+            made.scores = torch.arange(6).double() % 4
+            made.old_logprobs = None if skipped else which.compute_logprobs(made)
+            assert which.makes_one_update(made)
+            metrics = estimation(made) | update(which, made)
+            if skipped:
+                made.old_logprobs = which.logprobs_of_update(made)
+                metrics |= estimation.compare(made)
+            assert mine.table.grad is not None and made.old_logprobs is not None
+            found.append((mine.table.grad, metrics, made.old_logprobs))
+        return found
+
+    for (gradient, before, computed), (again, after, kept) in run_ranks(2, body):
+        torch.testing.assert_close(again, gradient, rtol=0, atol=1e-7)
+        torch.testing.assert_close(kept, computed, rtol=0, atol=1e-7)
+        assert after == pytest.approx(before, abs=1e-6)
+        assert after["rollout/stale_fraction"] > 0 and after["actor/importance_ratio"] == 1.0
+        assert (after["rollout/effective_sample_size"] < 0.999) and (
+            (after["rollout/masked_fraction"] > 0) == (mode != "off")
+        )
+
+
+def test_a_step_of_several_updates_is_not_one(bigram: Lookup) -> None:
+    for settings in ({"prompts_per_minibatch": 2}, {"ppo_epochs": 2}):
+        assert not actor(bigram, AlgorithmConfig(), **settings).makes_one_update(batch())
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -88,6 +88,7 @@ class Model:
         self.log, self.name, self.says = log, name, says
         self.batch: TrainBatch | None = None
         self.metrics: Callable[[], dict[str, float]] = lambda: {f"loss/{name}": 0.5}  # of an update
+        self.one_update = False
 
     def compute_logprobs(self, batch: TrainBatch) -> Tensor:
         self.log.append((self.name,))
@@ -113,6 +114,13 @@ class Model:
             return self.metrics()
 
         return update
+
+    def makes_one_update(self, batch: TrainBatch) -> bool:
+        return self.one_update
+
+    def logprobs_of_update(self, batch: TrainBatch) -> Tensor:
+        self.log.append(("logprobs of the update",))
+        return torch.full(batch.token_ids.shape, self.says)
 
 
 class Evaluator:
@@ -279,6 +287,21 @@ def test_two_steps_in_order(beside: tuple[str, ...]) -> None:
         ("checkpoint", 2),
         ("end",),
     ]
+
+
+def test_a_step_of_one_update_has_no_pass_for_old_logprobs_and_the_same_metrics() -> None:
+    plain, run = (make(set(), "reference", "critic", warmup_steps=1) for _ in range(2))
+    run.models["actor"].one_update = True
+    for made in (plain, run):
+        made.trainer.run(2)
+    # The first step, in which the actor does not learn, has the pass; the second takes them from the update, after both have learned.
+    assert [line for line in plain.log if line == ("actor",)] == [("actor",)] * 2
+    assert run.log.count(("actor",)) == 1 and run.log.index(("actor",)) < run.log.index(("update", "critic"))
+    assert run.log[run.log.index(("logprobs of the update",)) - 1] == ("update", "actor")
+    assert updated(run.models["actor"]).old_logprobs is None
+    both = [dict(made.watch.metrics[2]) for made in (plain, run)]
+    assert [metrics.pop("actor/old_logprobs_of_update") for metrics in both] == [0.0, 1.0]
+    assert both[0] == both[1] and {"kl/mean", "rollout/ratio_mean", "rollout/logprob_diff_max"} <= both[0].keys()
 
 
 def test_a_resumed_run_begins_with_the_weights_of_its_step_and_evaluates_nothing_again() -> None:
