@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
+from rlhf_mcore.rollout.remote.head import SETTINGS
 from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
 from tests.tiny_training import make_quickstart
 
@@ -139,8 +142,20 @@ def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(
     assert left_behind(workspace) == []
 
 
-def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(workspace: Path) -> None:
+@pytest.fixture
+def cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray that runs join."""
+    for name, value in {**environment(workspace), **SETTINGS, TOKEN_VARIABLE: "0" * 64}.items():
+        monkeypatch.setenv(name, value)
+    made = Cluster(None, 1)
+    yield made._start()
+    made.close()
+
+
+def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(workspace: Path, cluster: str) -> None:
+    """In a cluster that the run joins, with the workers of its rewards."""
     arguments = ["experiment=churn", "rollout.num_engines=2", "trainer.num_steps=8", "rollout.engine_timeout_s=20"]
+    arguments += [f"rollout.ray.address={cluster}", f"reward.ray.address={cluster}", "reward.pool=ray"]
     with running(workspace, *arguments, "trainer.max_staleness=3") as job:
         killed = 0
         for records in (2, 4, 6):
@@ -150,6 +165,7 @@ def test_fault_18_engines_are_killed_and_every_prompt_is_learned_from_once(works
                 killed += 1
         printed = job.end()
     assert job.process.returncode == 0 and killed == 3, printed
+    assert f"starting 2 engines at {cluster}" in printed
     assert printed.count("has failed and is started again") >= 1 and "Traceback" not in printed
     learned = trained_on(workspace, "churn")
     assert len(learned) == len(set(learned)) == 32

@@ -104,6 +104,11 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         ([*APART, "rollout.deterministic_order=true"], None, ["deterministic_order=True", "max_staleness=0"]),
         ([*GATHER, "bridge.bucket_bytes=99"], None, ["bridge.bucket_bytes=99", "bridge.method=planned"]),
         ([*APART, "bridge.method=gather"], None, ["bridge.method=gather", "planned"]),
+        (
+            [*APART, "reward.pool=ray"],
+            None,
+            ["reward.ray.address=None", "rollout.ray.address=None", "set both to its address"],
+        ),
         ([*APART, "rollout.ray.address=head"], None, ["rollout.ray.address='head'", "host:port"]),
         ([*APART, "rollout.ray.address=10.0.0.1:99999"], None, ["rollout.ray.address='10.0.0.1:99999'", "host:port"]),
         (["rollout.ray.address=10.0.0.1:6379"], None, ["rollout.ray.address=10.0.0.1:6379", "disaggregated"]),
