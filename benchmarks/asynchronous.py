@@ -10,6 +10,9 @@ about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), 
 
 The ratio is the samples per second of ``partial`` over those of ``synchronous``, by the median of rounds in which all run. Beside
 it that over ``colocated`` is written, whose two ranks both learn.
+
+A table has what ``rlhf-mcore simulate --run`` makes of the round's synchronous run, its lengths and its times, for the schedules on two
+sides. The first steps are left out of both: in those of ``partial`` responses are short at first, and then long.
 """
 
 from __future__ import annotations
@@ -26,9 +29,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import report
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.planning.simulate.compare import configured
+from rlhf_mcore.planning.simulate.lengths import read_lengths
+from rlhf_mcore.planning.simulate.measured import fit_runs
+from rlhf_mcore.planning.simulate.schedule import simulate
+from rlhf_mcore.planning.simulate.times import MeasuredTimes, Split
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, SAMPLES, WARM_UP = 16, 4, 2
+PROMPTS, SAMPLES, WARM_UP = 16, 4, 10  # as many steps as the simulator leaves out of a staleness of 4
+SIMULATED_STEPS = 300
 SCHEDULES = {
     "synchronous": ["trainer.max_staleness=0"],
     "colocated": [
@@ -47,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round")
     quick = parser.parse_args().quick
-    rounds, steps = (1, 6) if quick else (3, 16)
+    rounds, steps = (1, 12) if quick else (2, 40)
     with TemporaryDirectory() as folder:
         directory = Path(folder)
         make_model(directory)
@@ -56,6 +67,9 @@ def main() -> None:
             for name in SCHEDULES:
                 rates[name].append(measured(directory, name, number, steps))
                 print(name, rates[name][-1], flush=True)
+            for name, found in predicted(directory, number).items():
+                rates[name][-1] |= found
+    print_predictions(rates)
     to: dict[str, list[float]] = {}
     for name, measured_rates in rates.items():
         pairs = zip(rates["partial"], measured_rates, strict=True)
@@ -109,6 +123,7 @@ def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, f
         "actor.optimizer.lr=1e-7",
         "checkpoint.save_steps=0",
         "logging.tensorboard=false",
+        "logging.rollouts_every=1",
         "logging.console=plain",
         *SCHEDULES[name],
     ]
@@ -126,9 +141,8 @@ def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, f
         )
     finally:
         ended.set()
-    run = directory / "outputs" / "quickstart" / experiment
+    run = run_directory(directory, name, number)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    shutil.rmtree(run)
     seconds = [record["timing/step_s"] for record in records]
     names = [key for key in records[-1] if key.startswith("timing/") and key.endswith("_s") and "tokens" not in key]
     kept = {key.removeprefix("timing/"): round(statistics.mean(r.get(key, 0.0) for r in records), 4) for key in names}
@@ -136,6 +150,46 @@ def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, f
     lengths = statistics.mean(record["rollout/response_length_mean"] for record in records)
     rate = PROMPTS * SAMPLES * len(records) / sum(seconds)
     return {"samples_per_s": round(rate, 2), "length": round(lengths, 1), "staleness": round(staleness, 2), **kept}
+
+
+def run_directory(directory: Path, name: str, number: int) -> Path:
+    return directory / "outputs" / "quickstart" / f"{name}-{number}"
+
+
+def predicted(directory: Path, number: int) -> dict[str, dict[str, float]]:
+    """Of each schedule on two sides, from the lengths and the times of the round's synchronous run."""
+    synchronous = run_directory(directory, "synchronous", number)
+    fit, found = fit_runs([synchronous]), {}
+    print("fitted:", fit, flush=True)
+    for name in SCHEDULES:
+        run = run_directory(directory, name, number)
+        cfg = resolve(load_config(run / "config.yaml"))
+        if cfg.rollout.placement == "disaggregated":
+            lengths = read_lengths(str(synchronous), cfg.rollout.sampling.max_new_tokens)
+            scenario = MeasuredTimes(cfg, fit, [run.name]).scenario(Split(1, 1))
+            outcome = simulate(scenario, configured(cfg), lengths.draw(SAMPLES, 0), SIMULATED_STEPS)
+            values = (outcome.samples_per_s, outcome.length_mean, outcome.staleness_mean)
+            names = ("predicted_samples_per_s", "predicted_length", "predicted_staleness")
+            found[name] = {name: round(value, 2) for name, value in zip(names, values, strict=True)}
+    for name in SCHEDULES:
+        shutil.rmtree(run_directory(directory, name, number))
+    return found
+
+
+def print_predictions(rates: dict[str, list[dict[str, float]]]) -> None:
+    """Measured and simulated, medians of the rounds."""
+    print(f"{'schedule':14}{'samples/s':>10}{'predicted':>11}{'ratio':>7}{'tokens/s':>10}{'predicted':>11}{'ratio':>7}")
+    for name, rounds in rates.items():
+        if "predicted_length" in rounds[0]:
+            cells = ""
+            for factor in ("", "length"):
+                real = [found["samples_per_s"] * found.get(factor, 1.0) for found in rounds]
+                simulated = [
+                    found["predicted_samples_per_s"] * found.get(f"predicted_{factor}", 1.0) for found in rounds
+                ]
+                ratio = statistics.median(theirs / own for theirs, own in zip(simulated, real, strict=True))
+                cells += f"{statistics.median(real):>10.1f}{statistics.median(simulated):>11.1f}{ratio:>7.2f}"
+            print(f"{name:14}{cells}", flush=True)
 
 
 def pin_engines(directory: Path, ended: threading.Event) -> None:
