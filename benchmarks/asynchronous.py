@@ -11,8 +11,8 @@ about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), 
 The ratio is the samples per second of ``partial`` over those of ``synchronous``, by the median of rounds in which all run. Beside
 it that over ``colocated`` is written, whose two ranks both learn.
 
-A table has what ``rlhf-mcore simulate --run`` makes of the round's synchronous run, its lengths and its times, for the schedules on two
-sides. The first steps are left out of both: in those of ``partial`` responses are short at first, and then long.
+A table has what ``rlhf-mcore simulate --run`` makes of the round's synchronous run, its lengths and its times, for the schedules on
+two sides. The first steps are left out of both: in those of ``partial`` responses are short at first, and then long.
 """
 
 from __future__ import annotations
