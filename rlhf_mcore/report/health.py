@@ -127,7 +127,7 @@ RULES = (
         _growth,
         0.3,
         0.05,
-        _times,
+        _percent,
         "recent entropy over that of the beginning; without entropy nothing new is tried",
         "lower the learning rate, raise the upper clip bound (algorithm.clip_high), or set algorithm.entropy_coef",
     ),

@@ -38,6 +38,7 @@ function table(head, rows) {
   const body = rows.map((row) => make("tr", {}, ...row.map((cell) => (cell instanceof Node && cell.tagName === "TD" ? cell : make("td", {}, cell)))));
   return make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))), make("tbody", {}, ...body)));
 }
+const counted = (count, name) => `${count} ${name}${count === 1 ? "" : "s"}`;
 const amount = (text) => make("td", { class: "number" }, text);
 const empty = (text) => make("p", { class: "empty" }, text);
 const chosen = () => data.runs.map((run, i) => ({ run, color: COLORS[i % COLORS.length], i })).filter(({ i }) => shown.has(i));
@@ -112,8 +113,10 @@ function healthTab() {
   for (const { run, color } of chosen()) {
     const steps = run.metrics.step;
     parts.push(make("h2", {}, make("span", { class: "swatch", style: `background:${color}` }), ` ${run.name} `, make("span", { class: "faint" }, `${steps.length ? `step ${steps[steps.length - 1]}` : "no step yet"} · ${run.path} · checkpoints: ${run.checkpoints.join(", ") || "none"}`)));
-    const judged = run.verdicts.filter((verdict) => verdict.state !== "unknown");
-    parts.push(table(["", "what", "value", "meaning", "what to do"], judged.map((v) => [make("td", { class: `state ${v.state}` }, STATES[v.state]), make("td", { title: v.metric }, v.rule), v.value, make("td", { class: "faint" }, v.meaning), v.remedy])));
+    const rows = (state) => run.verdicts.filter((v) => v.state === state).map((v) => [make("td", { class: `state ${v.state}` }, STATES[v.state]), make("td", { title: v.metric }, v.rule), v.value, make("td", { class: "faint" }, v.meaning), v.remedy]);
+    const head = ["", "what", "value", "meaning", "what to do"], troubles = [...rows("bad"), ...rows("watch")], good = rows("good");
+    if (troubles.length) parts.push(table(head, troubles));
+    if (good.length) parts.push(make("details", { open: !troubles.length && data.runs.length === 1 }, make("summary", { class: "state good" }, `${counted(good.length, "figure")} in the healthy range`), table(head.slice(0, 4), good.map((row) => row.slice(0, 4)))));
     const rest = run.verdicts.filter((verdict) => verdict.state === "unknown").map((verdict) => verdict.rule);
     if (rest.length) parts.push(make("p", { class: "faint" }, `not reported by this run: ${rest.join(", ")}`));
   }
@@ -149,7 +152,7 @@ function timeTab() {
     const steps = run.metrics.step.length;
     const color = new Map(sums.map(([name], i) => [name, COLORS[i % COLORS.length]]));
     parts.push(make("h2", {}, `${run.name}: where the time goes`));
-    parts.push(table(["phase", "seconds a step", "share", ""], sums.map(([name, seconds]) => [name.slice(7, -2).replaceAll("_", " "), amount(number(seconds / steps, 3)), amount(`${(100 * seconds / total).toFixed(1)} %`), make("div", { class: "bar", style: `width:${(300 * seconds / total).toFixed(0)}px;background:${color.get(name)}` })])));
+    parts.push(table(["phase", "seconds a step", "share", "of the whole"], sums.map(([name, seconds]) => [name.slice(7, -2).replaceAll("_", " "), amount(number(seconds / steps, 3)), amount(`${(100 * seconds / total).toFixed(1)} %`), make("div", { class: "bar", style: `width:${(300 * seconds / total).toFixed(0)}px;background:${color.get(name)}` })])));
     const box = make("div", { class: "chart", style: "margin-top:12px" }, make("h3", {}, "seconds of a step, phases stacked"));
     const x = xs(run);
     let below = x.map(() => 0);
@@ -173,7 +176,7 @@ function fits(sample, group) {
   if (!between(sample.score ?? 0, wanted.least, wanted.most) || !between(lengthOf(sample), wanted.shortest, wanted.longest)) return false;
   if (wanted.failed && !sample.failure) return false;
   const text = wanted.text.toLowerCase();
-  return !text || (sample.response || "").toLowerCase().includes(text) || (group.prompt || "").toLowerCase().includes(text);
+  return !text || [sample.response, group.prompt, ...(sample.turns || []).map((turn) => turn.text)].some((part) => (part || "").toLowerCase().includes(text));
 }
 function matching() {
   const run = data.runs[wanted.run];
@@ -222,9 +225,9 @@ function rolloutsTab() {
   const fill = () => {
     const found = matching(), run = data.runs[wanted.run];
     const samples = found.reduce((sum, entry) => sum + entry.count, 0), held = run.groups.reduce((sum, group) => sum + group.samples.length, 0);
-    count.textContent = `${samples} rollouts in ${found.length} groups` + (held < run.num_rollouts ? ` · this page holds ${held} of the run's ${run.num_rollouts}: those of the first and of the newest steps` : "");
+    count.textContent = `${counted(samples, "rollout")} in ${counted(found.length, "group")}` + (held < run.num_rollouts ? ` · this page holds ${held} of the run's ${run.num_rollouts}: those of the first and of the newest steps` : "");
     list.replaceChildren(...found.slice(0, limit).map(groupRow));
-    if (found.length > limit) list.append(make("button", { class: "plain", id: "more", onclick: () => { limit += PAGE_OF_GROUPS; fill(); } }, `show more (${found.length - limit} groups)`));
+    if (found.length > limit) list.append(make("button", { class: "plain", id: "more", onclick: () => { limit += PAGE_OF_GROUPS; fill(); } }, `show more (${counted(found.length - limit, "group")})`));
     if (!found.length) list.append(empty(run.groups.length ? "nothing fits these filters" : "this run has written no rollouts (logging.rollouts_every)"));
   };
   const field = (name, label, type = "number") => make("label", {}, label, make("input", { type, id: `filter-${name}`, step: "any", value: wanted[name], oninput: (e) => { wanted[name] = e.target.value; limit = PAGE_OF_GROUPS; fill(); } }));

@@ -1,0 +1,154 @@
+"""The report in a real browser. Skipped without Chromium and playwright: `./launch/test.sh --with browser` installs both."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.cli.report import main
+from rlhf_mcore.report.server import ReportServer
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
+STEPS, PROMPTS, SAMPLES = 79, 16, 8  # 10,112 rollouts
+
+
+def write_run(directory: Path, seed: int, lr: float) -> None:
+    """A run of 79 steps whose entropy collapses, with answers of random words."""
+    rng = random.Random(seed)
+    (directory / "rollouts").mkdir(parents=True)
+    (directory / "config.yaml").write_text(f"seed: {seed}\nactor: {{optimizer: {{lr: {lr}}}}}\nproject: p\n")
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step in range(STEPS + 1):
+            reward = 0.3 + 0.6 * (1 - math.exp(-step / 20)) + rng.gauss(0, 0.02)
+            timing = {"timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/unix_time": 1.7e9 + 3.0 * step}
+            metrics = {"reward/mean": reward, "actor/entropy": 2 * 0.93**step, "reward/errors": 0.0}
+            file.write(json.dumps({"step": step, **metrics, **timing}) + "\n")
+    for step in range(1, STEPS + 1):
+        with (directory / "rollouts" / f"step-{step:06d}.jsonl").open("w") as file:
+            for prompt in range(PROMPTS):
+                for sample in range(SAMPLES):
+                    record = {"step": step, "prompt_id": f"train#{prompt}", "sample": sample, "ground_truth": "7"}
+                    words = rng.choices(["so", "the", "answer", "is", "seven"], k=60)
+                    record |= {"prompt": f"What is {prompt}?", "response": " ".join(words), "num_tokens": 60}
+                    record |= {"score": float(sample % 2), "finish_reason": "stop", "policy_version": step - 1}
+                    file.write(json.dumps(record) + "\n")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "slow", 1, 0.001)
+    write_run(folder / "fast", 2, 0.01)
+    record = {"step": 79, "prompt_id": "x", "sample": 0, "prompt": HOSTILE, "response": f"needle {HOSTILE}"}
+    turns = [{"writer": "policy", "text": "needle guess 5", "reward": 0.0}]
+    turns += [{"writer": "environment", "text": "too low", "reward": 0.0}]
+    with (folder / "slow" / "rollouts" / "step-000079.jsonl").open("a") as file:
+        for sample, more in enumerate(({}, {"turns": turns}, {"failure": "timeout"})):
+            file.write(json.dumps({**record, "sample": sample, "score": 1.0, "num_tokens": 900, **more}) + "\n")
+    return [folder / "slow", folder / "fast"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page; its console has to stay empty, and it may ask for nothing but itself."""
+    page, said = browser.new_page(viewport={"width": 1300, "height": 900}), []
+    page.set_default_timeout(120_000)  # a busy machine
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("requestfailed", lambda request: said.append(request.url[:80]))
+    yield page
+    page.close()
+    assert said == []
+
+
+def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "both.html"
+    assert main([*map(str, runs), "--out", str(out), "--rollouts", "11000"]) == 0
+    page.goto(out.as_uri())
+    assert page.title() == "slow, fast · rlhf_mcore"
+
+    # Health: both runs have lost their entropy (means of 8 steps, 72 apart: 0.93**72), and nothing else is wrong.
+    assert page.locator("td.state.bad").count() == 2 and page.locator("td.state.watch").count() == 0
+    assert "0.5 %" in page.locator("tr", has=page.locator("td.state.bad")).first.inner_text()
+    page.locator(".chart canvas").first.wait_for()
+
+    # Charts: filter by name, choose the axis, and leave a run out.
+    page.get_by_role("tab", name="Charts").click()
+    page.locator("#metric-filter").fill("reward/me")
+    page.locator("[data-metric='reward/mean'] canvas").wait_for()
+    assert page.locator(".chart").count() == 1
+    page.locator("#axis").select_option("hours")
+    legend = page.locator(".chart .u-legend")
+    legend.wait_for()
+    assert "hours" in legend.inner_text() and "slow" in legend.inner_text() and "fast" in legend.inner_text()
+    page.get_by_label("fast").uncheck()
+    page.locator(".chart .u-legend").wait_for()
+    assert "fast" not in page.locator(".chart .u-legend").inner_text()
+    page.get_by_label("fast").check()
+
+    # Time: generation takes two of three seconds.
+    page.get_by_role("tab", name="Time").click()
+    assert "66.7 %" in page.locator("tr", has_text="generate").first.inner_text()
+
+    # Rollouts: the count, a search, what is found is text and nothing else, turns of an environment are folded.
+    page.get_by_role("tab", name="Rollouts").click()
+    assert page.locator("#count").inner_text().startswith(f"{STEPS * PROMPTS * SAMPLES + 3} rollouts")
+    assert page.locator("details.group").count() == 50
+    page.locator("#more").click()
+    assert page.locator("details.group").count() == 100
+    page.locator("#filter-least").fill("1")
+    page.locator("#filter-from").fill("79")
+    assert (
+        page.locator("#count").inner_text().startswith(f"{PROMPTS * SAMPLES // 2 + 3} rollouts in {PROMPTS + 1} groups")
+    )
+    page.locator("#filter-text").fill("NEEDLE")
+    assert page.locator("#count").inner_text() == "3 rollouts in 1 group"
+    page.locator("details.group > summary").click()
+    page.locator(".sample").nth(2).wait_for()
+    assert page.locator(".sample").count() == 3 and page.locator("mark").first.inner_text() == "needle"
+    assert "<img src=x" in page.locator(".sample").first.inner_text() and page.locator("main img").count() == 0
+    assert page.locator("details.environment").get_attribute("open") is None
+    page.locator("#filter-failed").check()
+    assert page.locator("#count").inner_text().startswith("1 rollout in 1 group")
+
+    # Configuration: what differs, then all.
+    page.get_by_role("tab", name="Configuration").click()
+    assert page.locator("tbody tr td:first-child").all_inner_texts() == ["seed", "actor.optimizer.lr"]
+    page.locator("#config-all").check()
+    page.locator("#config-filter").fill("proj")
+    assert page.locator("tbody tr").all_inner_texts() == ["project\tp\tp"]
+    assert page.title() == "slow, fast · rlhf_mcore"
+
+
+def test_a_run_that_goes_on_is_seen_to(page: Any, runs: list[Path]) -> None:
+    with ReportServer(runs[1:], 100, 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            page.get_by_text(f"step {STEPS} ").wait_for()
+            with (runs[1] / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 123, "reward/mean": 0.9}\n')
+            page.get_by_text("step 123 ").wait_for()
+        finally:
+            server.shutdown()
+            thread.join()
