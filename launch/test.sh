@@ -2,7 +2,7 @@
 # Installs what is missing, then lints and runs every tier of tests.
 #
 #   ./launch/test.sh                     everything
-#   ./launch/test.sh --with slurm        install SLURM first, where apt can, so that tests/slurm does not skip
+#   ./launch/test.sh --with slurm --with browser   everything; first SLURM and Chromium, where apt can, so that nothing skips
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 #
 # The last lines name every test that failed, with the first line of its message, and then add up all tiers:
@@ -10,37 +10,45 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-# with_slurm: SLURM and munge from the distribution. Where that cannot be, the tests skip, and say so.
-with_slurm() {
-    local log status=0
-    if command -v slurmctld >/dev/null || [[ -x /usr/sbin/slurmctld ]]; then return; fi
+# from_apt NAME PROGRAM PACKAGE...: packages of the distribution. Where that cannot be, the tests skip, and say so.
+from_apt() {
+    local name="$1" program="$2" log status=0
+    shift 2
+    if [[ -n "$(PATH="$PATH:/usr/sbin" command -v "$program")" ]]; then return; fi
     if ! command -v apt-get >/dev/null || [[ "$(id -u)" != 0 ]]; then
-        say "--with slurm: only root can install it, and only with apt; tests/slurm will be skipped"
+        say "--with $name: only root can install it, and only with apt; its tests will be skipped"
         return
     fi
-    heading "slurm"
+    heading "$name"
     log="$(mktemp)"
     export DEBIAN_FRONTEND=noninteractive
-    timeout 300 apt-get install -y --no-install-recommends slurm-wlm munge >"$log" 2>&1 \
-        || { timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends slurm-wlm munge; } >"$log" 2>&1 \
+    timeout 300 apt-get install -y --no-install-recommends "$@" >"$log" 2>&1 \
+        || { timeout 120 apt-get update && timeout 300 apt-get install -y --no-install-recommends "$@"; } >"$log" 2>&1 \
         || status=$?
     if ((status)); then
         tail -n 5 "$log"
-        say "--with slurm: apt could not install it (above); tests/slurm will be skipped"
+        say "--with $name: apt could not install it (above); its tests will be skipped"
     fi
     rm -f "$log"
 }
 
-if [[ "${1:-}" == --with ]]; then
-    [[ "${2:-}" == slurm ]] || fail "--with ${2:-}: slurm is all that can be installed"
-    with_slurm
+extras=()
+while [[ "${1:-}" == --with ]]; do
+    case "${2:-}" in
+        slurm) from_apt slurm slurmctld slurm-wlm munge ;;
+        browser) from_apt browser chromium chromium && extras+=("playwright==1.65.2") ;;
+        *) fail "--with ${2:-}: slurm and browser can be installed" ;;
+    esac
     shift 2
-fi
+done
 
 "$root/launch/setup.sh"
 source "$root/launch/env.sh"
 cd "$root"
 export PATH="$venv/bin:$PATH"
+if ((${#extras[@]})) && ! python -m pip install --quiet --disable-pip-version-check "${extras[@]}"; then
+    say "${extras[*]} could not be installed (above); what needs it will be skipped"
+fi
 
 if (($#)); then exec python -m pytest "$@"; fi
 
