@@ -128,6 +128,6 @@ def _summary(cfg: Config, record: RunRecord) -> None:
     footer = [
         f"run directory   {directory}",
         f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  (a Hugging Face directory)",
-        f"curves          tensorboard --logdir {directory}",
+        f"report          rlhf-mcore report {directory}",
     ]
     record.console.summary("result", rows, ("", "before", "after", "change"), footer)

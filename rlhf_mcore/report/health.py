@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 RECENT_SHARE, RECENT_MOST = 0.1, 20  # of the reported values: what "recent" is the mean of
+SAMPLES = "progress/samples"
 GOOD, WATCH, BAD, UNKNOWN = "good", "watch", "bad", "unknown"
 Column = Sequence["float | None"]
 
@@ -40,7 +41,8 @@ class Series:
 class Rule:
     """``measure`` makes a number of the series; the run should be watched from ``watch`` on, and is in trouble from ``bad`` on.
 
-    Where ``watch`` is above ``bad``, small numbers are the trouble.
+    Where ``watch`` is above ``bad``, small numbers are the trouble. ``counts``: the metric is a number of responses, and judged as a
+    share of those of the step.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Rule:
     shown: Callable[[float], str]
     meaning: str
     remedy: str
+    counts: bool = False
 
     def judge(self, value: float) -> str:
         sign = 1.0 if self.bad > self.watch else -1.0
@@ -179,7 +182,8 @@ RULES = (
         0.05,
         _percent,
         "responses whose reward raised an error",
-        "look at the failures among the rollouts below, and at the run's log",
+        "look at the failures among the rollouts, and at the run's log",
+        counts=True,
     ),
     Rule(
         "reward timeouts",
@@ -190,6 +194,7 @@ RULES = (
         _percent,
         "responses whose reward was not there in time",
         "raise reward.timeout_s or make the reward faster",
+        counts=True,
     ),
     Rule(
         "answers not found",
@@ -200,6 +205,7 @@ RULES = (
         _percent,
         "responses in which the rules found no answer",
         "look at responses with reward 0: the format that the prompt asks for may not be the one that the rule reads",
+        counts=True,
     ),
     Rule(
         "clipped upwards",
@@ -246,14 +252,28 @@ RULES = (
 
 def verdicts(metrics: Mapping[str, Column]) -> list[Verdict]:
     """Every rule's verdict on a run: the worst first, those without a metric last."""
-    found = [_verdict(rule, metrics.get(rule.metric, ())) for rule in RULES]
+    found = [_verdict(rule, metrics) for rule in RULES]
     return sorted(found, key=lambda verdict: (BAD, WATCH, GOOD, UNKNOWN).index(verdict.state))
 
 
-def _verdict(rule: Rule, column: Column) -> Verdict:
+def _verdict(rule: Rule, metrics: Mapping[str, Column]) -> Verdict:
+    column = metrics.get(rule.metric, ())
+    if rule.counts:
+        column = _shares(column, metrics.get(SAMPLES, ()))
     values = [value for value in column if value is not None]
     if not values:
         return Verdict(rule.name, rule.metric, UNKNOWN, "not reported", rule.meaning, "")
     value = rule.measure(Series(values))
     state = rule.judge(value)
     return Verdict(rule.name, rule.metric, state, rule.shown(value), rule.meaning, rule.remedy if state != GOOD else "")
+
+
+def _shares(counts: Column, samples: Column) -> list[float]:
+    """Counts of responses over the responses of their steps. ``samples`` counts those of all steps so far."""
+    shares, before = [], 0.0
+    for count, so_far in zip(counts, samples, strict=False):
+        if so_far is not None:
+            if count is not None and so_far > before:
+                shares.append(count / (so_far - before))
+            before = so_far
+    return shares

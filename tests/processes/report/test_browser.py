@@ -32,7 +32,12 @@ def write_run(directory: Path, seed: int, lr: float) -> None:
         for step in range(STEPS + 1):
             reward = 0.3 + 0.6 * (1 - math.exp(-step / 20)) + rng.gauss(0, 0.02)
             timing = {"timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/unix_time": 1.7e9 + 3.0 * step}
-            metrics = {"reward/mean": reward, "actor/entropy": 2 * 0.93**step, "reward/errors": 0.0}
+            metrics = {
+                "reward/mean": reward,
+                "actor/entropy": 2 * 0.93**step,
+                "reward/errors": 0.0,
+                "progress/samples": 128.0 * step,
+            }
             file.write(json.dumps({"step": step, **metrics, **timing}) + "\n")
     for step in range(1, STEPS + 1):
         with (directory / "rollouts" / f"step-{step:06d}.jsonl").open("w") as file:

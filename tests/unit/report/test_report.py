@@ -119,14 +119,23 @@ def test_rules_judge_what_is_recent_against_what_was_early() -> None:
                 "actor/approx_kl": [0.001, 0.06],
                 "actor/grad_norm": [1.0, 1.0, 25.0],
                 "reward/share_same": [0.1, None, 0.2],
-                "reward/errors": [0.0],
+                "reward/errors": [0.0, 0.0],
+                "reward/parse_failures": [None, 4.0, 10.0],  # of 8 and of 16 responses
+                "progress/samples": [None, 8.0, 24.0],
             }
         )
     }
     assert states.pop("actor/entropy") == "bad" and states.pop("actor/approx_kl") == "watch"
     assert states.pop("actor/grad_norm") == "watch" and states.pop("reward/share_same") == "good"
-    assert states.pop("reward/errors") == "good" and set(states.values()) == {"unknown"}
-    assert verdicts({"reward/errors": [1.0]})[0].state == "bad"  # the worst comes first
+    assert (
+        states.pop("reward/errors") == "good"
+        and states.pop("reward/parse_failures") == "watch"
+        and set(states.values()) == {"unknown"}
+    )
+    [worst, *_] = verdicts(
+        {"reward/parse_failures": [4.0, 14.0], "progress/samples": [8.0, 24.0], "actor/grad_norm": [1.0]}
+    )
+    assert (worst.metric, worst.state, worst.value) == ("reward/parse_failures", "bad", "87.5 %")
 
 
 def test_remedies_name_keys_that_exist() -> None:
