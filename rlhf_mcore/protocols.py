@@ -85,6 +85,44 @@ class StreamingGenerator(Generator, Protocol):
         ...
 
 
+class EpisodeDriver(Protocol):
+    """Episodes in an environment, in the process that leads their engine: what the engine draws next, and what comes of it."""
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that ``take`` has not returned."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes that wait for their environment."""
+        ...
+
+    def begin(self, requests: Sequence[Request]) -> list[Request]:
+        """Begin those that ask for episodes. Returns the others, which are for the engine as they are."""
+        ...
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Forget these episodes; unknown ids are ignored."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget all episodes."""
+        ...
+
+    def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
+        """Turns that an engine begins to draw now. None: it must not draw before environments have answered.
+
+        Waits for an environment where the engine has nothing to do, but no longer than ``wait_s``. ``engine_draws``: whether it has
+        turns in flight.
+        """
+        ...
+
+    def take(self, completions: Iterable[Completion]) -> list[Completion]:
+        """What an engine has drawn. Returns episodes that have ended, and completions that are no turns of episodes."""
+        ...
+
+
 class WeightTarget(Protocol):
     """Where a bridge writes: the weights of a model, replaced as one transaction."""
 

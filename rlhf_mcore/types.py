@@ -134,11 +134,21 @@ class Request:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeRequest(Request):
+    """One episode in an environment, for response ``sample`` to ``prompt`` at ``step``. The rest is of its first turn."""
+
+    prompt: Prompt
+    sample: int
+    step: int
+
+
 @dataclass(slots=True, eq=False)
 class Completion:
     """What an engine drew for a request: N tokens, the last one the end-of-sequence token if ``finish_reason`` is "stop".
 
-    ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``.
+    ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``. To an ``EpisodeRequest``
+    the last turn of the policy is the answer, and the whole episode its ``trajectory``.
     """
 
     request_id: int
@@ -146,6 +156,7 @@ class Completion:
     logprobs: NDArray[np.float32]  # [N]
     versions: tuple[tuple[int, int], ...]
     finish_reason: str  # "stop" or "length"
+    trajectory: Trajectory | None = None
 
 
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time

@@ -27,7 +27,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.environments.build import build_graders, episode_worker
+from rlhf_mcore.environments.build import build_graders, check_environment, episode_worker
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
@@ -101,6 +101,7 @@ def run(cfg: Config) -> None:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
+        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = on_every_rank(lambda: _tasks(cfg, folders))
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
@@ -366,7 +367,7 @@ class _Engines:
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
-            return episode_worker(cfg, engine, engine.rank, loaded, decode)
+            return episode_worker(cfg, engine, engine.rank, decode)
         return RolloutWorker(engine, engine.rank, decode)
 
     def _load(self, engine: Engine, path: str, reader: Weights) -> None:

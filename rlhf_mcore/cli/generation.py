@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.data.source import PromptBatches
-from rlhf_mcore.environments.build import episode_worker
+from rlhf_mcore.environments.build import EpisodeOrder, episode_worker
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
@@ -38,7 +38,7 @@ from rlhf_mcore.trainer.failures import OnError
 from rlhf_mcore.trainer.parts import Publisher, Source
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import AddScores, EnginePublisher, SampledBatches
-from rlhf_mcore.trainer.rollouts import RolloutWorker
+from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_of
 from rlhf_mcore.types import Prompt, Sampling
 
 
@@ -85,7 +85,7 @@ def _colocated(
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
-        worker = episode_worker(cfg, engine, engine.rank, data.tokenizer, data.decode)
+        worker = episode_worker(cfg, engine, engine.rank, data.decode)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
@@ -114,10 +114,12 @@ def _disaggregated(
     in_order, drain, bound = rollout.deterministic_order, rollout.at_publish == "drain", cfg.trainer.max_staleness
     last = cfg.trainer.num_steps
     schedule = Schedule(cfg.trainer.prompts_per_step, bound, rollout.oversample, in_order, drain, last)
+    make_request = request_of if cfg.environment.function is None else episode_request
     first = None
     if fleet is not None:
         sampling = Sampling(**vars(rollout.sampling), seed=cfg.seed)
-        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, rewards.graders.submit)
+        begin_scores = rewards.graders.submit
+        ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin)
     live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
@@ -138,6 +140,7 @@ def _disaggregated(
     collector = _collector(cfg, on_error)
     source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model, collector)
     canary = _build_canary(run, actor, worker, NoTarget())
+    worker = replace(worker, make_request=make_request)
     publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, worker, None if first is None else first.ahead)
 
@@ -153,8 +156,9 @@ def start_fleet(run: RunContext) -> Fleet | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
+    episodes = None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines).build
     plan = FleetPlan(
-        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd),
+        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes),
         rollout.num_engines,
         rollout.layout.tp,
         cfg.trainer.threads_per_rank,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.checkpoint.registry import Stateful
@@ -25,7 +26,7 @@ from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.environments.build import build_graders
+from rlhf_mcore.environments.build import build_graders, check_environment
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.rewards.reward import check_sources
@@ -68,6 +69,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
+        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):

@@ -39,6 +39,9 @@ class FromEnvironment(str):
     def __repr__(self) -> str:
         return repr(self.shown)
 
+    def __reduce__(self) -> tuple[type[FromEnvironment], tuple[str, str]]:
+        return FromEnvironment, (str(self), self.shown)  # Ray carries it to engines
+
     def __deepcopy__(self, memo: object) -> FromEnvironment:
         return self
 

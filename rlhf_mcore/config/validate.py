@@ -188,11 +188,6 @@ def _environment_problems(cfg: Config) -> Iterator[str]:
         return
     if own.function not in ENVIRONMENTS:
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
-    if cfg.rollout.placement == "disaggregated":
-        yield (
-            f"environment.function={own.function} with rollout.placement=disaggregated is not supported yet; set "
-            "rollout.placement=colocated"
-        )
     if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
         yield (
             f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="

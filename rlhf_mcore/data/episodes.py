@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 
 import numpy as np
 import safetensors
@@ -97,6 +97,7 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "text": t.response_text,
             "finish_reason": t.finish_reason,
             "score": t.score and asdict(t.score),
+            **({"prompt": t.prompt.text} if t.score else {}),  # which ends with the first observation of its environment
         }
         for number, t in rows
     ]
@@ -118,8 +119,12 @@ def decode_trajectories(content: bytes, prompts: Mapping[int, Prompt]) -> dict[i
         start = 0
         for record in records:
             own = slice(start, start := start + record["length"])
+            prompt = prompts[record["group"]]
+            if "prompt" in record:
+                prompt_ids = flat["token_ids"][own][: record["turns"][0][2]].tolist()
+                prompt = replace(prompt, prompt_ids=prompt_ids, text=record["prompt"])
             trajectory = Trajectory(
-                prompts[record["group"]],
+                prompt,
                 record["sample"],
                 token_ids=flat["token_ids"][own],
                 loss_mask=flat["loss_mask"][own],

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.environments.sessions import Answer, Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of, request_seed
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Score
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +37,8 @@ class EpisodeLimits:
 
 @dataclass(slots=True, eq=False)
 class _Episode:
+    asked: EpisodeRequest
     prompt: Prompt  # with the first observation
-    sample: int
-    sampling: Sampling
-    step: int
     max_tokens: int
     started: float
     written: list[Completion | NDArray[np.int32]] = field(default_factory=list)
@@ -54,18 +52,16 @@ class _Episode:
         """After the prompt."""
         return sum(len(part.token_ids if isinstance(part, Completion) else part) for part in self.written)
 
-    @property
-    def name(self) -> str:
-        return f"prompt {self.prompt.prompt_id!r}, sample {self.sample}"
-
 
 class Episodes:
-    """The episodes of an engine, in its leading rank.
+    """The episodes of an engine, in its leading rank: an :class:`rlhf_mcore.protocols.EpisodeDriver`.
 
-    The engine's requests have the keys of their episodes as ids: an episode has one at a time.
+    A turn is asked for under the id of its episode, which has one turn at a time.
 
     Args:
         fails: an environment without an answer ends the run; else its episode ends without a score.
+        overlap: an engine draws while environments compute. Which turns it draws together then depends on the time, and so may the
+            last bits of logprobs; without it, nothing does.
         action_of: what ``step`` gets, from the text of a turn.
     """
 
@@ -76,63 +72,83 @@ class Episodes:
         limits: EpisodeLimits,
         *,
         fails: bool = True,
+        overlap: bool = False,
         action_of: Callable[[str], Any] = str,
     ) -> None:
         self._sessions, self._text, self._limits = sessions, text, limits
-        self._fails, self._action_of = fails, action_of
+        self._fails, self._overlap, self._action_of = fails, overlap, action_of
         self._open: dict[int, _Episode] = {}
         self._requests: list[Request] = []
-        self._finished: list[tuple[int, Trajectory]] = []
+        self._finished: list[Completion] = []
 
     @property
     def num_open(self) -> int:
-        """Episodes that are not finished."""
-        return len(self._open)
+        """Episodes that ``take`` has not returned."""
+        return len(self._open) + len(self._finished)
 
     @property
     def num_waiting(self) -> int:
-        """Those of them that wait for their environment."""
+        """Episodes that wait for their environment."""
         return self._sessions.num_calls
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether ``requests`` has something to return."""
-        return bool(self._requests)
+    def begin(self, requests: Sequence[Request]) -> list[Request]:
+        """Reset an environment for each request of an episode. Returns the others, which are single turns."""
+        for request in requests:
+            if isinstance(request, EpisodeRequest):
+                prompt, sampling = request.prompt, request.sampling
+                max_tokens = self._limits.max_tokens or sampling.max_new_tokens
+                self._open[request.request_id] = _Episode(request, prompt, max_tokens, time.monotonic())
+                # All responses to a prompt face the same task: groups are compared. Its further occurrences in a step have others.
+                seed = request_seed(sampling.seed, request.step, prompt.index, -1 - prompt.occurrence)
+                self._sessions.open(request.request_id, _row(prompt), seed)
+        return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
-    @property
-    def has_finished(self) -> bool:
-        """Whether ``finished`` has something to return."""
-        return bool(self._finished)
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Forget these episodes; unknown ids are ignored."""
+        for key in self._open.keys() & set(request_ids):
+            del self._open[key]
+            self._sessions.close(key)
+        self._requests = [request for request in self._requests if request.request_id in self._open]
+        self._finished = [found for found in self._finished if found.request_id not in request_ids]
 
-    def begin(self, key: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> None:
-        """Reset an environment for response ``sample`` to a prompt of ``step``."""
-        max_tokens = self._limits.max_tokens or sampling.max_new_tokens
-        self._open[key] = _Episode(prompt, sample, sampling, step, max_tokens, time.monotonic())
-        # All responses to a prompt face the same task: groups are compared. Its further occurrences in a step have others.
-        seed = request_seed(sampling.seed, step, prompt.index, -1 - prompt.occurrence)
-        self._sessions.open(key, _row(prompt), seed)
+    def abandon(self) -> None:
+        """Forget all episodes."""
+        self.cancel(list(self._open))
 
-    def requests(self) -> list[Request]:
-        """What an engine is to draw next; each is returned once."""
+    def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
+        """See :class:`rlhf_mcore.protocols.EpisodeDriver`. None where an engine has nothing to draw, or must not draw yet.
+
+        Raises:
+            ConfigError: an environment gave no answer, and that ends the run.
+        """
+        if self.num_waiting:
+            self._poll(0.0 if self._overlap and (engine_draws or self._requests) else wait_s)
+        if self.num_waiting and not (self._overlap and (engine_draws or self._requests)):
+            return None
         requests, self._requests = sorted(self._requests, key=lambda request: request.request_id), []
         return requests
 
-    def finished(self) -> list[tuple[int, Trajectory]]:
-        """Episodes that have ended, with their keys; each is returned once."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def take(self, completion: Completion) -> None:
-        """A turn of the policy: its text goes to the environment.
+    def take(self, completions: Iterable[Completion]) -> list[Completion]:
+        """The texts of turns go to their environments. Returns episodes that have ended, and what is no turn of an episode.
 
         Raises:
-            LostTrajectory: it was not asked for.
-            RuntimeError: it must not be trained on.
+            LostTrajectory: a turn was not asked for.
+            RuntimeError: a turn must not be trained on.
         """
+        others = []
+        for completion in completions:
+            if completion.request_id in self._open:
+                self._take(completion)
+            else:
+                others.append(completion)
+        finished, self._finished = self._finished, []
+        return others + finished
+
+    def _take(self, completion: Completion) -> None:
         key = completion.request_id
-        each = self._open.get(key)
-        if each is None or each.request is None:
-            raise LostTrajectory(f"the engine answered request {key}, which was not made or had its answer. {REMEDY}")
+        each = self._open[key]
+        if each.request is None:
+            raise LostTrajectory(f"the engine answered {each.asked.name} twice. {REMEDY}")
         check_completion(each.request, completion)
         each.request = None
         each.written.append(completion)
@@ -142,12 +158,8 @@ class Episodes:
         else:
             self._sessions.step(key, self._action_of(each.texts[-1]))
 
-    def poll(self, timeout_s: float | None) -> None:
-        """Go on with episodes whose environment has answered. Waits for one of them, but no longer than ``timeout_s``.
-
-        Raises:
-            ConfigError: an environment gave no answer, and that ends the run.
-        """
+    def _poll(self, timeout_s: float | None) -> None:
+        """Continue episodes whose environment has answered. Waits for one of them, but no longer than ``timeout_s``."""
         for key, answer in self._sessions.poll(timeout_s):
             each = self._open[key]
             if answer.error:
@@ -156,12 +168,6 @@ class Episodes:
                 self._begin_first_turn(key, each, answer)
             else:
                 self._next_turn(key, each, answer)
-
-    def abandon(self) -> None:
-        """Forget all episodes."""
-        for key in self._open:
-            self._sessions.close(key)
-        self._open, self._requests, self._finished = {}, [], []
 
     # ---------------------------------------------------------------------------------------------------------- turns
     def _begin_first_turn(self, key: int, each: _Episode, answer: Answer) -> None:
@@ -198,20 +204,21 @@ class Episodes:
 
     def _ask(self, key: int, each: _Episode) -> None:
         room = each.max_tokens - each.num_tokens
-        first = request_of(key, each.prompt, each.sample, each.sampling, each.step)
+        asked = each.asked
+        first = request_of(key, each.prompt, asked.sample, asked.sampling, asked.step)
         if each.written:
             parts = [part.token_ids if isinstance(part, Completion) else part for part in each.written]
             prompt_ids = np.concatenate([np.array(each.prompt.prompt_ids, np.int32), *parts]).tolist()
             seed = turn_seed(first.seed, len(each.rewards))
             first = replace(first, name=f"{first.name}, turn {len(each.rewards)}", prompt_ids=prompt_ids, seed=seed)
-        sampling = replace(each.sampling, max_new_tokens=min(each.sampling.max_new_tokens, room))
+        sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
         each.request = replace(first, sampling=sampling)
         self._requests.append(each.request)
 
     def _fail(self, key: int, answer: Answer) -> None:
         """An environment without an answer. What it has not seen is answered by nobody, so the episode ends with it."""
         each = self._open[key]
-        cause = f"{self._sessions.name} on {each.name}, turn {len(each.rewards)}, {answer.error}"
+        cause = f"{self._sessions.name} on {each.asked.name}, turn {len(each.rewards)}, {answer.error}"
         if self._fails:
             raise ConfigError(f"{cause}. Correct it, or set reward.on_error=zero to score such an episode 0")
         if not each.written:  # a row needs a turn of the policy
@@ -226,12 +233,13 @@ class Episodes:
         each = self._open.pop(key)
         self._sessions.close(key)
         rewards, text = [*each.rewards[:-1], 0.0], ""
-        drawn = episode(each.prompt, each.sample, each.written, text, [] if score else rewards)
+        drawn = episode(each.prompt, each.asked.sample, each.written, text, [] if score else rewards)
         turns = [replace(turn, text=text) for turn, text in zip(drawn.turns[1:], each.texts, strict=True)]
-        last = next(turn.text for turn in reversed(turns) if turn.writer == "policy")
+        said = next(turn.text for turn in reversed(turns) if turn.writer == "policy")
         score = score or Score(each.rewards[-1], {PART: sum(each.rewards)})
-        whole = replace(drawn, turns=(drawn.turns[0], *turns), response_text=last, finish_reason=reason, score=score)
-        self._finished.append((key, whole))
+        whole = replace(drawn, turns=(drawn.turns[0], *turns), response_text=said, finish_reason=reason, score=score)
+        last = next(part for part in reversed(each.written) if isinstance(part, Completion))
+        self._finished.append(replace(last, trajectory=whole))
 
 
 def turn_seed(seed: int, turn: int) -> int:

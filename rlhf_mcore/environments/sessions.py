@@ -63,12 +63,14 @@ class Sessions:
         spec: of ``environment.function``, or the name of a built-in class.
         options: of its constructor.
         limits: of its processes; ``timeout_s`` of one call.
+        folder: their working directory; None: this process's.
     """
 
-    def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
+    def __init__(self, spec: str, options: Mapping[str, Any], limits: WorkerLimits, folder: str | None = None) -> None:
         memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))
         self.name = f"{KEY}={spec}"
-        self._order = encode({"spec": spec, "options": dict(options), "memory_bytes": memory_bytes})
+        order = {"spec": spec, "options": dict(options), "memory_bytes": memory_bytes, "folder": folder or os.getcwd()}
+        self._order = encode(order)
         self._limits = limits
         self._hosts: list[_Host] = []
         self._sessions: dict[int, _Session] = {}

@@ -34,15 +34,22 @@ _MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'
 def main(descriptor: int) -> None:
     """Serve the sessions at the other end of a socket until it is closed.
 
-    The first message tells what to load: ``{"spec", "options", "memory_bytes"}``. It is answered by ``{"ready": true, "concurrent"}``
-    or by ``{"problem": text}``. Every later one is ``{"close": session}`` or ``{"session", "seed", "actions"}``, with ``"row"`` where
-    this process does not have the session yet: it resets it, takes the actions, and answers with what came of the last one.
+    The first message tells what to load: ``{"spec", "options", "memory_bytes", "folder"}``. It is answered by ``{"ready": true,
+    "concurrent"}`` or by ``{"problem": text}``. Every later one is ``{"close": session}`` or ``{"session", "seed", "actions"}``,
+    with ``"row"`` where this process does not have the session yet: it resets it, takes the actions, and answers with what came of
+    the last one.
     """
     end_with(descriptor)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     order = next(messages_of(connection))
     limit_memory(order["memory_bytes"])
+    try:
+        os.chdir(order["folder"])
+    except OSError as error:
+        problem = f"{KEY}={order['spec']}: the folder {order['folder']}, in which the run was started, is not on {os.uname().nodename}"
+        connection.sendall(encode({"problem": f"{problem} ({error.strerror}); its engines need a copy of it"}))
+        return
     sys.path.append(os.getcwd())
     try:
         made = load_environment(order["spec"])

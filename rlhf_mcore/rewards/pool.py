@@ -58,10 +58,10 @@ class WorkerLimits:
     retries: int = 1  # of an item whose worker has ended or was killed, each on a fresh one
 
 
-def default_workers() -> int:
-    """This rank's share of the cores of its machine, at most ``MAX_WORKERS``."""
+def default_workers(engines: int = 1) -> int:
+    """This rank's, or one engine's, share of the cores of its machine, at most ``MAX_WORKERS``."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = len(os.sched_getaffinity(0)) // max(int(ranks) if ranks.isdecimal() else 1, 1)
+    share = len(os.sched_getaffinity(0)) // max(int(ranks) if ranks.isdecimal() else 1, engines, 1)
     return max(1, min(MAX_WORKERS, share))
 
 

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field, replace
 from threading import Condition, Event, Thread
 from typing import Any
 
-from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.protocols import StreamingGenerator
 from rlhf_mcore.trainer.dynamic_sampling import sampling_of_batch
-from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of
+from rlhf_mcore.trainer.rollouts import (
+    REMEDY,
+    Decode,
+    LostTrajectory,
+    MakeRequest,
+    check_completion,
+    request_of,
+    trajectories_of,
+)
 from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Score, Trajectory
 
 POLL_S, IDLE_S = 1.0, 0.05  # of the thread: most that it waits for a response, and when there is none to wait for
@@ -90,7 +97,6 @@ class SamplingAhead:
     Args:
         prompts: of the data, in the order that ``sampler`` counts.
         sampler: draws ``schedule.prompts_per_step`` at a time. What it has drawn is answered here or learned from.
-        decode: token ids of responses -> their texts without special tokens.
         begin_scores: trajectories -> what waits for their scores.
     """
 
@@ -99,15 +105,16 @@ class SamplingAhead:
         prompts: Sequence[Prompt],
         sampler: ResumableSampler,
         generator: StreamingGenerator,
-        decode: Callable[[Sequence[Sequence[int]]], list[str]],
+        decode: Decode,
         sampling: Sampling,
         schedule: Schedule,
         begin_scores: BeginScores,
+        make_request: MakeRequest = request_of,
     ) -> None:
         self.schedule, self.redrawn = schedule, 0
         self._begin_scores = begin_scores
         self._prompts, self._sampler, self._generator = prompts, sampler, generator
-        self._decode, self._sampling = decode, sampling
+        self._decode, self._sampling, self._make_request = decode, sampling, make_request
         self._drawn = 0
         self._batches = (0, 0)  # a step, and how often it has drawn
         self._groups: list[Group] = []  # by rising number
@@ -197,7 +204,7 @@ class SamplingAhead:
         sampling = sampling_of_batch(self._sampling, group.attempt)
         group.version = version
         for sample in range(sampling.n):
-            request = request_of(self._next_id, group.prompt, sample, sampling, group.step)
+            request = self._make_request(self._next_id, group.prompt, sample, sampling, group.step)
             group.requests[request.request_id] = request
             self._asked[request.request_id] = group, sample
             self._next_id += 1
@@ -244,11 +251,8 @@ class SamplingAhead:
 
     def _finish(self, group: Group) -> None:
         samples = sorted(group.completions.items())
-        texts = self._decode([completion.token_ids.tolist() for _, completion in samples])
-        group.trajectories = [
-            episode(group.prompt, sample, [completion], text)
-            for (sample, completion), text in zip(samples, texts, strict=True)
-        ]
+        asked = [(group.prompt, sample) for sample, _ in samples]
+        group.trajectories = trajectories_of(asked, [completion for _, completion in samples], self._decode)
         group.completions, group.scores = {}, self._begin_scores(group.trajectories)
         self._finished.append(group)
 

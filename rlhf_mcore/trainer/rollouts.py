@@ -14,7 +14,13 @@ import numpy as np
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, StreamingGenerator
-from rlhf_mcore.types import Completion, Prompt, Request, Sampling, Trajectory
+from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
+
+# Number, prompt, sample, sampling, step -> what an engine is asked for.
+MakeRequest = Callable[[int, Prompt, int, Sampling, int], Request]
+Decode = Callable[
+    ["Sequence[Sequence[int]]"], "list[str]"
+]  # token ids of responses -> their texts without special tokens
 
 _SEED_BITS = 63  # torch.Generator and vLLM both take any non-negative int64
 REMEDY = "Nothing of this step was trained on; start the run again (trainer.max_restarts does so by itself)"
@@ -32,13 +38,42 @@ class Rollouts:
     trajectories: list[Trajectory]
 
 
+def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:
+    """Request ``number``: for response ``sample`` to a prompt of ``step``."""
+    # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
+    seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
+    return Request(number, f"prompt {prompt.prompt_id!r}, sample {sample}", prompt.prompt_ids, sampling, seed)
+
+
+def episode_request(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> EpisodeRequest:
+    """Request ``number``: for an episode in place of response ``sample``."""
+    first = request_of(number, prompt, sample, sampling, step)
+    return EpisodeRequest(number, first.name, prompt.prompt_ids, sampling, first.seed, prompt, sample, step)
+
+
+def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
+    """The seed that response ``sample`` to the prompt in row ``prompt_index`` is drawn with at ``step``.
+
+    It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
+    it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
+    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
+    neither on the engine that ran it nor on its neighbours in a batch.
+
+    Raises:
+        struct.error: an argument does not fit in a signed 64-bit integer.
+    """
+    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutWorker:
-    """This rank's engine, as the trainer uses it. ``decode``: token ids of responses -> their texts without special tokens."""
+    """This rank's engine, as the trainer uses it."""
 
     generator: StreamingGenerator
     engine: EngineRank
-    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    decode: Decode
+    make_request: MakeRequest = request_of
 
     def rollouts(
         self,
@@ -59,7 +94,7 @@ class RolloutWorker:
         """
         numbered = number_occurrences(prompts)
         mine = list(range(self.engine.engine_index, len(prompts), self.engine.num_engines))
-        requests = _requests([numbered[place] for place in mine], sampling, step)
+        requests = self._requests([numbered[place] for place in mine], sampling, step)
         self.generator.submit(requests)
         completions: list[Completion] = []
         groups: dict[int, list[Completion]] = {}  # by their place in ``mine``
@@ -84,7 +119,7 @@ class RolloutWorker:
         Raises:
             LostTrajectory, RuntimeError: as ``rollouts``.
         """
-        requests = _requests(prompts, sampling, step)
+        requests = self._requests(prompts, sampling, step)
         completions = self.generator.generate(requests)
         return self._trajectories(prompts, requests if self.engine.is_lead else [], completions)
 
@@ -93,39 +128,27 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         """``requests``: of each prompt as many."""
         found = matched(requests, completions)
-        texts = self.decode([completion.token_ids.tolist() for completion in found]) if found else []
         num_samples = len(requests) // max(len(prompts), 1)
+        asked = [(prompts[number // num_samples], number % num_samples) for number in range(len(requests))]
+        return trajectories_of(asked, found, self.decode)
+
+    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Request]:
+        samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
         return [
-            episode(prompts[number // num_samples], number % num_samples, [completion], text)
-            for number, (completion, text) in enumerate(zip(found, texts, strict=True))
+            self.make_request(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)
         ]
 
 
-def _requests(prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Request]:
-    samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
-    return [request_of(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)]
-
-
-def request_of(number: int, prompt: Prompt, sample: int, sampling: Sampling, step: int) -> Request:
-    """Request ``number``: for response ``sample`` to a prompt of ``step``."""
-    # A prompt's further occurrences are seeded as further samples: the second has those from ``sampling.n`` on.
-    seed = request_seed(sampling.seed, step, prompt.index, prompt.occurrence * sampling.n + sample)
-    return Request(number, f"prompt {prompt.prompt_id!r}, sample {sample}", prompt.prompt_ids, sampling, seed)
-
-
-def request_seed(seed: int, step: int, prompt_index: int, sample: int) -> int:
-    """The seed that response ``sample`` to the prompt in row ``prompt_index`` is drawn with at ``step``.
-
-    It is the first 63 bits of BLAKE2b over the four numbers (little-endian int64, in the order of the arguments), so
-    it is the same on every machine and Python version, and responses of neighbouring prompts, samples or steps are
-    unrelated. Samples are counted over all occurrences of the row in the step. Nothing else enters it: a rollout depends
-    neither on the engine that ran it nor on its neighbours in a batch.
-
-    Raises:
-        struct.error: an argument does not fit in a signed 64-bit integer.
-    """
-    digest = hashlib.blake2b(struct.pack("<4q", seed, step, prompt_index, sample), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+def trajectories_of(
+    asked: Sequence[tuple[Prompt, int]], completions: Sequence[Completion], decode: Decode
+) -> list[Trajectory]:
+    """Of completions for prompts and samples, in their order. Episodes of several turns are whole already."""
+    single = [completion.token_ids.tolist() for completion in completions if completion.trajectory is None]
+    texts = iter(decode(single) if single else [])
+    return [
+        completion.trajectory or episode(prompt, sample, [completion], next(texts))
+        for (prompt, sample), completion in zip(asked, completions, strict=True)
+    ]
 
 
 def matched(requests: Sequence[Request], completions: Sequence[Completion]) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""Episodes of several turns in real trainings: with an engine of two ranks, and stopped and resumed."""
+"""Episodes of several turns in real trainings: with an engine of two ranks, with engines of their own, and stopped and resumed."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def rollouts(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_run_that_was_stopped_draws_the_episodes_of_its_next_step_again(workspace: Path) -> None:
+def test_with_an_engine_of_its_own_stopped_and_resumed_it_is_the_synchronous_run_bit_for_bit(workspace: Path) -> None:
     whole = train(workspace, "guess", "whole", "rollout.engine=hf", "trainer.num_steps=3")
-    first = ["rollout.engine=hf", "actor.optimizer.schedule.total_updates=3"]
+    first = ["rollout.engine=hf", "rollout.placement=disaggregated", "actor.optimizer.schedule.total_updates=3"]
     stopped = train(workspace, "guess", "stopped", *first, "trainer.num_steps=2")
     assert train(workspace, "guess", "stopped", *first, "trainer.num_steps=3") == stopped
     assert rollouts(stopped) == rollouts(whole)

@@ -39,9 +39,10 @@ class EnvironmentConfig:
             sum="both",
         ),
     )
-    overlap: bool = key(
-        False,
+    overlap: Optional[bool] = key(
+        None,
         "an engine draws turns of other episodes while environments compute",
+        null="true where `trainer.max_staleness` is above 0 and `rollout.deterministic_order` is false",
         more="Faster where a step takes long. What is drawn together then depends on the time, so that a run that was killed and "
         "resumed may differ from the uninterrupted one in the last bits.",
     )
@@ -60,7 +61,7 @@ class EnvironmentConfig:
         None,
         "worker processes of an engine",
         AT_LEAST_1,
-        null="the rank's share of the cores, at most 8",
+        null="the engine's share of the cores, at most 8",
         more="One with `async def` methods has many episodes under way at a time, others one call.",
     )
     env: list[str] = key([], "environment variables that workers see, as `reward.env`")

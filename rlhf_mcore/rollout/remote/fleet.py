@@ -212,7 +212,8 @@ class Fleet:
             self._leave(engine)
 
     def _take(self, engine: _Engine, report: Report, now: float) -> None:
-        if engine.seen is None or report.tokens_drawn != engine.seen.tokens_drawn:
+        seen = engine.seen
+        if seen is None or (report.tokens_drawn, report.num_waits) != (seen.tokens_drawn, seen.num_waits):
             engine.progressed = now
         engine.seen = report
         for completion in report.completions:

@@ -17,11 +17,13 @@ from rlhf_mcore.parallel.addresses import interface_of, listener
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
-    from rlhf_mcore.protocols import GroupSpec, WeightReceiver, WeightTarget
+    from rlhf_mcore.protocols import EpisodeDriver, GroupSpec, WeightReceiver, WeightTarget
     from rlhf_mcore.rollout.engine import Engine, EngineModel
     from rlhf_mcore.types import Completion, Request
 
-Order = tuple[str, Any]  # "submit" and requests, "cancel" and request ids, "pause"
+Order = tuple[str, Any]  # "submit" and requests, "cancel" and request ids, "pause", "wait" for environments
+
+_WAIT_S = 0.05  # for environments, between two looks at what the trainer wants
 
 _FOREVER = timedelta(
     days=3650
@@ -30,11 +32,15 @@ _FOREVER = timedelta(
 
 @dataclass(frozen=True, slots=True)
 class EngineOrder:
-    """What a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name."""
+    """What a rank of an engine is built from. ``receiver`` makes the other end of the bridge; it is found by its name.
+
+    ``episodes`` makes, in the engine's first rank, what plays episodes in an environment.
+    """
 
     cfg: RolloutConfig
     model: EngineModel
     receiver: Callable[[WeightTarget], WeightReceiver]
+    episodes: Callable[[], EpisodeDriver] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Report:
     tokens_drawn: int
     num_in_flight: int
     version: int
+    num_waits: int = 0  # how often it has waited for environments
 
 
 @dataclass(slots=True)
@@ -81,11 +88,12 @@ class EngineHost:
         self._paused, self._failed = threading.Event(), threading.Event()
         self._news = threading.Condition()
         self._completions: list[Completion] = []
-        self._progress = (0, 0, -1)
+        self._progress, self._num_waits = (0, 0, -1, 0), 0
         self._error: BaseException | None = None
         self._listening: socket.socket | None = None
         self._is_lead = True
         self._engine: Engine
+        self._episodes: EpisodeDriver | None = None
         self._receiver: WeightReceiver
 
     # ------------------------------------------------------------------------------------------ start
@@ -138,6 +146,8 @@ class EngineHost:
         torch.manual_seed(order.model.seed)
         self._engine = build_engine(order.cfg, order.model)
         self._receiver = order.receiver(self._engine)
+        if self._is_lead and order.episodes is not None:
+            self._episodes = order.episodes()
 
     # ------------------------------------------------------------------------------------------ generation
     def submit(self, requests: Sequence[Request]) -> None:
@@ -219,8 +229,11 @@ class EngineHost:
         """One step: of a lead after it has told the others what has come since the last one."""
         from rlhf_mcore.parallel.collectives import broadcast_json
 
-        engine = self._engine
-        orders = self._waiting_orders(block=not engine.num_in_flight) if self._is_lead else []
+        engine, episodes = self._engine, self._episodes
+        is_idle = not engine.num_in_flight and (episodes is None or not episodes.num_open)
+        orders = self._waiting_orders(block=is_idle) if self._is_lead else []
+        if episodes is not None:
+            orders = self._of_turns(orders, episodes)
         if engine.num_ranks > 1:
             plain = [
                 (kind, [asdict(request) for request in found] if kind == "submit" else found) for kind, found in orders
@@ -235,10 +248,26 @@ class EngineHost:
                 engine.submit(found)
             elif kind == "cancel":
                 engine.cancel(found)
-            else:
+            elif kind == "pause":
                 self._paused.set()
-        finished = engine.step() if engine.num_in_flight and not self._paused.is_set() else []
+        stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders)
+        finished = engine.step() if engine.num_in_flight and not stands else []
+        if episodes is not None:
+            finished = episodes.take(finished)
         self._tell(finished if self._is_lead else [])
+
+    def _of_turns(self, orders: list[Order], episodes: EpisodeDriver) -> list[Order]:
+        """Orders of episodes are carried out here. The ranks of the engine are told which turns to draw, and when to wait."""
+        found: list[Order] = []
+        for kind, what in orders:
+            found.append((kind, episodes.begin(what) if kind == "submit" else what))
+            if kind == "cancel":
+                episodes.cancel(what)
+        if not any(kind == "pause" for kind, _ in found):
+            turns = episodes.due(self._engine.num_in_flight > 0, _WAIT_S)
+            self._num_waits += turns is None
+            found.append(("wait", []) if turns is None else ("submit", turns))
+        return found
 
     def _waiting_orders(self, *, block: bool) -> list[Order]:
         orders = [self._orders.get()] if block else []
@@ -250,7 +279,7 @@ class EngineHost:
         engine = self._engine
         with self._news:
             self._completions += completions
-            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version)
+            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version, self._num_waits)
             if completions:
                 self._news.notify_all()
 

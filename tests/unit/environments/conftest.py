@@ -51,13 +51,15 @@ class Scripted:
         if not self._in_flight:
             return []
         request = self._in_flight.pop(0)
-        said = self._says(self._tokenizer.decode(request.prompt_ids), request.seed) + "<end>"
+        text = self._tokenizer.decode(request.prompt_ids)
+        said = self._says(text, request.seed) + "<end>"
         ids = self._tokenizer(said, add_special_tokens=False)["input_ids"]
         limit = request.sampling.max_new_tokens
         reason = "length" if len(ids) > limit else "stop"
         ids = np.array(ids[:limit], np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
-        return [Completion(request.request_id, ids, logprobs, ((0, 3),), reason)]
+        versions = ((0, 2 + text.count("<assistant>")),)  # each turn by a newer policy
+        return [Completion(request.request_id, ids, logprobs, versions, reason)]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise NotImplementedError

@@ -13,15 +13,16 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.environments import rollouts
+from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
+from rlhf_mcore.environments import generator
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
+from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.reward import EnvironmentReward
-from rlhf_mcore.environments.rollouts import EpisodeWorker
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.trainer.rollouts import request_seed
+from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request, request_seed
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.unit.environments.conftest import Scripted
 
@@ -59,7 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTo
         run.engine = Scripted(tokenizer, turns)  # type: ignore[attr-defined]
         bounds = EpisodeLimits(**{"max_turns": 5, "max_tokens": 100, **limits})
         episodes = Episodes(sessions, TurnText(tokenizer), bounds, fails=fails)
-        worker = EpisodeWorker(run.engine, EngineRank(), lambda rows: [], episodes)  # type: ignore[attr-defined]
+        plays = EpisodeGenerator(run.engine, episodes)  # type: ignore[attr-defined]
+        worker = RolloutWorker(plays, EngineRank(), lambda rows: [], episode_request)
         return worker.generate(prompts, Sampling(n=n, max_new_tokens=new, seed=5), step=2)
 
     yield run
@@ -85,7 +87,7 @@ def test_an_episode_is_what_was_sampled_between_the_markers_of_the_template(
         ("environment", "abc?", 0.0),
         ("policy", "bye", 0.0),  # the last reward is the score at the end
     ]
-    assert (found.response_text, found.finish_reason, found.versions[0]) == ("bye", "stop", (6, 3))
+    assert (found.response_text, found.finish_reason, found.versions) == ("bye", "stop", ((6, 3), (19, 4)))
     [score] = EnvironmentReward().score([found])
     assert (score.value, score.parts) == (pytest.approx(0.3), {"environment": pytest.approx(0.6)})
 
@@ -95,6 +97,10 @@ def test_a_first_observation_is_a_message_of_the_prompt(run: Run, tokenizer: Pre
     assert tokenizer.decode(found.token_ids) == "<user>hi<end>\n<user>ready<end>\n<assistant>bye<end>"
     assert tokenizer.decode(found.sampled_ids) == "bye<end>"
     assert found.turns[1].start == len(found.prompt.prompt_ids)
+    [again] = decode_trajectories(encode_trajectories({4: [found]}), {4: prompt(tokenizer, "ready")})[
+        4
+    ]  # of a checkpoint
+    assert (again.prompt, again.turns, again.score) == (found.prompt, found.turns, found.score)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +187,7 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
             told.put(json.dumps(value))
         return json.loads(told.get(timeout=60)) if group == "follower" else value
 
-    monkeypatch.setattr(rollouts, "broadcast_json", broadcast)
+    monkeypatch.setattr(generator, "broadcast_json", broadcast)
 
     def says(text: str, seed: int) -> str:
         return str(seed % 1000) if text.count("<assistant>") < 3 else "bye"
@@ -190,8 +196,10 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     episodes = Episodes(sessions, TurnText(tokenizer), EpisodeLimits(5, 100))
     lead, follower = Scripted(tokenizer, says), Following(tokenizer, says)
     prompts, sampling = [prompt(tokenizer, index=index) for index in range(2)], Sampling(n=2, max_new_tokens=20)
-    leading = EpisodeWorker(lead, EngineRank(), lambda rows: [], episodes, "lead")  # type: ignore[arg-type]
-    following = EpisodeWorker(follower, EngineRank(is_lead=False), lambda rows: [], None, "follower")  # type: ignore[arg-type]
+    plays = EpisodeGenerator(lead, episodes, "lead")  # type: ignore[arg-type]
+    leading = RolloutWorker(plays, EngineRank(), lambda rows: [], episode_request)
+    plays = EpisodeGenerator(follower, None, "follower")  # type: ignore[arg-type]
+    following = RolloutWorker(plays, EngineRank(is_lead=False), lambda rows: [], episode_request)
     with ThreadPoolExecutor() as threads:
         heard = threads.submit(following.generate, prompts, sampling, step=1)
         found = leading.generate(prompts, sampling, step=1)

@@ -52,6 +52,37 @@ class Engine:
         ]
 
 
+class Driver:
+    """One turn for each episode, which its environment begins when the test lets it, and ends. Only even requests are episodes."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Request] = []
+        self.open: set[int] = set()
+        self.answers = threading.Event()
+        self.num_open = 0
+
+    def begin(self, requests: Sequence[Request]) -> list[Request]:
+        self.waiting += [request for request in requests if request.request_id % 2 == 0]
+        self.open |= {request.request_id for request in self.waiting}
+        self.num_open = len(self.open)
+        return [request for request in requests if request.request_id % 2]
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        self.open -= set(request_ids)
+        self.waiting = [request for request in self.waiting if request.request_id in self.open]
+        self.num_open = len(self.open)
+
+    def due(self, engine_draws: bool, wait_s: float | None) -> list[Request] | None:
+        if self.waiting and not self.answers.wait(wait_s):
+            return None
+        due, self.waiting = self.waiting, []
+        return due
+
+    def take(self, completions: Sequence[Completion]) -> list[Completion]:
+        self.cancel([found.request_id for found in completions])
+        return list(completions)
+
+
 class Receiver:
     def __init__(self, told: list[Any]) -> None:
         self.told = told
@@ -109,6 +140,28 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     told = engine.told
     assert told[0] == [1, 2] and told.index([3]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
     assert "step" not in told[told.index("join") : told.index([3])]
+
+
+def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple[EngineHost, Engine]) -> None:
+    host, engine = started
+    engine.allowed.release(100)
+    host.pause()
+    host._episodes = driver = Driver()  # type: ignore[assignment]
+    host.resume()
+    host.submit([request(1, 1), request(2, 1), request(4, 1)])
+    waits = 0
+    while waits < 2:  # and counts as progress
+        waits = host.report(0.1).num_waits
+    assert (engine.told, host.report(0).tokens_drawn) == ([[1]], 0)
+    host.pause()
+    host.sync(4)
+    host.cancel([4])
+    driver.answers.set()
+    host.resume()
+    finished: list[int] = []
+    while len(finished) < 2:
+        finished += [found.request_id for found in host.report(20).completions]
+    assert sorted(finished) == [1, 2] and [told for told in engine.told if told] == [[1], ("sync", 4), [2], "step"]
 
 
 def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:

@@ -1,0 +1,109 @@
+"""An engine in the trainer's process that plays episodes: to the trainer one more generator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.parallel.collectives import broadcast_json
+from rlhf_mcore.types import Completion, Request
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rlhf_mcore.protocols import EpisodeDriver, StreamingGenerator
+    from rlhf_mcore.types import Sampling
+
+
+class EpisodeGenerator:
+    """A StreamingGenerator for requests of episodes: while some wait for their environment, the engine draws the turns of others.
+
+    Args:
+        engine: of this rank. It has no other requests.
+        episodes: on the rank that leads the engine; others draw what it decides.
+        group: of the ranks of the engine, where there are several.
+    """
+
+    def __init__(
+        self, engine: StreamingGenerator, episodes: EpisodeDriver | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._engine, self._episodes, self._group = engine, episodes, group
+        self._open: dict[int, Sampling] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Episodes that were not collected."""
+        return len(self._open)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """See :class:`rlhf_mcore.protocols.Generator`. No other episodes are under way."""
+        assert not self._open, "one call at a time"
+        self.submit(requests)
+        found: list[Completion] = []
+        while self._open:
+            found += self.collect(math.inf)
+        return found
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begin episodes."""
+        self._open |= {request.request_id: request.sampling for request in requests}
+        if self._episodes is not None:
+            self._episodes.begin(requests)
+
+    def collect(self, timeout_s: float) -> list[Completion]:
+        """Episodes that have ended since the last call; waits for one, however long. [] on ranks that do not lead.
+
+        Raises:
+            ConfigError: an environment failed, and ``reward.on_error`` is fail.
+        """
+        episodes, ended = self._episodes, list[Completion]()
+        try:
+            while self._open:
+                turns = self._due(ended) if episodes is not None else []
+                turns, ended_ids = self._agreed(turns, [completion.request_id for completion in ended])
+                self._engine.submit(turns)
+                for request_id in ended_ids:
+                    del self._open[request_id]
+                if ended_ids:
+                    break
+                waits = episodes is not None and episodes.num_waiting  # while it draws: that depends on the time
+                drawn = self._engine.collect(0.0 if waits else math.inf)
+                ended += episodes.take(drawn) if episodes is not None else []
+        except BaseException:
+            self._open.clear()
+            if episodes is not None:
+                episodes.abandon()
+            raise
+        return ended
+
+    def _due(self, ended: list[Completion]) -> list[Request]:
+        """Turns to be drawn; episodes that have ended are added to ``ended``."""
+        assert self._episodes is not None
+        turns = None
+        while turns is None and not ended:
+            turns = self._episodes.due(self._engine.num_in_flight > 0, None)
+            ended += self._episodes.take([])
+        return turns or []
+
+    def _agreed(self, turns: list[Request], ended: list[int]) -> tuple[list[Request], list[int]]:
+        """What the lead has, on all ranks of the engine."""
+        if self._group is None:
+            return turns, ended
+        plain = [(r.request_id, r.name, list(r.prompt_ids), r.sampling.max_new_tokens, r.seed) for r in turns]
+        plain, ended = broadcast_json((plain, ended), 0, self._group)
+        told = [
+            Request(key, name, prompt_ids, replace(self._open[key], max_new_tokens=limit), seed)
+            for key, name, prompt_ids, limit, seed in plain
+        ]
+        return told, ended
+
+    def cancel(self, request_ids: Collection[int]) -> None:
+        """Forget episodes; ids that are not under way are ignored."""
+        known = self._open.keys() & set(request_ids)
+        self._engine.cancel(known)
+        if self._episodes is not None:
+            self._episodes.cancel(known)
+        for request_id in known:
+            del self._open[request_id]
