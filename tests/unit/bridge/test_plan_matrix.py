@@ -72,8 +72,9 @@ def test_every_layout_is_covered_at_the_lower_bound(
     ("ranks", "ep", "etp", "fused"),
     [
         (1024, 16, 2, False),
-        (16384, 32, 4, True),
+        (1024, 32, 4, True),
         pytest.param(1024, 16, 2, True, marks=pytest.mark.matrix),
+        pytest.param(16384, 32, 4, True, marks=pytest.mark.matrix),
         pytest.param(16384, 32, 4, False, marks=pytest.mark.matrix),
     ],
 )
