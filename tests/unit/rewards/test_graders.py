@@ -348,7 +348,7 @@ soup = st.one_of(st.lists(st.sampled_from(PIECES), max_size=30).map("".join), st
 def test_no_text_raises(response: str, truth: str):
     for name, grade in GRADERS.items():
         score = grade(response, truth)
-        assert score in (0.0, 1.0) or name == "language" and 0 <= score <= 1, name
+        assert score in (0.0, 1.0) or (name == "language" and 0 <= score <= 1), name
 
 
 @settings(max_examples=100, deadline=None)
