@@ -29,6 +29,7 @@ from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import build_trackers
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
@@ -53,7 +54,8 @@ def run(cfg: Config, announced: int = 0) -> bool:
     with rank.in_world(cfg, timeout) as process, ExitStack() as stack:
         seed_process(cfg.seed, dist.get_rank())
         timers = Timers(process.platform.synchronize)
-        record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog)
+        sharing = DeviceSharing(process.platform)
+        record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog, memory=sharing)
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"

@@ -22,7 +22,9 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
-from rlhf_mcore.protocols import EngineRank, RewardFunction, WeightBridge, WeightTarget
+from rlhf_mcore.protocols import EngineRank, RewardFunction, SyncStats, WeightBridge, WeightTarget
+from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.rollout.remote.cluster import Cluster
@@ -81,7 +83,10 @@ def _colocated(
 ) -> Generation:
     """Engines in the trainer's processes, which sample and learn in turns."""
     cfg, record = run.cfg, run.record
+    sharing = record.memory or DeviceSharing(run.platform)
+    sharing.settle()
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
+    sharing.engine_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
@@ -98,7 +103,12 @@ def _colocated(
         record,
         rewards.add_model,
     )
-    return Generation(source, EnginePublisher(engine, _build_bridge(cfg, actor, engine), record, canary), worker)
+    with actor.model.on_device():  # a bridge makes views of what is there
+        bridge = FromDevice(_build_bridge(cfg, actor, engine), actor.model)
+    publisher = EnginePublisher(engine, bridge, record, sharing, canary)
+    if sharing.parts:
+        publisher.withdraw()  # an engine starts awake
+    return Generation(source, publisher, worker)
 
 
 def _disaggregated(
@@ -123,7 +133,7 @@ def _disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin)
     live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
-    bridge = RemoteBridge(
+    remote = RemoteBridge(
         Side(actor.model.local_parameters(), NoTarget()),
         BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
         world_group(),
@@ -132,8 +142,14 @@ def _disaggregated(
         timeout_s=rollout.engine_timeout_s,
         note=run.record.note,
     )
-    run.stack.callback(bridge.leave)
-    engines = SharedEngines(first, bridge.sync_again)
+    run.stack.callback(remote.leave)
+    bridge = FromDevice(remote, actor.model)
+
+    def sync_again() -> SyncStats:
+        with actor.model.on_device():
+            return remote.sync_again()
+
+    engines = SharedEngines(first, sync_again)
     worker = RolloutWorker(engines, EngineRank(0, 1, is_lead=fleet is not None), data.decode)
     on_error = OnError.of(cfg.reward)
     exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
@@ -212,6 +228,18 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         gatherer=gatherer,
         nodes=nodes(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FromDevice:
+    """A bridge that finds the weights of ``model`` on the device."""
+
+    bridge: WeightBridge
+    model: RoleModel
+
+    def sync(self, version: int) -> SyncStats:
+        with self.model.on_device():
+            return self.bridge.sync(version)
 
 
 def nodes() -> list[int] | None:

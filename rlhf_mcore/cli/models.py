@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.config.derive import offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind
 from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
@@ -21,6 +22,8 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.residency.ledger import WEIGHTS
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
@@ -38,9 +41,11 @@ class ModelBuilder:
     cfg: Config
     platform: Platform
     weights: Mapping[str, Path] = field(default_factory=dict)
+    sharing: DeviceSharing | None = None  # of the device, among the models and the engine; None: among these models
     _pool: GroupPool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sharing = self.sharing or DeviceSharing(self.platform)
         self._pool = GroupPool(timedelta(seconds=self.cfg.trainer.collective_timeout_s))
 
     def actor(self) -> Actor:
@@ -72,7 +77,7 @@ class ModelBuilder:
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
         overrides = Overrides("actor.megatron", actor.megatron or {})
-        model = self._frozen(spec, path, layout, overrides, offload=cfg.offload, saved_as=saved_as)
+        model = self._frozen(spec, path, layout, overrides, name="reference", offload=cfg.offload, saved_as=saved_as)
         return Reference(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
@@ -81,7 +86,8 @@ class ModelBuilder:
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         overrides = Overrides("reward.model.megatron", cfg.megatron or {})
-        return RewardModel(self._frozen(spec, cfg.path, layout, overrides, offload=cfg.offload, dtype=cfg.dtype))
+        held = self._frozen(spec, cfg.path, layout, overrides, name="reward", offload=cfg.offload, dtype=cfg.dtype)
+        return RewardModel(held)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
         """The model of a run that learns from given responses: a step is one update. ``name`` prefixes its metrics."""
@@ -113,6 +119,8 @@ class ModelBuilder:
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
             model.add_optimizer(cfg.optimizer)
+            assert self.sharing is not None
+            model.share(self.sharing, saved_as, offloaded_parts(cfg.offload))
         return TrainedModel(layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name)
 
     def _frozen(
@@ -122,13 +130,15 @@ class ModelBuilder:
         layout: ParallelLayout,
         overrides: Overrides,
         *,
+        name: str,
         offload: bool,
         dtype: str | None = None,
         saved_as: str | None = None,
     ) -> RoleModel:
         model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
         if model is not None and offload:
-            model.offload()
+            assert self.sharing is not None
+            model.share(self.sharing, name, (WEIGHTS,))
         return RoleModel(layout, model, spec, self.cfg.trainer)
 
     def _model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,10 @@ class Restorer:
 
 
 def _load_weights(model: RoleModel, directory: str) -> None:
-    load(model.local_parameters(), model.spec.geometry, HFReader(directory))
+    parameters = model.local_parameters()
+    if model.model is not None:  # what is not on the device is loaded into its copy on the host
+        parameters = [replace(held, tensor=model.model.movable.current(held.tensor)) for held in parameters]
+    load(parameters, model.spec.geometry, HFReader(directory))
 
 
 def build_checkpointer(
@@ -175,14 +178,15 @@ def build_checkpointer(
 
 def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
     spec = saved.model.spec
-    return Exporter(
-        saved.model.local_parameters(),
-        spec.geometry,
-        [saved.path, cfg.model.tokenizer_path or cfg.model.path],
-        world_group(),
-        bucket_bytes=cfg.bridge.bucket_bytes,
-        config_updates=spec.config_updates,
-    )
+    with saved.model.on_device():  # views are made of what is there
+        return Exporter(
+            saved.model.local_parameters(),
+            spec.geometry,
+            [saved.path, cfg.model.tokenizer_path or cfg.model.path],
+            world_group(),
+            bucket_bytes=cfg.bridge.bucket_bytes,
+            config_updates=spec.config_updates,
+        )
 
 
 class _Housekeeping:

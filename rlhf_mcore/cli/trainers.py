@@ -73,7 +73,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
-        models = ModelBuilder(cfg, run.platform, run.start.weights)
+        models = ModelBuilder(cfg, run.platform, run.start.weights, record.memory)
         actor = models.actor()
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if cfg.algorithm.kl.coef else None
@@ -138,7 +138,7 @@ def reward_model_trainer(run: RunContext) -> Trainer:
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
     """The one model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
-        return ModelBuilder(run.cfg, run.platform, run.start.weights).on_examples(run.kind, name)
+        return ModelBuilder(run.cfg, run.platform, run.start.weights, run.record.memory).on_examples(run.kind, name)
 
 
 def _example_trainer(

@@ -162,3 +162,8 @@ def longest_response(cfg: Config) -> int:
     """Most tokens of a row of a step after its prompt."""
     episode = cfg.environment.max_tokens if cfg.environment.function is not None else None
     return episode or cfg.rollout.sampling.max_new_tokens
+
+
+def offloaded_parts(choice: str) -> tuple[str, ...]:
+    """The parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
+    return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,10 +35,13 @@ from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, routers, use_te
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.weights import HostWeights, local_parameters, unwrap
+from rlhf_mcore.mcore.weights import local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
+from rlhf_mcore.residency.parts import Gradients, Part
+from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.types import LocalParameter, Microbatch
 
 Metrics = dict[str, Tensor]
@@ -61,9 +64,9 @@ class MegatronModel:
     chunks: list[torch.nn.Module]
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
     optimizer: Optimizer | None = None
-    host_weights: HostWeights | None = None  # of a model that leaves the device between uses
     overrides: Overrides = field(default_factory=Overrides)
     _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
+    movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
 
     @property
     def is_last_stage(self) -> bool:
@@ -75,15 +78,27 @@ class MegatronModel:
 
     def add_optimizer(self, cfg: OptimizerConfig) -> None:
         """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
-        self.optimizer = Optimizer(self.chunks, self.config, self.groups, self.platform, cfg, self.overrides)
+        self.optimizer = Optimizer(
+            self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable
+        )
 
-    def offload(self) -> None:
-        """Keep the weights on the host from now on, except while the model runs. For a frozen model."""
-        self.host_weights = HostWeights(self.chunks, self.platform.device())
+    def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str]) -> None:
+        """From now on the parts of ``kinds`` are on the device only while they are used. ``name``: of the model, in the ledger."""
+        self.movable.sharing = sharing
+        if GRADIENTS in kinds:
+            self.movable.add(GRADIENTS, Gradients(f"{name} {GRADIENTS}", self.chunks, self.platform))
+        if OPTIMIZER in kinds:
+            assert self.optimizer is not None
+            tensors = [tensor for shard in self.optimizer.shards() for tensor in shard.tensors.values()]
+            self.movable.add(OPTIMIZER, Part(f"{name} {OPTIMIZER}", tensors, self.platform))
+        if WEIGHTS in kinds:
+            tensors = [tensor for chunk in self.chunks for tensor in _weights(chunk)]
+            lingers = self.optimizer is not None  # what is frozen is used once a step
+            self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", tensors, self.platform, lingers=lingers))
 
-    def on_device(self) -> AbstractContextManager[None]:
-        """The weights are on the device within this block."""
-        return self.host_weights.on_device() if self.host_weights is not None else nullcontext()
+    def updating(self) -> AbstractContextManager[None]:
+        """Everything that an update needs is on the device within this block, in which it is changed."""
+        return self.movable.use(*KINDS, writes=True)
 
     def forward(self, microbatches: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
         """What ``function`` returns for each microbatch, on the host, without gradients. Empty except on the last pipeline stage.
@@ -96,7 +111,7 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        with self.on_device(), torch.no_grad():
+        with self.movable.use(WEIGHTS), torch.no_grad():
             return self._run(microbatches, collect, forward_only=True)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[Metrics]:
@@ -147,6 +162,7 @@ class MegatronModel:
     def step(self, lr: float) -> StepOutcome:
         """Update the weights with the accumulated gradient. See :meth:`Optimizer.step`, and :meth:`gather_weights`."""
         assert self.optimizer is not None
+        self.movable.ready(OPTIMIZER)
         outcome = self.optimizer.step(lr)
         self._has_stale_weights |= outcome.updated and self.overrides.wants("overlap_param_gather")
         return outcome
@@ -228,6 +244,13 @@ class MegatronModel:
 def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
     finalize_model_grads(chunks, None, **kwargs)
+
+
+def _weights(chunk: torch.nn.Module) -> list[Tensor]:
+    """The tensors that hold a chunk's weights: flat buffers of one that is trained."""
+    if isinstance(chunk, DistributedDataParallel):
+        return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [*chunk.parameters(), *chunk.buffers()]
 
 
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:

@@ -28,7 +28,8 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
-from rlhf_mcore.types import LocalParameter, StateShard
+from rlhf_mcore.residency.sharing import Movable
+from rlhf_mcore.types import StateShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,11 @@ class Optimizer:
         platform: Platform,
         cfg: OptimizerConfig,
         overrides: Overrides | None = None,
+        movable: Movable | None = None,
     ):
         """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
         self._chunks, self._groups, self._platform = chunks, groups, platform
+        self._movable = movable or Movable()
         scale = cfg.loss_scale
         settings = (overrides or Overrides()).build(
             megatron_optimizer.OptimizerConfig,
@@ -104,18 +107,21 @@ class Optimizer:
             return StepOutcome(bool(self.megatron.step_with_ready_grads()), grad_norm)
 
     def shards(self) -> list[StateShard]:
-        """Live views of this rank's part of the state.
+        """Views of this rank's part of the state: live ones, or of the host's copy where the state is not on the device.
 
         With 16-bit parameters the fp32 weights that Adam steps are ``master``. With fp32 parameters Adam steps the parameters
         themselves, so there is no ``master``. Moments that do not exist yet (before the first update) are made, as zeros.
         """
-        local = {parameter.tensor.data_ptr(): parameter for parameter in self._local_parameters()}
+        local = {
+            _place(parameter.tensor): parameter for parameter in local_parameters(self._chunks, self._groups.layout)
+        }
         found = []
         for part in self._parts():
             for param, stepped in _stepped(part):
                 held = part._get_model_param_range_map(param)["param"]
-                parameter, tensors = local[param.data_ptr()], _tensors(part.optimizer, param, stepped)
-                found.append(StateShard(parameter.name, parameter.shard, held.start, held.end, tensors))
+                parameter, tensors = local[_place(param)], _tensors(part.optimizer, param, stepped)
+                current = {kind: self._movable.current(tensor) for kind, tensor in tensors.items()}
+                found.append(StateShard(parameter.name, parameter.shard, held.start, held.end, current))
         return found
 
     def is_finite(self) -> bool:
@@ -124,7 +130,7 @@ class Optimizer:
         One fused pass over the state: a norm is not finite if an element is not. A norm may also overflow: then every element
         is checked.
         """
-        weights = {parameter.name: parameter.tensor.view(-1) for parameter in self._local_parameters()}
+        weights = self._flat_weights()
         tensors = []
         for shard in self.shards():
             tensors += [weights[shard.name][shard.start : shard.stop], *shard.tensors.values()]
@@ -136,12 +142,12 @@ class Optimizer:
 
         The optimizer keeps it so after every update; after loading, it shows that weights and state belong together.
         """
-        local = {parameter.name: parameter.tensor.view(-1) for parameter in self._local_parameters()}
+        local = self._flat_weights()
         found = []
         for shard in self.shards():
             if (master := shard.tensors.get("master")) is not None:
                 weights = local[shard.name][shard.start : shard.stop]
-                if not torch.equal(master.to(weights.dtype), weights):
+                if not torch.equal(master.to(weights), weights):
                     found.append(shard.name)
         return found
 
@@ -178,8 +184,10 @@ class Optimizer:
                 scaler._growth_tracker = scale["growth_tracker"]
                 scaler._hysteresis_tracker = scale["hysteresis_tracker"]
 
-    def _local_parameters(self) -> list[LocalParameter]:
-        return local_parameters(self._chunks, self._groups.layout)
+    def _flat_weights(self) -> dict[str, Tensor]:
+        """The weights by name, wherever they are."""
+        held = local_parameters(self._chunks, self._groups.layout)
+        return {parameter.name: self._movable.current(parameter.tensor).view(-1) for parameter in held}
 
     def _parts(self) -> list[DistributedOptimizer]:
         """Experts have an optimizer of their own, beside that of the rest. One without parameters on this rank is left out."""
@@ -209,6 +217,11 @@ def aligned_within(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         megatron_optimizer.torch = before
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where a parameter is, also while there is no memory behind it."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:

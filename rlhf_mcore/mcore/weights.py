@@ -1,11 +1,10 @@
-"""The weights of a model on this rank: named for the bridge, and kept on the host between uses."""
+"""The weights of a model on this rank, named for the bridge."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -45,38 +44,3 @@ def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _global_name(name: str, layer_numbers: list[int]) -> str:
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layer_numbers[int(m.group(1))]}.", name)
-
-
-class HostWeights:
-    """Host copies of a frozen model's weights, which are on the device only while they are used.
-
-    The copies are kept (pinned where there is a CUDA device), so releasing the device's memory needs no copy: the weights are not
-    written to there.
-    """
-
-    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device):
-        self._device = device
-        self._tensors = [tensor for chunk in chunks for tensor in [*chunk.parameters(), *chunk.buffers()]]
-        pinned = device.type == "cuda"
-        self._copies = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in self._tensors]
-        self.store()
-
-    def store(self) -> None:
-        """Copy what is on the device, and free it there."""
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            copy.copy_(tensor.data)
-        self._release()
-
-    def _release(self) -> None:
-        for tensor in self._tensors:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The weights are on the device within this block."""
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensor.data = torch.empty_like(copy, device=self._device).copy_(copy, non_blocking=True)
-        try:
-            yield
-        finally:
-            self._release()

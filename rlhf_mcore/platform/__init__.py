@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar
@@ -13,6 +14,19 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }  # of models, by their names in a configuration
+
+
+class Copies:
+    """Copies between the device and the host, each from the second tensor of a pair to the first. Here they are made at once."""
+
+    def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Begin them, behind all that the device was given to do. What is returned lets the device wait until they are made."""
+        for to, source in pairs:
+            to.copy_(source)
+        return lambda: None
+
+    def synchronize(self) -> None:
+        """Wait until all copies are made."""
 
 
 class Platform:
@@ -47,6 +61,25 @@ class Platform:
     def empty_cache(self) -> None:
         """Give cached device memory back."""
 
+    def free_bytes(self) -> int | None:
+        """Of the device, what nobody uses; None where that is not known."""
+        return None
+
+    def reset_peak(self) -> None:
+        """Begin to watch the most memory that is allocated at a time."""
+
+    def peak_bytes(self) -> int | None:
+        """The most since then; None where it is not known."""
+        return None
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of host memory, uninitialised, that copies to and from the device are fast with."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copies(self) -> Copies:
+        """Copies that follow each other, beside other work of the device."""
+        return Copies()
+
 
 class CudaPlatform(Platform):
     """One GPU per process: the device Megatron-core was written for, so there is little to do."""
@@ -66,6 +99,44 @@ class CudaPlatform(Platform):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int | None:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated()
+
+    def host_buffer(self, num_bytes: int) -> torch.Tensor:
+        # torch's own pinned memory is rounded up to a power of two: of 33 GB it would take 64.
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return buffer
+
+    def copies(self) -> Copies:
+        return _CudaCopies()
+
+
+class _CudaCopies(Copies):
+    """On a stream of their own."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+        made = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(made)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
 
 def current_platform() -> Platform:

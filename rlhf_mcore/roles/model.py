@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol
@@ -26,6 +27,7 @@ from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
+from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.types import LocalParameter, Microbatch, TrainBatch
 
 Update = Callable[[], dict[str, float]]
@@ -46,6 +48,10 @@ class RoleModel:
     def local_parameters(self) -> list[LocalParameter]:
         """What this rank holds of the model."""
         return self.model.local_parameters() if self.model is not None else []
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The weights are on the device within this block, beside whatever else is there."""
+        return self.model.movable.use(WEIGHTS, beside=True) if self.model is not None else nullcontext()
 
     def deliver(
         self,
@@ -249,15 +255,17 @@ class TrainedModel(RoleModel):
         return RowTokens(held.rows, held.lengths, {**fields, "weights": objective.weights(held, weights, num_rows)})
 
     def _update_all(self, objective: Objective, parts: list[RowTokens], num_tokens: list[int]) -> dict[str, float]:
-        history = [
-            self._update(objective, held, count)
-            for _ in range(self.plan.epochs)
-            for held, count in zip(parts, num_tokens, strict=True)
-        ]
         assert self.model is not None
-        self.model.gather_weights()
+        with self.model.updating():
+            history = [
+                self._update(objective, held, count)
+                for _ in range(self.plan.epochs)
+                for held, count in zip(parts, num_tokens, strict=True)
+            ]
+            self.model.gather_weights()
+            is_finite = self._all_ranks(self.is_finite())
         means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
-        if not self._all_ranks(self.is_finite()):
+        if not is_finite:
             means[f"{self.name}/not_finite"] = 1.0
         return means | {f"{self.name}/bad_updates_in_a_row": float(self.num_bad)}
 

@@ -15,6 +15,7 @@ from rlhf_mcore.algorithms.supervised import perplexity, sft_loss
 from rlhf_mcore.config.schema import AlgorithmConfig
 from rlhf_mcore.data.collate import sequence_ids
 from rlhf_mcore.mcore.model import MegatronModel, Metrics
+from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import Objective, RoleModel, TrainedModel, Update
 from rlhf_mcore.types import Microbatch, TrainBatch
 
@@ -45,12 +46,10 @@ class Reference:
         mine, new = self.model.model, actor.model.model
         if mine is None or new is None:
             return
-        with mine.on_device():
+        with new.movable.use(WEIGHTS), mine.movable.use(WEIGHTS, writes=True):
             for parameter, source in zip(mine.local_parameters(), new.local_parameters(), strict=True):
                 assert parameter.name == source.name, (parameter.name, source.name)
                 parameter.tensor.copy_(source.tensor)
-            if mine.host_weights is not None:
-                mine.host_weights.store()
 
 
 @dataclass(frozen=True, slots=True)

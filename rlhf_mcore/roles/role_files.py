@@ -55,7 +55,8 @@ class RoleFiles:
         """
         directory = checkpoint / self.name
         index = self._gather_index(state := self._state())
-        paths = self._exporter.write(directory)
+        with self._role.on_device():
+            paths = self._exporter.write(directory)
         if state.described:
             (directory / TRAINING).mkdir(exist_ok=True)
             state.write(path := directory / TRAINING / state_file(dist.get_rank()))
@@ -67,7 +68,8 @@ class RoleFiles:
 
         Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.
         """
-        images = [(image, "") for image in self._exporter.snapshot()]
+        with self._role.on_device():
+            images = [(image, "") for image in self._exporter.snapshot()]
         state = self._state()
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:

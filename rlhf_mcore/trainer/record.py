@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.protocols import Tracker
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.types import Score, Trajectory
 
 RECENT = 100  # steps whose figures are in a checkpoint
@@ -34,6 +35,7 @@ class RunRecord:
     tracker: Tracker | None = None
     console: Console | None = None
     watchdog: Watchdog | None = None
+    memory: DeviceSharing | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
@@ -59,7 +61,7 @@ class RunRecord:
             self.watchdog.progress(name)
         if self.console is not None:
             self.console.phase(name)
-        with self.timers(name):
+        with self.timers(name), self.memory.phase(name) if self.memory is not None else nullcontext():
             yield
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
@@ -118,7 +120,7 @@ class RunRecord:
         if "progress/tokens" in metrics and made_in > 0:
             timing[SPEED] = (metrics["progress/tokens"] - self._tokens) / made_in
         timing[CLOCK] = self.wall_clock()
-        everything = {**metrics, **timing}
+        everything = {**metrics, **timing, **(self.memory.pop() if self.memory is not None else {})}
         self._remember(step, everything)
         if self.tracker is not None:
             self.tracker.log(step, everything)

@@ -12,6 +12,7 @@ from rlhf_mcore.trainer.metrics import agreement_metrics, rollout_metrics, sourc
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import RewardFunction, Sleeper, WeightBridge
+    from rlhf_mcore.residency.sharing import DeviceSharing
     from rlhf_mcore.trainer.advantages import AdvantageComputer
     from rlhf_mcore.trainer.canary import Canary
     from rlhf_mcore.trainer.dynamic_sampling import Collected, Collector
@@ -134,18 +135,22 @@ class EnginePublisher:
     sleeper: Sleeper
     bridge: WeightBridge
     recorder: Recorder
+    sharing: DeviceSharing
     canary: Canary | None = None
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Replace the weights of the engines. Their caches are allocated when the sync needs its buffers no longer. Collective."""
         with self.recorder.phase("sync"):
-            self.sleeper.wake(("weights",))
+            # What the update has left on the device is being copied to the host: where there is room, it leaves after the sync.
+            self.sharing.make_room(self.sharing.engine_bytes)
+            self.sharing.wake(self.sleeper, "weights")
             stats = self.bridge.sync(version)
-            self.sleeper.wake(("kv_cache",))
+            self.sharing.settle()
+            self.sharing.wake(self.sleeper, "kv_cache")
             if self.canary is not None:
                 self.canary.check(version)
         return {"bridge/received_bytes": float(stats.received_bytes), "bridge/local_bytes": float(stats.local_bytes)}
 
     def withdraw(self) -> None:
         """The engines sleep until the next weights come."""
-        self.sleeper.sleep()
+        self.sharing.sleep(self.sleeper)

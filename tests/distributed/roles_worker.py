@@ -19,6 +19,8 @@ from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, union, world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.residency.ledger import KINDS, WEIGHTS
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
@@ -104,17 +106,19 @@ def algorithm() -> AlgorithmConfig:
 def team(path: Path, actor: tuple[Any, ...], critic: tuple[Any, ...], platform: Any) -> Team:
     trainer = TrainerConfig(max_tokens_per_microbatch=64)
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-3, clip_grad=0.5, weight_decay=0.1)
-    plan = MinibatchPlan(prompts_per_minibatch=2, epochs=2)
+    plan, sharing = MinibatchPlan(prompts_per_minibatch=2, epochs=2), DeviceSharing(platform)
 
     def trained(head: str, cut: tuple[Any, ...], name: str) -> TrainedModel:
         layout, model, spec = built(path, head, cut, platform, trainable=True)
         if model is not None:
             model.add_optimizer(optimizer)
+            if actor[0] > 1:  # all but the models of one process leave the device between their uses
+                model.share(sharing, name, KINDS)
         return TrainedModel(layout, model, spec, trainer, optimizer=optimizer, plan=plan, name=name)
 
     layout, frozen, spec = built(path, "lm", actor, platform, trainable=False)
     if frozen is not None:
-        frozen.offload()
+        frozen.share(sharing, "reference", (WEIGHTS,))
     return Team(
         Actor(trained("lm", actor, "actor"), TEMPERATURE, algorithm()),
         Critic(trained("token", critic, "critic"), 0.2, bootstrap=True),

@@ -10,6 +10,13 @@ from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE
 _PARTS = Range(1, 4096)  # of a model: layers, heads and experts are fewer
 _BETA = Range(0, 1, open_high=True)
 _DTYPES = one_of(auto="fp32 on a CPU, bf16 on CUDA", fp32="", bf16="", fp16="")
+_OFFLOADS = one_of(
+    auto="as much as `rlhf-mcore plan` finds necessary, on a CPU nothing",
+    never="",
+    state="gradients and the optimizer's state, except in an update",
+    always="these, and the weights between passes",
+)
+_OFFLOAD = "what leaves the device while others need it, when engines and models share it"
 _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 
@@ -171,6 +178,12 @@ class ActorConfig:
         "names and types are checked, and fields that other keys set are refused. The reference policy has the same ones of "
         "TransformerConfig. See [performance](performance.md#megatrons-own-settings).",
     )
+    offload: str = key(
+        "auto",
+        _OFFLOAD,
+        _OFFLOADS,
+        more="It moves to pinned host memory that is allocated once; gradients are freed. Results are the same, bit for bit.",
+    )
 
 
 @dataclass
@@ -189,6 +202,7 @@ class CriticConfig:
     recompute: RecomputeConfig = group(RecomputeConfig)
     moe: MoEConfig = group(MoEConfig)
     megatron: Optional[dict[str, Any]] = key(None, "as `actor.megatron`", null="none")
+    offload: str = key("auto", "as `actor.offload`", _OFFLOADS)
     value_clip: Optional[float] = key(
         0.2,
         "how far a value may move from the one before the update until its error counts from there",

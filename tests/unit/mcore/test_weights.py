@@ -14,6 +14,9 @@ from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.platform import current_platform
+from rlhf_mcore.residency.ledger import WEIGHTS
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Reference
 from tests.distributed.models import make
@@ -46,15 +49,19 @@ def weights(model: MegatronModel) -> dict[str, Tensor]:
 
 def is_released(model: MegatronModel) -> bool:
     tensors = [tensor for chunk in model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-    return all(tensor.numel() == 0 for tensor in tensors)
+    return all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+
+
+def move(model: MegatronModel) -> None:
+    model.share(DeviceSharing(current_platform()), "reference", (WEIGHTS,))
 
 
 def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: MegatronModel) -> None:
     before, said = weights(model), logprobs(model)
-    model.offload()
+    move(model)
     assert is_released(model)
     for _ in range(2):
-        with model.on_device():
+        with model.movable.use(WEIGHTS):
             found = weights(model)
             assert found.keys() == before.keys()
             assert all(torch.equal(found[name], before[name]) for name in before)
@@ -64,30 +71,29 @@ def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: Mega
 
 
 def test_weights_are_released_when_the_block_fails(model: MegatronModel) -> None:
-    model.offload()
-    with pytest.raises(KeyError), model.on_device():
+    move(model)
+    with pytest.raises(KeyError), model.movable.use(WEIGHTS):
         raise KeyError
     assert is_released(model)
 
 
-def test_what_is_stored_is_what_comes_back(model: MegatronModel) -> None:
-    model.offload()
-    with model.on_device():
+def test_what_a_use_that_writes_leaves_is_what_comes_back(model: MegatronModel) -> None:
+    move(model)
+    with model.movable.use(WEIGHTS, writes=True):
         for parameter in model.local_parameters():
             parameter.tensor.mul_(1.5)
         changed = weights(model)
-        model.host_weights.store()
-    with model.on_device():
+    with model.movable.use(WEIGHTS):
         assert all(torch.equal(tensor, changed[name]) for name, tensor in weights(model).items())
 
 
-def test_what_is_written_without_storing_it_is_lost(model: MegatronModel) -> None:
+def test_what_any_other_use_writes_is_lost(model: MegatronModel) -> None:
     before = weights(model)
-    model.offload()
-    with model.on_device():
+    move(model)
+    with model.movable.use(WEIGHTS):
         for parameter in model.local_parameters():
             parameter.tensor.zero_()
-    with model.on_device():
+    with model.movable.use(WEIGHTS):
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
@@ -99,17 +105,17 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
     actor = build(tmp_path / "actor", groups, trainable=True)
     wanted, said = weights(actor), logprobs(actor)
     if offload:
-        model.offload()
+        move(model)
     placed = RoleModel(groups.layout, model, model.spec, TrainerConfig())
     trained: Any = SimpleNamespace(model=SimpleNamespace(model=actor))
     Reference(placed, 1.0).refresh(trained)
     assert is_released(model) == offload
-    with model.on_device():
+    with model.movable.use(WEIGHTS):
         found = weights(model)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert torch.equal(logprobs(model), said)
     # The actor changes afterwards; the weights of the reference are its own.
     for parameter in actor.local_parameters():
         parameter.tensor.zero_()
-    with model.on_device():
+    with model.movable.use(WEIGHTS):
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(model).items())

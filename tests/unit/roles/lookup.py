@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,9 @@ class Lookup:
             return []
         with torch.no_grad():
             return [function(self.table[part.token_ids], part) for part in parts]
+
+    def updating(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward_backward(self, parts: Sequence[Microbatch], loss: Callable[..., Any]) -> Any:
         self.calls.append([len(part.rows) for part in parts])

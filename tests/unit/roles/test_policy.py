@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rlhf_mcore.config.schema import (
     TrainerConfig,
 )
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.residency.sharing import Movable
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.trainer.advantages import AdvantageComputer
@@ -367,29 +368,26 @@ def test_a_refreshed_reference_has_the_actors_weights(offloaded: bool) -> None:
     mine, theirs = [torch.zeros(3), torch.zeros(2, 2)], [torch.arange(3.0), torch.ones(2, 2)]
     events: list[str] = []
 
-    class Host:
-        def store(self) -> None:
-            events.append("stored")
-
-    @contextmanager
-    def on_device() -> Iterator[None]:
-        events.append("on the device")
-        yield
-        events.append("off the device")
+    class Moving:
+        @contextmanager
+        def use(self, *kinds: str, writes: bool = False) -> Iterator[None]:
+            events.append(f"{kinds[0]} on the device{' and changed' if writes else ''}")
+            yield
+            events.append("off the device")
 
     frozen: Any = SimpleNamespace(
-        on_device=on_device if offloaded else nullcontext,
-        host_weights=Host() if offloaded else None,
-        local_parameters=lambda: parameters(*mine),
+        movable=Moving() if offloaded else Movable(), local_parameters=lambda: parameters(*mine)
     )
-    trained: Any = SimpleNamespace(model=SimpleNamespace(local_parameters=lambda: parameters(*theirs)))
+    trained: Any = SimpleNamespace(
+        model=SimpleNamespace(movable=Movable(), local_parameters=lambda: parameters(*theirs))
+    )
     spec: Any = None
     held = RoleModel(ParallelLayout(1), frozen, spec, TrainerConfig())
     Reference(held, 1.0).refresh(SimpleNamespace(model=trained))  # type: ignore[arg-type]
     assert [x.tolist() for x in mine] == [[0.0, 1.0, 2.0], [[1.0, 1.0], [1.0, 1.0]]]
     theirs[0] += 1
     assert mine[0].tolist() == [0.0, 1.0, 2.0]  # a copy
-    assert events == (["on the device", "stored", "off the device"] if offloaded else [])
+    assert events == (["weights on the device and changed", "off the device"] if offloaded else [])
 
 
 def test_a_reference_takes_over_nothing_where_there_is_no_model() -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
 from rlhf_mcore.data.sampler import PromptSampler
 from rlhf_mcore.data.source import PromptBatches
+from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, SyncStats
+from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.dynamic_sampling import DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
@@ -219,7 +221,7 @@ def make(
     made = Trainer(
         source=source,
         learner=PolicyLearner(roles, AdvantageComputer(algorithm), watch),
-        publisher=EnginePublisher(Memory(log), Bridge(log), watch),
+        publisher=EnginePublisher(Memory(log), Bridge(log), watch, DeviceSharing(Platform())),
         evaluator=Evaluator(log, due),
         checkpointer=watch,
         recorder=watch,

@@ -1,0 +1,126 @@
+"""A part of a model that moves: its tensors' storages on the device, and one buffer on the host.
+
+A storage is emptied and filled again in place, so every view of it (a parameter, its gradient, a shard of the optimizer, what a bridge
+reads) is the same tensor before and after. Megatron-core frees gradient buffers in this way itself. It also moves parameters and
+optimizers (``offload_to_cpu``), but into memory that is allocated at each move, not pinned, and copied back whether it has changed or
+not; so these two are moved here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.platform import Platform
+
+_ALIGNMENT = 512  # bytes, of a storage in the host buffer
+
+
+class Part:
+    """Tensors that are on the device together, or not.
+
+    Args:
+        name: in the ledger.
+        tensors: views of all storages. More than one may be of the same storage.
+        copied: False for what nobody reads again: it is freed, and comes back undefined.
+        lingers: it may stay on the device after its use, until somebody needs the room.
+    """
+
+    def __init__(
+        self, name: str, tensors: Iterable[Tensor], platform: Platform, *, copied: bool = True, lingers: bool = True
+    ) -> None:
+        self.name, self.copied, self.lingers = name, copied, lingers
+        self.is_resident, self.users = True, 0
+        self._storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
+        self.num_bytes = sum(self._sizes.values())
+        self._copies = platform.copies()
+        self._offsets: dict[int, int] = {}
+        self._host: Tensor | None = None
+        self._is_stored = False  # the host has what the device has
+        self._wait: Callable[[], None] | None = None  # for a copy that has begun
+        offset = 0
+        for key, size in self._sizes.items():
+            self._offsets[key] = offset
+            offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._host_bytes, self._allocate = offset, platform.host_buffer
+
+    def changed(self) -> None:
+        """The device's tensors were written."""
+        self._is_stored = False
+
+    def begin_storing(self) -> None:
+        """Begin to copy what has changed to the host; the device may do other things meanwhile, but not write it."""
+        if self.copied and not self._is_stored:
+            self._finish_copy()
+            if self._host is None:
+                self._host = self._allocate(self._host_bytes)
+            self._wait = self._copies([(self._on_host(key), self._on_device(key)) for key in self._storages])
+            self._is_stored = True
+
+    def leave(self) -> None:
+        """Free the device's memory, when the host has a copy of what is to be kept."""
+        self.begin_storing()
+        self._finish_copy()
+        for storage in self._storages.values():
+            storage.resize_(0)
+        self.is_resident = False
+
+    def come(self) -> None:
+        """Allocate the device's memory and begin to fill it; :meth:`ready` waits until it is."""
+        for key, storage in self._storages.items():
+            storage.resize_(self._sizes[key])
+        self.is_resident = True
+        if self.copied:
+            self._wait = self._copies([(self._on_device(key), self._on_host(key)) for key in self._storages])
+
+    def ready(self) -> None:
+        """What the device does from here on finds the part whole."""
+        self._finish_copy()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """The host's copy of one of its tensors, of the same shape; writing it changes what comes to the device next time."""
+        assert not self.is_resident and self._host is not None, self.name
+        self._copies.synchronize()
+        flat = self._on_host(tensor.untyped_storage()._cdata).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset() + tensor.storage_offset())
+
+    def _finish_copy(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+    def _on_device(self, key: int) -> Tensor:
+        storage = self._storages[key]
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def _on_host(self, key: int) -> Tensor:
+        assert self._host is not None
+        return self._host[self._offsets[key] : self._offsets[key] + self._sizes[key]]
+
+
+class Gradients(Part):
+    """Gradient buffers, which Megatron-core frees and allocates itself."""
+
+    def __init__(self, name: str, chunks: Iterable[Any], platform: Platform) -> None:
+        self._chunks = list(chunks)
+        buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        super().__init__(name, [buffer.grad_data for buffer in buffers], platform, copied=False)
+
+    def leave(self) -> None:
+        """Free the buffers."""
+        for chunk in self._chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self.is_resident = False
+
+    def come(self) -> None:
+        """Allocate the buffers, zero."""
+        for chunk in self._chunks:
+            chunk.restore_grad_buffers(synchronize=False)
+        self.is_resident = True

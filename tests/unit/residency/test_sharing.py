@@ -1,0 +1,210 @@
+"""Models and an engine that share a device, on a counting one: what is there in which phase of a PPO step, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.protocols import SyncStats
+from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, OutOfOrder
+from rlhf_mcore.residency.parts import Part
+from rlhf_mcore.residency.sharing import DeviceSharing, Movable
+from rlhf_mcore.trainer.reinforcement import EnginePublisher
+
+ENGINE = {"weights": 30, "kv_cache": 300}  # bytes of the engine
+SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moments
+    "actor": {WEIGHTS: 64, GRADIENTS: 128, OPTIMIZER: 384},
+    "critic": {WEIGHTS: 32, GRADIENTS: 64, OPTIMIZER: 192},
+    "reference": {WEIGHTS: 64},
+}
+
+
+class CountingDevice(Platform):
+    """A device of 1000 bytes. It counts the storages of the parts that are on it, and what the engine has taken."""
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self.engine = dict(ENGINE)
+        self.log: list[str] = []
+        self.buffers = 0
+
+    def used(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages) + sum(self.engine.values())
+
+    def free_bytes(self) -> int:
+        assert self.used() <= 1000
+        return 1000 - self.used()
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        self.buffers += 1
+        return super().host_buffer(num_bytes)
+
+    # The engine.
+    def wake(self, tags: Sequence[str]) -> None:
+        for tag in tags:
+            self.engine[tag] = ENGINE[tag]
+            self.log.append(f"wake {tag} beside {self.used() - sum(self.engine.values())}")
+
+    def sleep(self, level: int = 2) -> None:
+        self.engine.clear()
+        self.log.append("sleep")
+
+
+class Colocated:
+    """The models of a PPO run with all parts offloaded, and the engine."""
+
+    def __init__(self) -> None:
+        self.device = CountingDevice()
+        self.device.engine.clear()
+        self.sharing = DeviceSharing(self.device, engine_bytes=ENGINE["weights"])
+        self.models: dict[str, Movable] = {}
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        for name, sizes in SIZES.items():
+            held = {kind: torch.zeros(size, dtype=torch.uint8) for kind, size in sizes.items()}
+            self.device.storages += [tensor.untyped_storage() for tensor in held.values()]
+            self.tensors[name], self.models[name] = held, Movable(self.sharing)
+            for kind, tensor in held.items():
+                copied, lingers = kind != GRADIENTS, name != "reference"
+                part = Part(f"{name} {kind}", [tensor], self.device, copied=copied, lingers=lingers)
+                self.models[name].add(kind, part)
+        self.publisher = EnginePublisher(self.device, self, self, self.sharing)
+        self.sharing.sleep(self.device)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with self.sharing.phase(name):
+            yield
+
+    def sync(self, version: int) -> SyncStats:
+        with self.models["actor"].use(WEIGHTS, beside=True):
+            assert self.tensors["actor"][WEIGHTS].unique().tolist() == [version]
+        return SyncStats(0.0, 0, 0, 0)
+
+    def update(self, name: str) -> None:
+        with self.models[name].use(*KINDS, writes=True):
+            for kind in (WEIGHTS, OPTIMIZER):
+                self.tensors[name][kind] += 1
+
+    def step(self, number: int) -> None:
+        with self.phase("generate"):
+            assert self.device.used() == sum(ENGINE.values())
+        self.publisher.withdraw()
+        for phase, name in (("reference", "reference"), ("values", "critic"), ("old_logprobs", "actor")):
+            with self.phase(phase), self.models[name].use(WEIGHTS):
+                assert self.device.used() == SIZES[name][WEIGHTS]
+        with self.phase("update"):
+            self.update("critic")
+            self.update("actor")
+        self.publisher.publish(number)
+
+
+def test_the_peak_of_a_step_is_the_greatest_need_of_a_phase_and_not_their_sum() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    run.sharing.pop()
+    for number in (1, 2):
+        run.step(number)
+        peaks = run.sharing.pop()
+        assert peaks == {
+            "memory/generate_bytes": 330.0,
+            "memory/reference_bytes": 64.0,
+            "memory/values_bytes": 32.0,
+            "memory/old_logprobs_bytes": 64.0,
+            "memory/update_bytes": 576.0,  # of the actor; the critic has left, and would add 288
+            "memory/sync_bytes": 478.0,  # what the update has left goes while weights travel: there is room
+        }
+        assert max(peaks.values()) == max(sum(SIZES["actor"].values()), sum(ENGINE.values()))
+    assert run.tensors["actor"][OPTIMIZER].untyped_storage().nbytes() == 0
+    assert run.models["actor"].current(run.tensors["actor"][OPTIMIZER]).unique().tolist() == [2]
+    assert run.device.buffers == 5  # one for each part that is kept, and no second one
+
+
+def test_an_engine_wakes_its_weights_first_and_its_cache_when_nothing_else_is_there() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    run.device.log.clear()
+    run.step(1)
+    # Beside the engine's weights is what the update of the actor has left: 64 of weights and 384 that are on their way.
+    assert run.device.log == ["sleep", "wake weights beside 448", "wake kv_cache beside 0"]
+
+
+def test_what_the_update_has_left_goes_before_the_engine_comes_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Colocated()
+    monkeypatch.setattr(CountingDevice, "free_bytes", lambda self: 0)
+    run.publisher.publish(0)
+    run.device.log.clear()
+    run.step(1)
+    assert run.device.log == ["sleep", "wake weights beside 0", "wake kv_cache beside 0"]
+
+
+def test_what_is_used_again_next_does_not_travel() -> None:
+    run, moved = Colocated(), []
+    part = run.models["actor"].parts[WEIGHTS]
+    come, leave = part.come, part.leave
+    part.come = lambda: (moved.append("come"), come())  # type: ignore[assignment, method-assign]
+    part.leave = lambda: (moved.append("leave"), leave())  # type: ignore[assignment, method-assign]
+    with run.models["actor"].use(WEIGHTS):
+        pass
+    run.update("actor")
+    run.sync(1)
+    assert moved == ["come"]
+    run.update("critic")
+    assert moved == ["come", "leave"]
+
+
+def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
+    flat = torch.arange(24, dtype=torch.float32)
+    matrix, other = flat[4:16].view(3, 4), torch.arange(5, dtype=torch.bfloat16)
+    part = Part("x", [matrix, flat[20:], other], Platform())
+    assert part.num_bytes == 24 * 4 + 5 * 2
+    wanted = matrix.clone(), other.clone()
+    part.leave()
+    assert flat.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    assert torch.equal(part.on_host(matrix), wanted[0])
+    part.on_host(other).mul_(2)
+    part.come()
+    assert torch.equal(matrix, wanted[0]) and torch.equal(other, wanted[1] * 2)
+
+
+def failures() -> dict[str, Callable[[Ledger], object]]:
+    def twice(ledger: Ledger) -> None:
+        ledger.add("actor weights", 1)
+        ledger.add("actor weights", 1)
+
+    def beside_the_cache(ledger: Ledger) -> None:
+        ledger.add("engine cache", 1)
+        ledger.add("actor optimizer", 1)
+
+    def cache_too_early(ledger: Ledger) -> None:
+        ledger.add("critic gradients", 1)
+        ledger.add("engine cache", 1)
+
+    return {
+        "actor weights was allocated twice, the second time in phase update": twice,
+        "actor optimizer was allocated in phase update while engine cache is on the device": beside_the_cache,
+        "engine cache was allocated in phase update while critic gradients is on the device": cache_too_early,
+        "reward weights was freed in phase update and is not on the device": lambda ledger: ledger.remove(
+            "reward weights"
+        ),
+    }
+
+
+@pytest.mark.parametrize("message", failures())
+def test_what_comes_or_goes_out_of_order_is_refused(message: str) -> None:
+    ledger = Ledger()
+    with pytest.raises(OutOfOrder, match=f"^{message}$"), ledger.phase("update"):
+        failures()[message](ledger)
+
+
+def test_an_engine_that_is_awake_keeps_an_update_out() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    with pytest.raises(OutOfOrder, match="while engine cache is on the device"):
+        run.update("actor")
