@@ -67,6 +67,7 @@ def run(cfg: Config, announced: int = 0) -> bool:
             return True
         trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests, stack))
         timers.pop()  # of the phases before the first step
+        sharing.pop()
         finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
         if record.console is not None and finished:
             _summary(cfg, record)

@@ -57,7 +57,8 @@ class DeviceSharing:
                     part.ready()
                     part.begin_storing()
             for part in parts:
-                if not part.users and not (part.copied and part.lingers):
+                lingers = part.copied and part.lingers and ENGINE_CACHE not in self.ledger.resident
+                if not part.users and not lingers:
                     self._leave(part)
 
     def make_room(self, num_bytes: int, keep: Collection[Part] = ()) -> None:

@@ -115,6 +115,27 @@ def test_fault_27_a_killed_run_ends_as_one_that_was_left_alone(workspace: Path, 
     assert left_behind(workspace) == []
 
 
+def test_models_that_leave_the_device_between_their_uses_learn_the_same(workspace: Path, tormented: Path) -> None:
+    """Bit by bit, and their checkpoints; on a CPU what leaves is copied from memory to memory, in the same order as on a GPU."""
+    arguments = ["trainer.num_steps=2", "experiment=shared", "checkpoint.async_save=true", "evaluate.every=2", *VLLM]
+    offload = ["actor.offload=always", "critic.offload=always", "reference.offload=true", "checkpoint.save_steps=2"]
+    done = run(workspace, *arguments, *offload)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    shared, calm = metrics(tormented / "shared"), metrics(tormented / "x-calm")
+    for mine, other in zip(shared, calm, strict=False):
+        assert other == {**mine, **other}  # with memory/* beside it
+        unequal = [key for key in other if mine[key] != other[key]]
+        assert all(key.startswith("timing/") for key in unequal), unequal
+    held = {key.removeprefix("memory/"): value for key, value in shared[1].items() if key.startswith("memory/")}
+    # An update needs gradients and the state of an optimizer too; while the engine generates nothing of the models is there.
+    assert held["generate_bytes"] == 0 < held["values_bytes"] < held["update_bytes"]
+    files = [path.relative_to(tormented / "shared") for path in (tormented / "shared").rglob("*-2/**/*.safetensors")]
+    assert len(files) >= 6
+    assert all(
+        (tormented / "shared" / file).read_bytes() == (tormented / "x-calm" / file).read_bytes() for file in files
+    )
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 def test_fault_27_twenty_kills(tmp_path: Path, workspace: Path) -> None:

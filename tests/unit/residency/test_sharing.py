@@ -203,6 +203,14 @@ def test_what_comes_or_goes_out_of_order_is_refused(message: str) -> None:
         failures()[message](ledger)
 
 
+def test_what_a_save_reads_does_not_stay_beside_an_engine_that_is_awake() -> None:
+    run = Colocated()
+    run.publisher.publish(0)
+    with run.models["actor"].use(WEIGHTS, beside=True):
+        assert run.device.used() == sum(ENGINE.values()) + SIZES["actor"][WEIGHTS]
+    assert run.device.used() == sum(ENGINE.values())
+
+
 def test_an_engine_that_is_awake_keeps_an_update_out() -> None:
     run = Colocated()
     run.publisher.publish(0)
