@@ -7,6 +7,7 @@ started again; others are a failure, and 128 + N means that signal N ended the r
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import os
 import signal
@@ -16,11 +17,13 @@ from importlib import import_module
 
 import rlhf_mcore
 from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR, report_of_tool
+from rlhf_mcore.foreign import shorten
 
 COMMANDS = {
     "train": "train a policy; starts torchrun on this machine",
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
     "plan": "memory, traffic and time of a run, before a GPU is asked for",
+    "config": "show a configuration with all that follows from it, compare two, explain a key",
     "simulate": "schedules of generation and training compared, over a distribution of response lengths",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",
@@ -40,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         _parser().print_help(sys.stderr)
+        return USER_ERROR
+    if not args[0].startswith("-") and args[0] not in COMMANDS:
+        meant = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {meant[0]}?" if meant else f"there are: {', '.join(COMMANDS)}"
+        print(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
         return USER_ERROR
     command = _parser().parse_args(args[:1]).command
     try:

@@ -219,6 +219,8 @@ def as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list) and not any(map(is_dataclass, value)):
+        return f"[{', '.join(map(str, value))}]"
     if isinstance(value, list):
         chosen = [{f.name: getattr(item, f.name) for f in fields(item)} for item in value]
         usual = [vars(type(item)()) for item in value]  # options that are as they are by default are not shown

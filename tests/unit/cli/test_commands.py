@@ -177,7 +177,7 @@ def test_overrides_are_not_required(command: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.endswith("error: the following arguments are required: CONFIG\n")
 
 
-@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "run.yaml", "--print"]])
+@pytest.mark.parametrize("args", [["--verson"], ["train"], ["train", "run.yaml", "--print"]])
 def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main_module.main(args)

@@ -1,0 +1,181 @@
+"""``rlhf-mcore config show|diff|explain``: what a configuration comes to, how two differ, and what a key means. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.config.choices import PRESETS
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.keys import (
+    DESCRIPTIONS,
+    KEYS,
+    is_group,
+    item_keys,
+    item_type,
+    leaves,
+    nearest,
+    type_name,
+    value_of,
+    walk,
+)
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema.key import Choices, Range
+from rlhf_mcore.config.show import redact, to_yaml
+
+_EXAMPLES = """\
+examples:
+  rlhf-mcore config show configs/quickstart/grpo.yaml trainer.num_steps=5 --changed
+  rlhf-mcore config diff configs/quickstart/grpo.yaml outputs/quickstart/grpo
+  rlhf-mcore config explain rollout.sampling.n
+  rlhf-mcore config explain algorithm.kl
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is asked for. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        print("\n".join(args.lines(args)))
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+    return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore config",
+        "Show what a configuration comes to, how two differ, or what a key means.",
+        _EXAMPLES + exit_codes.TOOL_EPILOG,
+    )
+    commands = parser.add_subparsers(metavar="show|diff|explain", required=True)
+    show = commands.add_parser("show", help="the whole configuration, with everything that follows from what is set")
+    show.add_argument("config", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
+    show.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings that win over the file's")
+    show.add_argument("--changed", action="store_true", help="only what is not the default")
+    show.set_defaults(lines=_show)
+    diff = commands.add_parser("diff", help="the keys in which two configurations differ")
+    diff.add_argument("first", metavar="CONFIG", help="YAML file, or the directory of a run or a checkpoint")
+    diff.add_argument("second", metavar="CONFIG")
+    diff.set_defaults(lines=_diff)
+    explain = commands.add_parser("explain", help="what a key or a group of keys means, and what it may be")
+    explain.add_argument("key", metavar="KEY", help="with dots, or its last part")
+    explain.set_defaults(lines=lambda args: _explain(args.key))
+    return parser
+
+
+# -------------------------------------------------------------------------------------------------------------- show, diff
+def _show(args: argparse.Namespace) -> Iterator[str]:
+    cfg = _read(args.config, args.overrides)
+    if args.changed:
+        values, defaults = _values(cfg), _values(resolve(Config()))
+        yield from (f"{key}: {_shown(value)}" for key, value in values.items() if defaults.get(key) != value)
+    else:
+        yield to_yaml(cfg).rstrip()
+
+
+def _diff(args: argparse.Namespace) -> Iterator[str]:
+    first, second = (_values(_read(name)) for name in (args.first, args.second))
+    keys = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
+    if not keys:
+        yield "the same"
+        return
+    width = max(map(len, keys))
+    shown = [_shown(first.get(key)) for key in keys]
+    column = max(map(len, shown))
+    for key, value in zip(keys, shown, strict=True):
+        yield f"{key:<{width}}  {value:<{column}}  {_shown(second.get(key))}"
+
+
+def _read(name: str, overrides: Sequence[str] = ()) -> Config:
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.yaml"
+    return resolve(load_config(path, overrides))
+
+
+def _values(cfg: Config) -> dict[str, Any]:
+    """Leaves under their dotted names, without secrets."""
+    return dict(leaves(redact(asdict(cfg))))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------- explain
+def _explain(name: str) -> Iterator[str]:
+    """
+    Raises:
+        ConfigError: there is no such key.
+    """
+    found = [name] if name in KEYS else [key for key in KEYS if key.endswith(f".{name}")]
+    if not found:
+        meant = nearest(name)
+        raise ConfigError(
+            f"there is no key {name}; " + (f"did you mean {meant}?" if meant else "docs/configuration.md has them all")
+        )
+    for place, key in enumerate(found):
+        yield from [""] if place else []
+        yield from _group(key) if is_group(key) else _key(key)
+
+
+def _group(key: str) -> Iterator[str]:
+    yield f"{key}: {_plain(DESCRIPTIONS[key].help)}"
+    inside = [known for known in KEYS if known.startswith(f"{key}.") and "." not in known[len(key) + 1 :]]
+    width = max(map(len, inside))
+    for known in inside:
+        described = DESCRIPTIONS[known]
+        yield f"  {known:<{width}}  {_plain(described.help) or described.allowed}{' ...' if is_group(known) else ''}"
+
+
+def _key(key: str) -> Iterator[str]:
+    described, default = DESCRIPTIONS[key], value_of(Config(), key)
+    yield f"{key}: {_plain(described.help) or 'one of several'}"
+    if isinstance(described.allowed, Choices):
+        yield "  one of"
+        width = max(map(len, described.allowed.meanings))
+        yield from (
+            f"    {name:<{width}}  {_plain(text)}".rstrip() for name, text in described.allowed.meanings.items()
+        )
+        if described.allowed.or_function:
+            yield "    path/to/file.py:name"
+    else:
+        limits = f", {described.allowed}" if isinstance(described.allowed, Range) else ""
+        yield f"  type     {type_name(KEYS[key])}{limits}{f' ({described.unit})' if described.unit else ''}"
+    inner = list(walk(item_type(KEYS[key]))) if item_keys(KEYS[key]) else []
+    width = max((len(name) for name, _, _ in inner), default=0)
+    yield from (f"    {name:<{width}}  {_plain(about.help) or about.allowed}" for name, _, about in inner)
+    shown = f"{len(default)} of them" if inner else "has to be set" if default == "???" else _shown(default)
+    yield f"  default  {shown}{f' ({_plain(described.null)})' if default is None and described.null else ''}"
+    if default is not None and described.null:
+        yield f"  null     {_plain(described.null)}"
+    of_algorithm = key.removeprefix("algorithm.")
+    for name, preset in PRESETS.items():
+        if of_algorithm != key and of_algorithm in preset:
+            yield f"  preset   {name}: {_shown(preset[of_algorithm])}"
+    if described.only_with:
+        yield f"  only with {described.only_with}"
+    if described.is_fixed:
+        yield "  a run that resumes has to have the same"
+    if described.more:
+        yield f"  {_plain(described.more)}"
+
+
+def _plain(markdown: str) -> str:
+    """Without links and code marks."""
+    return re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", markdown).replace("`", "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
