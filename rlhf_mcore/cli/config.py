@@ -46,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        print("\n".join(args.lines(args)))
+        text = "\n".join(args.lines(args))
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
+    print(text)
     return exit_codes.DONE
 
 
