@@ -12,7 +12,7 @@ from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
-from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge
+from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge, SyncsParts, TrainedWeights
 from rlhf_mcore.cli.run_context import Data, RunContext
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.sampler import ResumableSampler
@@ -24,6 +24,7 @@ from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, worl
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import EngineRank, RewardFunction, SyncStats, WeightBridge, WeightTarget
 from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
@@ -157,7 +158,8 @@ def _disaggregated(
     source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model, collector)
     canary = _build_canary(run, actor, worker, NoTarget())
     worker = replace(worker, make_request=make_request)
-    publisher = RemotePublisher(bridge, run.record, source.drain if drain else None, canary)
+    trained = FromDevice(_trained_weights(cfg, actor, remote, NoTarget()), actor.model)
+    publisher = RemotePublisher(trained, run.record, source.drain if drain else None, canary)
     return Generation(source, publisher, worker, None if first is None else first.ahead)
 
 
@@ -218,7 +220,7 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         return GatherBridge(gatherer, target)
     if cfg.bridge.live_cpu_weights and cfg.rollout.engine == "vllm":
         keep_loading_layout(target.model)
-    return PlannedBridge(
+    bridge = PlannedBridge(
         actor.model.local_parameters(),
         actor.model.spec.geometry,
         target,
@@ -228,6 +230,13 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         gatherer=gatherer,
         nodes=nodes(),
     )
+    return bridge if cfg.bridge.verify == "full" else _trained_weights(cfg, actor, bridge, target)
+
+
+def _trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:
+    if not cfg.actor.freeze:
+        return bridge
+    return TrainedWeights(bridge, target, trained_names(actor.model.spec.geometry, cfg.actor.freeze))
 
 
 @dataclass(frozen=True, slots=True)

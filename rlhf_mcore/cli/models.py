@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.critic import Critic
+from rlhf_mcore.roles.freezing import freeze
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
@@ -116,6 +118,10 @@ class ModelBuilder:
             aux_loss_coef=cfg.moe.aux_loss_coef,
             overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
         )
+        if isinstance(cfg, ActorConfig) and cfg.freeze:
+            options = replace(
+                options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
+            )
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
             model.add_optimizer(cfg.optimizer)

@@ -270,13 +270,14 @@ class BuildOptions:
     seed: int
     aux_loss_coef: float = 0.0
     overrides: Overrides = field(default_factory=Overrides)
+    freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
     """Allocate the model; its weights are undefined until they are loaded. Collective over the model's ranks.
 
     Raises:
-        ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them.
+        ConfigError: the machine has not what ``options.overrides`` need, or Megatron refuses them; or ``options.freeze`` does.
     """
     options.overrides.check(platform)
     platform.prepare_megatron()
@@ -302,6 +303,8 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         )
         stages: list[int | None] = [None] if groups.layout.vpp is None else list(range(groups.layout.vpp))
         chunks = [_build_chunk(spec, groups, config, options, stage) for stage in stages]
+        if options.freeze is not None:
+            options.freeze(chunks)
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]

@@ -26,12 +26,19 @@ def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) 
 
     Layers are numbered over the whole model (by Megatron's ``layer_number``), experts within this rank.
     """
-    rank, found = dist.get_rank(), []
-    for chunk in map(unwrap, chunks):
-        numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
-        for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
-            found.append(LocalParameter(_global_name(name, numbers), tensor.data, layout.shard_of(name, rank)))
-    return found
+    rank = dist.get_rank()
+    return [
+        LocalParameter(full_name, tensor.data, layout.shard_of(name, rank))
+        for chunk in map(unwrap, chunks)
+        for name, full_name, tensor in global_names(chunk)
+    ]
+
+
+def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Its own name, that in the whole model, and the tensor, of all that ``local_parameters`` has."""
+    numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+    for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
+        yield name, _global_name(name, numbers), tensor
 
 
 def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
 from rlhf_mcore.rollout.remote.head import SETTINGS
@@ -43,8 +45,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 # Of a rank's time and of what the schedule counts; all else is what was learned.
 OWN = ("timing/", "bridge/", "rollout/in_flight", "rollout/redrawn", "rollout/staleness", "rollout/stale_")
-DYNAMIC = "algorithm.dynamic_sampling.enabled=true"
-IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6", DYNAMIC]
+FURTHER = ["algorithm.dynamic_sampling.enabled=true", "actor.freeze=[model.embed_tokens.weight]"]
+IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6", *FURTHER]
 
 
 def command(config: str, *arguments: str) -> list[str]:
@@ -112,14 +114,17 @@ def whole(workspace: Path) -> list[dict[str, Any]]:
 
 
 def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(workspace: Path) -> None:
-    together = ["actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=3", DYNAMIC]
+    together = ["actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=3", *FURTHER]
     assert run(workspace, "grpo.yaml", "experiment=together", *together).returncode == 0
-    apart = ["experiment=apart", "trainer.max_staleness=0", "trainer.num_steps=3", DYNAMIC]
+    apart = ["experiment=apart", "trainer.max_staleness=0", "trainer.num_steps=3", *FURTHER]
     ended = run(workspace, "async.yaml", *apart)
     assert ended.returncode == 0, ended.stderr
     assert metrics(workspace, "apart") == metrics(workspace, "together") and len(metrics(workspace, "apart")) == 4
     assert ended.stderr == "" and "ray" not in ended.stdout.lower().replace("array", "")
     assert processes_of(workspace) == [] and left_behind(workspace) == []
+    folders = (workspace / "quickstart" / "model", workspace / "outputs" / "quickstart" / "apart" / "latest" / "actor")
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert [name for name in before if torch.equal(before[name], after[name])] == ["model.embed_tokens.weight"]
 
 
 def test_fault_34_killed_at_any_time_it_ends_as_if_it_had_not_been(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,25 @@ class NoTarget:
             pass
 
     def abandon(self, problem: str) -> None: ...
+
+
+class SyncsParts(Protocol):
+    """A bridge that can bring some tensors alone."""
+
+    def sync(self, version: int, only: Sequence[str] | None = None) -> SyncStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """Brings the tensors that change, ``only``, to a ``target`` that has the others."""
+
+    bridge: SyncsParts
+    target: WeightTarget
+    only: Sequence[str]
+
+    def sync(self, version: int) -> SyncStats:
+        """See :class:`WeightBridge`."""
+        return self.bridge.sync(version, None if self.target.policy_version < 0 else self.only)
 
 
 @dataclass(slots=True)
@@ -330,8 +350,10 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
     """The tensors that some names or patterns mean."""
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
     names: set[str] = set()
-    for pattern in only:
-        found = {aliases.get(name, name) for name in (*known, *aliases) if fnmatchcase(name, pattern)}
+    every = {*known, *aliases}
+    for pattern in only:  # thousands of plain names are no patterns
+        matching = [pattern] if pattern in every else [name for name in every if fnmatchcase(name, pattern)]
+        found = {aliases.get(name, name) for name in matching}
         if not found:
             raise ValueError(f"sync(only=...): {pattern!r} matches no tensor of the model, such as {next(iter(known))}")
         names |= found

@@ -170,6 +170,13 @@ class ActorConfig:
     optimizer: OptimizerConfig = group(OptimizerConfig, "AdamW, fp32 master weights, sharded over data-parallel ranks")
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
+    freeze: list[str] = key(
+        [],
+        "Hugging Face names, or patterns as `model.layers.0.*`, of weights that are not trained",
+        more="They have no gradient and no optimizer state, are saved as ever, and travel to the engines only where these have none. "
+        "What Megatron has in one tensor (q, k and v; gate and up) is frozen together.",
+        is_fixed=True,
+    )
     megatron: Optional[dict[str, Any]] = key(
         None,
         "fields of Megatron-core's own configuration classes, as `{overlap_grad_reduce: true}`",

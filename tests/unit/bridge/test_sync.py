@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
-from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.bridge.run.sync import PlannedBridge, TrainedWeights
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
@@ -99,6 +99,17 @@ def test_a_sync_of_some_tensors_leaves_the_others(
     assert part.local_bytes == sum(old[name].numel() * 8 for name in brought) < whole.local_bytes
     assert bridge.sync(2).local_bytes == whole.local_bytes
     assert all(torch.equal(tensor, trainer.hf[name]) for name, tensor in engine.tensors.items())
+
+
+def test_trained_weights_travel_alone_to_an_engine_that_has_the_others(trainer: Trainer) -> None:
+    engine = engine_of(trainer)
+    bridge = TrainedWeights(trainer.bridge(engine), engine, ["model.norm.weight"])
+    sent = []
+    for version in range(4):
+        sent.append(bridge.sync(version).local_bytes)
+        if version == 1:
+            engine.abandon("it slept")
+    assert sent[0] == sent[2] and sent[1] == sent[3] == 8 * trainer.hf["model.norm.weight"].numel()
 
 
 def test_tied_weights_have_two_names_for_one_tensor() -> None:

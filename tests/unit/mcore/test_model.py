@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.families import architecture_name
@@ -33,6 +38,7 @@ from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
+from rlhf_mcore.roles.freezing import freeze
 from rlhf_mcore.types import Microbatch
 from tests.distributed.models import make
 
@@ -50,9 +56,21 @@ def groups(world: None) -> ModelGroups:
     return made
 
 
-def build(directory: Path, groups: ModelGroups, *, trainable: bool, head: str = "lm") -> MegatronModel:
+def build(
+    directory: Path,
+    groups: ModelGroups,
+    *,
+    trainable: bool,
+    head: str = "lm",
+    frozen: Sequence[str] = (),
+    recompute: RecomputeConfig | None = None,
+) -> MegatronModel:
     spec = load_spec(directory, head)
-    options = BuildOptions("fp32", "local", RecomputeConfig(), trainable, False, 0)
+    options = BuildOptions("fp32", "local", recompute or RecomputeConfig(), trainable, False, 0)
+    if frozen:
+        options = replace(
+            options, freeze=partial(freeze, geometry=spec.geometry, layout=groups.layout, patterns=list(frozen))
+        )
     model = build_model(spec, groups, current_platform(), options)
     load(model.local_parameters(), spec.geometry, HFReader(directory), fresh_head=spec.has_fresh_head)
     return model
@@ -114,6 +132,53 @@ def test_logprobs_gradients_and_update_are_those_of_transformers(
     norm = float(torch.stack([p.grad.norm() for p in hf.parameters() if p.grad is not None]).norm())
     outcome = model.step(lr=0.0)
     assert outcome.updated and outcome.finite and outcome.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+FROZEN = ["model.embed_tokens.weight", "model.layers.0.self_attn.[qkv]_proj.*", "*.layers.1.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize("granularity", ["off", "full"])
+def test_frozen_weights_stay_and_the_others_learn_as_in_transformers(
+    tmp_path: Path, groups: ModelGroups, granularity: str
+) -> None:
+    hf = make("qwen2_yarn", tmp_path)
+    model = build(tmp_path, groups, trainable=True, frozen=FROZEN, recompute=RecomputeConfig(granularity=granularity))
+    model.add_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0))
+    frozen = {name for name, _ in hf.named_parameters() if any(fnmatchcase(name, pattern) for pattern in FROZEN)}
+    assert len(frozen) == 8
+
+    def loss(outputs: torch.Tensor, part: Microbatch) -> tuple[torch.Tensor, Metrics]:
+        logprobs = model.logprobs_and_entropy(outputs, part, TEMPERATURE)[0]
+        return (logprobs * part.fields["mask"]).sum() / 8, {}
+
+    before = {found.name: found.tensor.clone() for found in model.local_parameters()}
+    model.forward_backward(microbatches(True), loss)
+    (expected_logprobs(hf) * loss_mask()).sum().div(8).backward()
+    learning = [p.grad.norm() for name, p in hf.named_parameters() if p.grad is not None and name not in frozen]
+    assert model.step(lr=0.1).grad_norm == pytest.approx(float(torch.stack(learning).norm()), rel=1e-4)
+    geometry, shard = model.spec.geometry, groups.layout.shard_of("", 0)
+    for found in model.local_parameters():
+        names = {piece.hf_name for piece in pieces(found.name, geometry, shard)}
+        assert torch.equal(found.tensor, before[found.name]) is bool(names & frozen), found.name
+    assert model.optimizer is not None
+    state = {name for held in model.optimizer.shards() for name in [held.name]}
+    assert len(state) == len(before) - 4  # embeddings, weight and bias of q, k and v together, and the last
+
+
+@pytest.mark.parametrize(
+    ("frozen", "words"),
+    [
+        (["model.layers.9.*"], "'model.layers.9.\\*' is no tensor of the model"),
+        (["model.layers.0.self_attn.q_proj.*"], "q_proj.* and .*k_proj.* are one tensor of Megatron's"),
+        (["*"], "leaves nothing to train"),
+    ],
+)
+def test_what_cannot_be_frozen_is_told_by_name(
+    tmp_path: Path, groups: ModelGroups, frozen: list[str], words: str
+) -> None:
+    make("qwen2_yarn", tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        build(tmp_path, groups, trainable=True, frozen=frozen)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,0 +1,65 @@
+"""Weights of a trained model that stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.mcore.weights import global_names, unwrap
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.types import ModelGeometry
+
+
+def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]:
+    """Hugging Face names of the tensors that no pattern (``model.layers.0.*``) means.
+
+    Raises:
+        ConfigError: a pattern means none, or all together mean every tensor.
+    """
+    known = list(hf_shapes(geometry))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ConfigError(
+                f"actor.freeze: {pattern!r} is no tensor of the model; correct it. There are {shortened(known, 8)}"
+            )
+    trained = [name for name in known if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if not trained:
+        raise ConfigError(f"actor.freeze={list(patterns)} leaves nothing to train; remove some")
+    return trained
+
+
+def freeze(
+    chunks: Sequence[torch.nn.Module], geometry: ModelGeometry, layout: ParallelLayout, patterns: Sequence[str]
+) -> None:
+    """Take the gradients of tensors from the model of this rank, which is in no wrapper for training yet.
+
+    Raises:
+        ConfigError: see ``trained_names``; or Megatron has a frozen and a trained one in one tensor, or this rank has none to train.
+    """
+    trained, rank, some = set(trained_names(geometry, patterns)), dist.get_rank(), False
+    if geometry.tied_embeddings and layout.pp > 1 and "model.embed_tokens.weight" not in trained:
+        raise ConfigError("actor.freeze: tied embeddings cannot be frozen with actor.layout.pp above 1; remove them")
+    for chunk in map(unwrap, chunks):
+        for name, full_name, parameter in global_names(chunk):
+            held = {piece.hf_name for piece in pieces(full_name, geometry, layout.shard_of(name, rank))}
+            if len(held & trained) not in (0, len(held)):
+                raise ConfigError(
+                    f"actor.freeze: {shortened(sorted(held - trained))} and {shortened(sorted(held & trained))} are one tensor of "
+                    "Megatron's; freeze all of them, or none"
+                )
+            parameter.requires_grad_(bool(held & trained))
+            some |= bool(held & trained)
+        if hasattr(chunk, "embedding"):  # recomputed layers have gradients only where their input has
+            chunk.embedding.register_forward_hook(_with_gradient)
+    if not some:
+        raise ConfigError(f"actor.freeze={list(patterns)} leaves a pipeline stage with nothing to train; remove some")
+
+
+def _with_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
