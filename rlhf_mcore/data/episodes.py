@@ -97,7 +97,9 @@ def encode_trajectories(trajectories: Mapping[int, Sequence[Trajectory]]) -> byt
             "text": t.response_text,
             "finish_reason": t.finish_reason,
             "score": t.score and asdict(t.score),
-            **({"prompt": t.prompt.text} if t.score else {}),  # which ends with the first observation of its environment
+            **(
+                {"prompt": t.prompt.text} if t.score else {}
+            ),  # which ends with the first observation of its environment
         }
         for number, t in rows
     ]

@@ -98,8 +98,10 @@ def test_fault_18_where_all_engines_are_killed_weights_come_first(
     fleet.submit(requests(6, 4, NEW_TOKENS))
     for victim in victims:
         kill(victim, directories[0])
+    generated = fleet.begin(requests(6, 4, NEW_TOKENS))  # an evaluation at the same time
     drawn = collected(fleet, 24, *directories)
     assert {number: found.token_ids.tolist() for number, found in drawn.items()} == undisturbed
+    assert {found.request_id: found.token_ids.tolist() for found in generated(300) or ()} == undisturbed
 
 
 def test_fault_33_engines_come_and_go_while_they_generate(

@@ -297,8 +297,14 @@ def test_where_all_engines_were_lost_their_successors_wait_for_weights(start: St
     assert not run.fleet.needs_weights()  # nobody is there yet to get any
     run.turn(), run.turn(), run.turn()
     assert run.fleet.needs_weights() and run.fleet.collect(60) == []
+    generated = run.fleet.begin(requests(2))  # an evaluation, say
+    assert generated(60) is None
     run.publish(2)
-    assert sorted(run.engine("0.1.0").drawing) == [10, 11] and not run.fleet.needs_weights()
+    assert sorted(run.engine("0.1.0").drawing) == [-2, -1, 10, 11] and not run.fleet.needs_weights()
+    run.engine("0.1.0").draw(-2, -1)
+    run.turn()
+    found = generated(60)
+    assert found is not None and ids(found) == [20, 21] and [each.token_ids.tolist() for each in found] == [[20], [21]]
 
 
 def test_nothing_is_drawn_between_pause_and_resume(start: Start) -> None:
