@@ -25,6 +25,7 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
+from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.build import build_graders, check_environment, episode_worker
@@ -36,6 +37,7 @@ from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_ever
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
 from rlhf_mcore.rollout import Engine, EngineModel, build_engine
+from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.trainer.evaluation import (
     TOKENS,
     evaluate,
@@ -101,7 +103,7 @@ def run(cfg: Config) -> None:
         watchdog = process.watchdog
         pools = reward_pools(cfg.reward)
         reward = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: check_environment(cfg, check_tool_parser) if dist.get_rank() == 0 else None)
         folders = broadcast_json(on_every_rank(lambda: _model_folders(cfg) if dist.get_rank() == 0 else None), 0)
         tasks = on_every_rank(lambda: _tasks(cfg, folders))
         engines = stack.enter_context(closing(_Engines(process.platform.dtype(cfg.model.dtype))))
@@ -165,7 +167,8 @@ def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     num_tokens = max(tokenizer.get_vocab().values()) + 1
     if problems := list(token_problems(cfg.model.path, num_tokens, field, where)):
         raise ConfigError.many(problems)
-    return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval")[: cfg.evaluate.max_prompts]
+    tools = read_tools(cfg.environment.tools)
+    return load_prompts(cfg.data.eval, tokenizer, cfg.data, field="data.eval", tools=tools)[: cfg.evaluate.max_prompts]
 
 
 def _evaluate(
@@ -367,7 +370,7 @@ class _Engines:
         loaded = load_tokenizer(tokenizer)
         decode = partial(loaded.batch_decode, skip_special_tokens=True)
         if cfg.environment.function is not None:
-            return episode_worker(cfg, engine, engine.rank, decode)
+            return episode_worker(cfg, engine, engine.rank, decode, ToolCallParser)
         return RolloutWorker(engine, engine.rank, decode)
 
     def _load(self, engine: Engine, path: str, reader: Weights) -> None:

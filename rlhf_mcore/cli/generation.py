@@ -33,6 +33,7 @@ from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import EngineOrder
 from rlhf_mcore.rollout.remote.parts import FleetPlan
+from rlhf_mcore.rollout.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
@@ -91,7 +92,7 @@ def _colocated(
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
-        worker = episode_worker(cfg, engine, engine.rank, data.decode)
+        worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(
@@ -174,7 +175,7 @@ def start_fleet(run: RunContext) -> Fleet | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
-    episodes = None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines).build
+    episodes = None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
         EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes),
         rollout.num_engines,

@@ -21,6 +21,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.reward_rules import scores_alone
 from rlhf_mcore.config.run_kinds import REWARD_MODEL, RL, SFT
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.examples import ExampleBatches, TokenizedExample, load_examples
 from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
@@ -33,6 +34,7 @@ from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
 from rlhf_mcore.roles.reward_model import RewardModelTrainer
+from rlhf_mcore.rollout.tool_calls import check_tool_parser
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.trainer.evaluation import PolicyEvaluator, evaluation_sampling, prompts_per_batch
 from rlhf_mcore.trainer.example_learner import (
@@ -69,7 +71,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     with record.phase("load_data"):
         pools = reward_pools(cfg.reward)
         graders = on_every_rank(lambda: build_graders(cfg, pools))
-        on_every_rank(lambda: check_environment(cfg) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: check_environment(cfg, check_tool_parser) if dist.get_rank() == 0 else None)
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
@@ -190,8 +192,9 @@ def _load_data(
 
 def _load_prompts(run: RunContext, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Prompt], list[Prompt]]:
     data, reward = run.cfg.data, run.cfg.reward
-    train = load_prompts(data.train, tokenizer, data)
-    held_out = load_prompts(data.eval, tokenizer, data, field="data.eval") if data.eval else []
+    tools = read_tools(run.cfg.environment.tools)
+    train = load_prompts(data.train, tokenizer, data, tools=tools)
+    held_out = load_prompts(data.eval, tokenizer, data, field="data.eval", tools=tools) if data.eval else []
     if not scores_alone(reward) and grades(run.cfg):
         check_sources(train, reward.sources, "data.train")
         check_sources(held_out, reward.sources, "data.eval")

@@ -37,6 +37,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
+from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems, is_file_spec
 from rlhf_mcore.types import ModelGeometry
 
@@ -188,6 +189,10 @@ def _environment_problems(cfg: Config) -> Iterator[str]:
         return
     if own.function not in ENVIRONMENTS:
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
+    try:
+        read_tools(own.tools)
+    except ConfigError as error:
+        yield FileProblem(str(error))
     if own.max_tokens is not None and own.max_tokens < cfg.rollout.sampling.max_new_tokens:
         yield (
             f"environment.max_tokens={own.max_tokens} of an episode is less than rollout.sampling.max_new_tokens="

@@ -41,10 +41,17 @@ class Renderer:
     Otherwise it is used as it is.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str) -> None:
-        """Raises ConfigError where texts have to go through a template that the tokenizer does not have."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str, tools: Sequence[dict[str, Any]] = ()) -> None:
+        """``tools``: schemas that the template writes into every prompt.
+
+        Raises:
+            ConfigError: texts have to go through a template that the tokenizer does not have, or that does not write ``tools``.
+        """
         self._tokenizer = tokenizer
         self._mode = mode
+        self._tools: list[dict[str, Any]] | None = None
+        if tools:
+            self._require_tools(list(tools))
         if mode == "true" and tokenizer.chat_template is None:
             raise ConfigError(
                 "data.apply_chat_template=true, but the tokenizer has no chat template; give model.tokenizer_path one with a "
@@ -53,6 +60,19 @@ class Renderer:
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         tokens = sorted(filter(None, {*added, *map(str, tokenizer.all_special_tokens)}))
         self._rendered = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+
+    def _require_tools(self, tools: list[dict[str, Any]]) -> None:
+        remedy = "give model.tokenizer_path a template that writes them, or set environment.tools=null and name tools in prompts"
+        if self._mode == "false" or self._tokenizer.chat_template is None:
+            raise ConfigError(f"environment.tools is set, and prompts go through no chat template; {remedy}")
+        question = [{"role": "user", "content": "question"}]
+        [without] = in_child(self._apply, [question])
+        self._tools = tools
+        [found] = in_child(self._apply, [question])
+        if "error" in found:
+            raise ConfigError(f"the chat template refuses environment.tools: {found['error']}; {remedy}")
+        if found == without:
+            raise ConfigError(f"the chat template does not write environment.tools into a prompt; {remedy}")
 
     def all(self, contents: Sequence[tuple[Any, str]]) -> Iterator[str]:
         """The texts of (content, place), in order. ``place`` is for messages.
@@ -93,7 +113,8 @@ class Renderer:
             yield answer["text"]
 
     def _apply(self, messages: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        template = self._tokenizer.apply_chat_template
+        return str(template(messages, tools=self._tools, tokenize=False, add_generation_prompt=True))
 
 
 def in_child(apply: Any, inputs: Sequence[Any]) -> Iterator[dict[str, str]]:

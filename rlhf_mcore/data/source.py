@@ -57,20 +57,25 @@ class _Draft:
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, field: str = "data.train"
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    *,
+    field: str = "data.train",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[Prompt]:
     """All prompts of ``files`` in order, rendered (see ``Renderer``) and tokenised.
 
     ``Prompt.index`` numbers the rows of the concatenation, dropped ones included, so a rollout's seed does not move
     when ``max_prompt_tokens`` does; it is therefore not always the position in the returned list. ``field`` names the
-    config key in messages.
+    config key in messages. ``tools`` are schemas that the chat template writes into the prompts.
 
     Raises:
         ConfigError: for anything wrong with a file or a row, naming both, and when no prompt is left.
     """
     if not files:
         raise ConfigError(f"{field} is empty; give a list of .parquet or .jsonl files")
-    drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template), cfg, field))
+    drafts = list(_read_drafts(files, Renderer(tokenizer, cfg.apply_chat_template, tools), cfg, field))
     _refuse_duplicates(drafts)
     _tokenize(drafts, tokenizer)
     return _within_length(drafts, cfg, field)

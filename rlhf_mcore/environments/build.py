@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
@@ -20,12 +21,17 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config, EnvironmentConfig
     from rlhf_mcore.protocols import EngineRank, RewardFunction, StreamingGenerator
     from rlhf_mcore.rewards.function import Pools
     from rlhf_mcore.trainer.rollouts import Decode
+
+    # environment.tool_parser, tokenizer, schemas of tools -> text of a turn -> message.
+    MakeParser = Callable[[str, PreTrainedTokenizerBase, Sequence[Mapping[str, Any]]], Callable[[str], Any]]
 
 
 def build_graders(cfg: Config, pools: Pools = WorkerPool) -> RewardFunction:
@@ -44,10 +50,13 @@ def build_graders(cfg: Config, pools: Pools = WorkerPool) -> RewardFunction:
 class EpisodeOrder:
     """What an engine's episodes are built from, in the process of its first rank.
 
+    ``make_parser`` makes what finds calls of tools in a turn, of ``environment.tool_parser``.
     ``folder`` is where the run was started: files are named from there. ``num_engines`` may share the cores of a machine.
     """
 
     own: EnvironmentConfig
+    tools: list[dict[str, Any]]
+    make_parser: MakeParser
     chat_template: str  # data.apply_chat_template
     tokenizer_dir: str
     fails: bool
@@ -57,11 +66,13 @@ class EpisodeOrder:
     variables: Mapping[str, str] = field(repr=False)  # those of environment.env
 
     @classmethod
-    def of(cls, cfg: Config, num_engines: int) -> EpisodeOrder:
+    def of(cls, cfg: Config, num_engines: int, make_parser: MakeParser) -> EpisodeOrder:
         """The environment of a run."""
         own, in_time = cfg.environment, cfg.trainer.max_staleness > 0 and not cfg.rollout.deterministic_order
         return cls(
             own,
+            read_tools(own.tools),
+            make_parser,
             cfg.data.apply_chat_template,
             cfg.model.tokenizer_path or cfg.model.path,
             fails=cfg.reward.on_error == "fail",
@@ -71,40 +82,47 @@ class EpisodeOrder:
             variables={name: os.environ[name] for name in own.env if name in os.environ},
         )
 
-    def sessions(self) -> Sessions:
-        """The processes of the environment; none is started yet."""
-        own = self.own
-        assert own.function is not None
-        os.environ.update(self.variables)
-        workers = own.workers or default_workers(self.num_engines)
-        limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
-        return Sessions(own.function, own.options or {}, limits, self.folder)
-
     def build(self) -> Episodes:
         """The episodes."""
-        own = self.own
-        text = TurnText(load_tokenizer(self.tokenizer_dir), self.chat_template, keep=own.rewritten_history == "keep")
+        own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
+        text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
         bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
-        return Episodes(self.sessions(), text, bounds, fails=self.fails, overlap=self.overlap)
+        rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap}
+        if own.tool_parser is not None:
+            parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
+            rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
+        os.environ.update(self.variables)
+        return Episodes(_sessions(own, self.num_engines, self.folder), text, bounds, **rules)
 
 
-def check_environment(cfg: Config) -> None:
-    """Load the environment, where there is one, once in a process of its own.
+def _sessions(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
+    assert own.function is not None
+    workers = own.workers or default_workers(num_engines)
+    limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
+    return Sessions(own.function, own.options or {}, limits, folder)
+
+
+def check_environment(cfg: Config, check_parser: Callable[[str], None]) -> None:
+    """Load the environment, where there is one, once in a process of its own. ``check_parser``: of ``environment.tool_parser``.
 
     Raises:
-        ConfigError: naming ``environment.function`` or its options.
+        ConfigError: naming ``environment.function``, its options, or ``environment.tool_parser``.
     """
     if cfg.environment.function is not None:
-        sessions = EpisodeOrder.of(cfg, 1).sessions()
+        if cfg.environment.tool_parser is not None:
+            check_parser(cfg.environment.tool_parser)
+        sessions = _sessions(cfg.environment, 1, os.getcwd())
         try:
             sessions.check()
         finally:
             sessions.close_all()
 
 
-def episode_worker(cfg: Config, generator: StreamingGenerator, engine: EngineRank, decode: Decode) -> RolloutWorker:
+def episode_worker(
+    cfg: Config, generator: StreamingGenerator, engine: EngineRank, decode: Decode, make_parser: MakeParser
+) -> RolloutWorker:
     """This rank's engine in the environment. Collective over the world."""
-    order = EpisodeOrder.of(cfg, engine.num_engines)
+    order = EpisodeOrder.of(cfg, engine.num_engines, make_parser)
     episodes = on_every_rank(lambda: order.build() if engine.is_lead else None)
     plays = EpisodeGenerator(generator, episodes, _engine_group(engine))
     return RolloutWorker(plays, engine, decode, episode_request)

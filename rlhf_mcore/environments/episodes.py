@@ -62,7 +62,7 @@ class Episodes:
         fails: an environment without an answer ends the run; else its episode ends without a score.
         overlap: an engine draws while environments compute. Which turns it draws together then depends on the time, and so may the
             last bits of logprobs; without it, nothing does.
-        action_of: what ``step`` gets, from the text of a turn.
+        action_of: what ``step`` gets, from the text of a turn and its tokens.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Episodes:
         *,
         fails: bool = True,
         overlap: bool = False,
-        action_of: Callable[[str], Any] = str,
+        action_of: Callable[[str, Completion], Any] = lambda text, turn: text,
     ) -> None:
         self._sessions, self._text, self._limits = sessions, text, limits
         self._fails, self._overlap, self._action_of = fails, overlap, action_of
@@ -156,7 +156,7 @@ class Episodes:
         if each.failure is not None:
             self._fail(key, each.failure)
         else:
-            self._sessions.step(key, self._action_of(each.texts[-1]))
+            self._sessions.step(key, self._action_of(each.texts[-1], completion))
 
     def _poll(self, timeout_s: float | None) -> None:
         """Continue episodes whose environment has answered. Waits for one of them, but no longer than ``timeout_s``."""

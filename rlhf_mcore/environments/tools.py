@@ -1,12 +1,16 @@
-"""Tools that the policy calls by ``<tool>NAME ARGUMENT</tool>``: a calculator, Python in the sandbox, search, functions of a file."""
+"""Tools that the policy calls: a calculator, Python in the sandbox, search, functions of a file.
+
+A call is ``<tool>NAME ARGUMENT</tool>`` in the text of a turn; with ``environment.tool_parser`` what the parser finds.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +23,17 @@ KEY = "environment.options.tools"
 _CALL = re.compile(r"<tool>\s*(\S+)(.*?)</tool>", re.DOTALL)
 _WORD = re.compile(r"\w+")
 
-Tool = Callable[[str], Any]
+BUILT_IN = ("calculator", "python", "search")
+Tool = Callable[..., Any]
+_Call = tuple[str, list[Any], dict[str, Any]]  # of a tool: its name and arguments, named ones last
 
 
 class Tools:
     """An episode ends with the first turn that calls no tool. It gives no rewards: use ``environment.score: reward``.
 
     Args:
-        tools: ``calculator``, ``python``, ``search``, or functions of a file, ``path/to/file.py:name``, that take a text.
+        tools: ``calculator``, ``python``, ``search``, or functions of a file, ``path/to/file.py:name``, that take
+            a text, or what a parsed call names.
         corpus: of ``search``: a .jsonl file with "text" in each line, or a text file whose lines are the documents.
         role: of the messages that hold results.
         results: documents that a search returns.
@@ -66,15 +73,34 @@ class Tools:
     def reset(self, row: Any, seed: int) -> None:
         """The prompt tells of the tools, if need be."""
 
-    def step(self, action: str) -> tuple[list[dict[str, str]], float, bool]:
+    def step(self, action: str | Mapping[str, Any]) -> tuple[list[dict[str, str]], float, bool]:
         """A message for each call."""
-        calls = _CALL.findall(action)
+        if isinstance(action, str):
+            calls: list[_Call] = [(name, [argument.strip()], {}) for name, argument in _CALL.findall(action)]
+        else:
+            calls = [self._parsed(call["function"]) for call in action["tool_calls"]]
         return [{"role": self._role, "content": self._called(*call)} for call in calls], 0.0, not calls
 
-    def _called(self, name: str, argument: str) -> str:
-        if name not in self._tools:
+    def _parsed(self, function: Mapping[str, str]) -> _Call:
+        """A built-in tool gets the value of its only argument as a text, a function of a file its arguments by their names."""
+        name, given = function["name"], function["arguments"]
+        try:
+            arguments = json.loads(given)
+        except ValueError:
+            return name, [given], {}
+        if not isinstance(arguments, dict) or (name in BUILT_IN and len(arguments) != 1):
+            return name, [given], {}
+        return (name, [str(*arguments.values())], {}) if name in BUILT_IN else (name, [], arguments)
+
+    def _called(self, name: str, arguments: list[Any], named: dict[str, Any]) -> str:
+        tool = self._tools.get(name)
+        if tool is None:
             return f"there is no tool {name}; there is: {', '.join(self._tools)}"
-        return str(self._tools[name](argument.strip()))[: self._max_chars]
+        try:
+            inspect.signature(tool).bind(*arguments, **named)
+        except TypeError as error:  # the policy's mistake
+            return f"error: {error}"
+        return str(tool(*arguments, **named))[: self._max_chars]
 
 
 # ---------------------------------------------------------------------------------------------------------------- python

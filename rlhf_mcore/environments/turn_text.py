@@ -48,6 +48,11 @@ class TurnText:
         """Without special tokens."""
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
+    def written_text_of(self, turn: Completion) -> str:
+        """All that the policy has written, with special tokens, but not the one that ends the turn."""
+        tokens = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
     def opening(self, prompt: Prompt, messages: Messages) -> tuple[list[int], str]:
         """A prompt that is followed by a first observation: its tokens and its text.
 

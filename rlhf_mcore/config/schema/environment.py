@@ -30,6 +30,16 @@ class EnvironmentConfig:
     max_seconds: Optional[float] = key(
         None, "most time that an episode may take before its next turn begins", ABOVE_0, null="no limit"
     )
+    tools: Optional[str] = key(
+        None,
+        "JSON file with schemas of tools as OpenAI's API takes them; the chat template writes them into the prompts",
+        null="the prompts tell of tools, if there are any",
+    )
+    tool_parser: Optional[str] = key(
+        None,
+        "a parser of vLLM's by its name (`hermes`, `llama3_json`, `qwen3_coder`, ...): step(action) gets a message with `tool_calls`",
+        null="step(action) gets the text of a turn",
+    )
     score: str = key(
         "environment",
         "what an episode's score is",

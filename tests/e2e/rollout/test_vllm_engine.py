@@ -213,3 +213,29 @@ def test_the_process_is_left_as_it_was(seen: Seen) -> None:
 def test_the_console_stays_empty(seen: Seen) -> None:
     lines = [line for line in seen[0]["console"].splitlines() if line.strip()]
     assert lines == []
+
+
+def test_vllms_own_parsers_find_calls_of_tools(two_engines: Seen) -> None:
+    found = two_engines[0]["tool calls"]
+    twice = [["add", '{"a": 1, "b": "x"}']] * 2
+    assert found["hermes finds"] == [
+        ["Well.\n", twice],
+        ["none", []],
+        ['<tool_call>{"name": "add", "arg</tool_call>', []],
+    ]
+    assert found["llama3_json finds"] == [
+        ["", [["add", '{"a": 1}'], ["sub", "{}"]]],
+        ["none", []],
+        ['{"name": "add", "pa', []],
+    ]
+    assert found["qwen3_coder finds"][:2] == [["Well.", twice[:1]], ["none", []]]
+    assert found["qwen3_coder finds"][2][1] == []
+    assert found["pythonic finds"] == [["", [twice[0], ["sub", "{}"]]], ["none", []], ["[add(a=", []]]
+    function = {"name": "add", "arguments": '{"a": 1, "b": "x"}'}
+    assert found["message"]["tool_calls"][0] == {"id": "call_0", "type": "function", "function": function}
+    for key in ("nothing", "nothing, before vLLM is imported"):
+        assert f"is no parser of the installed vLLM; choose from {', '.join(found['names'])}" in found[key]
+    assert (
+        "llama3_json does not fit the tokenizer of the model" in found["llama3_json"]
+        and "<|python_tag|>" in found["llama3_json"]
+    )

@@ -22,7 +22,9 @@ import torch.distributed as dist
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.e2e.rollout.drawing import (
     drawn_until_empty,
@@ -35,6 +37,21 @@ from tests.e2e.rollout.drawing import (
 NEW_TOKENS = 24
 MAX_MODEL_LEN = 160
 LONG_PROMPT = 95
+_HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
+CALLS = {  # what models of a family write: several calls, none, one that is broken
+    "hermes": [f"Well.\n{_HERMES}\n{_HERMES}", "none", '<tool_call>{"name": "add", "arg</tool_call>'],
+    "llama3_json": [
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {}}',
+        "none",
+        '{"name": "add", "pa',
+    ],
+    "qwen3_coder": [
+        "Well.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n</function>\n</tool_call>",
+        "none",
+        "<tool_call>\nadd(1)",
+    ],
+    "pythonic": ["[add(a=1, b='x'), sub()]", "none", "[add(a="],
+}
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -282,6 +299,32 @@ def check_publish(engine: Any, models: Models, mode: str) -> dict[str, Any]:
     return {"drawn": shown(drawn), "gap": gap, "same before": before, "gap of a fresh request": fresh}
 
 
+def parse_tool_calls(directory: str) -> dict[str, Any]:
+    """What vLLM's parsers find in texts, by their names; and what is told of names that cannot be used."""
+    from vllm.tool_parsers import ToolParserManager
+
+    tokenizer = load_tokenizer(directory)
+    seen: dict[str, Any] = {"names": ToolParserManager.list_registered()}
+    for name in ("nothing", "llama3_json"):
+        seen[name] = error_of(ToolCallParser, name, tokenizer)
+    seen["nothing, before vLLM is imported"] = error_of(check_tool_parser, "nothing")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>", "<tool_call>", "</tool_call>"]})
+    for name, texts in CALLS.items():
+        parse = ToolCallParser(name, tokenizer, tools)
+        found = [parse(text) for text in texts]
+        seen[name + " finds"] = [
+            [
+                each["content"],
+                [[call["function"]["name"], call["function"]["arguments"]] for call in each["tool_calls"]],
+            ]
+            for each in found
+        ]
+        seen["message"] = found[0]
+    return seen
+
+
 def measure(engine: Any, models: Models) -> dict[str, float]:
     start = time.perf_counter()
     engine.load_weights(models.weights(models.a), version=11)
@@ -323,6 +366,8 @@ def try_engine(tp: int, directory: Path) -> None:
     dist.all_reduce(ranks)  # the trainer's group outlives the engine
     seen["ranks after close"] = ranks.item()
     seen["long"] |= check_small_budgets(tp, directory_a, models)
+    if tp == 1:
+        seen["tool calls"] = parse_tool_calls(directory_a)
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 

@@ -224,6 +224,20 @@ def test_texts_without_a_template(tmp_path: Path, tokenizer: PreTrainedTokenizer
         load_prompts([file], tokenizer, DataConfig(apply_chat_template="true"))
 
 
+def test_a_template_writes_schemas_of_tools_into_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: Any
+) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1+1="})
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(ConfigError, match=r"the chat template does not write environment\.tools into a prompt"):
+        load_prompts([file], tokenizer, DataConfig(), tools=tools)
+    template = "{% for tool in tools %}{{ tool.function.name }};{% endfor %}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert load_prompts([file], tokenizer, DataConfig(), tools=tools)[0].text == "add;1+1="
+    with pytest.raises(ConfigError, match=r"environment\.tools is set, and prompts go through no chat template"):
+        load_prompts([file], tokenizer, DataConfig(apply_chat_template="false"), tools=tools)
+
+
 def test_every_file_has_its_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     files = [
         write_jsonl(tmp_path / "a.jsonl", {"q": "1", "x": "one"}),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.environments.tools import Index, Tools
 
 
@@ -25,6 +26,37 @@ def test_each_call_has_a_message_and_a_turn_without_one_ends_the_episode(tmp_pat
         False,
     )
     assert tools.step("it is 42") == ([], 0.0, True)
+
+
+def test_parsed_calls_give_a_tool_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def repeat(text, times=1):\n    return text * times\n")
+    tools = Tools(["calculator", f"{tmp_path}/own.py:repeat"])
+    calls = [
+        ("calculator", '{"expression": "6*7"}'),
+        ("repeat", '{"text": "ab", "times": 2}'),
+        ("repeat", '{"txt": "ab"}'),
+        ("calculator", "6*7"),
+        ("phone", "{}"),
+    ]
+    message = {"content": "", "tool_calls": [{"function": {"name": n, "arguments": a}} for n, a in calls]}
+    answers, _, done = tools.step(message)
+    assert [answer["content"] for answer in answers] == [
+        "42",
+        "abab",
+        "error: missing a required argument: 'text'",
+        "42",
+        "there is no tool phone; there is: calculator, repeat",
+    ]
+    assert not done and tools.step({"content": "it is 42", "tool_calls": []}) == ([], 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "[1]", '[{"type": "function"}]', "[", '[{"type": "x", "function": {"name": "a"}}]']
+)
+def test_schemas_of_tools_are_checked(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"environment\.tools=.*tools\.json is (no JSON|not of the form)"):
+        read_tools(f"{tmp_path}/tools.json")
 
 
 def test_search_ranks_by_bm25(tmp_path: Path) -> None:
