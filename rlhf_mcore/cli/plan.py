@@ -54,14 +54,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.planning.known_models import described
+
+    gpu, assumed = device_and_assumptions(args.gpu, args.set)
+    cfg = load_config(args.config, args.overrides)
+    with described(cfg) as notes:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        return _plan_described(args, cfg, gpu, assumed)
+
+
+def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
+    from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
     from rlhf_mcore.planning.report import as_text, refusal
 
-    gpu, assumed = device_and_assumptions(args.gpu, args.set)
-    cfg = load_config(args.config, args.overrides)
     world_size = args.world_size if args.world_size is not None else default_world_size(cfg)
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is out of range; it must be at least 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -29,7 +30,9 @@ from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.build import build_graders, check_environment
 from rlhf_mcore.mcore.model_spec import load_spec
-from rlhf_mcore.parallel.collectives import on_every_rank
+from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
+from rlhf_mcore.planning.inputs import GPUS
+from rlhf_mcore.planning.plan import with_offload
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
@@ -75,7 +78,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
-        models = ModelBuilder(cfg, run.platform, run.start.weights, record.memory)
+        models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory)
         actor = models.actor()
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if cfg.algorithm.kl.coef else None
@@ -121,6 +124,23 @@ def rl_trainer(run: RunContext) -> Trainer:
         max_bad_updates=cfg.trainer.max_bad_updates,
         counters=counters,
     )
+
+
+def _with_offload(run: RunContext) -> Config:
+    """The configuration with ``offload`` of trained models decided for the devices at hand. Collective over the world."""
+    smallest = min(all_gather_json(run.platform.memory_bytes() or 0))
+    if not smallest:
+        return run.cfg
+    decided = with_offload(run.cfg, dist.get_world_size(), replace(GPUS["H100"], memory_bytes=smallest))
+    for name, before, role in (
+        ("actor", run.cfg.actor, decided.actor),
+        ("critic", run.cfg.critic, decided.critic),
+    ):
+        if before.offload == "auto" and role.offload != "never":
+            run.record.note(
+                f"{name}.offload={role.offload}: with less, a phase would not fit (rlhf-mcore plan shows it)"
+            )
+    return decided
 
 
 def sft_trainer(run: RunContext) -> Trainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhf_mcore.config.derive import longest_example, needs_critic
+from rlhf_mcore.config.derive import longest_example, needs_critic, offloaded_parts
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
@@ -57,7 +57,7 @@ class Assumptions:
 class PlannedRole:
     """One model of a run.
 
-    ``offloaded`` weights are on the device only while they are used. ``epochs`` and ``updates`` are those of a step.
+    ``offload``: the parts that are on the device only while they are used. ``epochs`` and ``updates`` are those of a step.
     """
 
     name: str
@@ -66,7 +66,7 @@ class PlannedRole:
     trained: bool
     dtype: str = "bf16"
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    offloaded: bool = False
+    offload: tuple[str, ...] = ()
     epochs: int = 1
     updates: int = 1
 
@@ -87,30 +87,36 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             True,
             dtype,
             cfg.actor.recompute,
+            offloaded_parts(cfg.actor.offload),
             epochs=trainer.ppo_epochs,
             updates=updates,
         )
     ]
     if cfg.algorithm.kl.coef:
         geometry = read_geometry(cfg.reference.path or cfg.model.path, "lm")
-        roles.append(PlannedRole("reference", geometry, layout, False, dtype, offloaded=cfg.reference.offload))
+        roles.append(PlannedRole("reference", geometry, layout, False, dtype, offload=_frozen(cfg.reference.offload)))
     if needs_critic(cfg):
         own = parallel_layout(critic.layout, critic.ranks, world_size, "critic.layout")
         geometry = read_geometry(critic.path or cfg.model.path, "token")
         epochs = critic.ppo_epochs or trainer.ppo_epochs
         updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
         held = _dtype(critic.dtype, dtype)
-        roles.append(PlannedRole("critic", geometry, own, True, held, critic.recompute, epochs=epochs, updates=updates))
+        parts = offloaded_parts(critic.offload)
+        roles.append(PlannedRole("critic", geometry, own, True, held, critic.recompute, parts, epochs, updates))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")
         held = _dtype(reward.dtype, dtype)
-        roles.append(PlannedRole("reward", geometry, own, False, held, offloaded=reward.offload))
+        roles.append(PlannedRole("reward", geometry, own, False, held, offload=_frozen(reward.offload)))
     return roles
 
 
 def _dtype(stated: str | None, default: str) -> str:
     return default if stated in (None, "auto") else str(stated)
+
+
+def _frozen(offloaded: bool) -> tuple[str, ...]:
+    return ("weights",) if offloaded else ()
 
 
 def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:
@@ -124,7 +130,12 @@ def engines_apart(cfg: Config) -> bool:
 
 def num_engines(cfg: Config, world_size: int) -> int:
     """Engines beside, or on, so many ranks of the trainer."""
-    return cfg.rollout.num_engines if engines_apart(cfg) else world_size // cfg.rollout.layout.tp
+    return cfg.rollout.num_engines if engines_apart(cfg) else world_size // engine_tp(cfg)
+
+
+def engine_tp(cfg: Config) -> int:
+    """Ranks of an engine. The engine hf is whole on every one."""
+    return 1 if cfg.rollout.engine == "hf" else cfg.rollout.layout.tp
 
 
 def parallel_layout(layout: LayoutConfig, ranks: list[int] | None, world_size: int, field: str) -> ParallelLayout:

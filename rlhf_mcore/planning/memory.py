@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engines_apart, rank_share
+from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engine_tp, engines_apart, num_engines, rank_share
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
+from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
-GENERATE, SYNC = "generate", "sync"
+_STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
+GENERATE, SYNC, SAVE = "generate", "sync", "save"
 _Maker = Callable[[PlanInputs, int], "PhaseMemory"]
 
 
@@ -48,7 +50,9 @@ def phases(inputs: PlanInputs) -> list[PhaseMemory]:
         ranks.setdefault(tuple(_stage(role, rank) for role in inputs.roles), rank)
     makers: list[_Maker] = [partial(_update, role) for role in inputs.roles if role.trained]
     if run_kind(inputs.cfg).generates:
-        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers]
+        away = [role for role in inputs.roles if role.trained and WEIGHTS in role.offload]
+        saves = [partial(_save, role) for role in away if _engine(inputs, SAVE)]
+        makers = [_generate, _sync, *(partial(_forward, role) for role in inputs.roles), *makers, *saves]
     return [max((make(inputs, rank) for rank in ranks.values()), key=lambda phase: phase.total) for make in makers]
 
 
@@ -57,45 +61,64 @@ def _stage(role: PlannedRole, rank: int) -> int:
     return role.layout.coordinates(rank)["pp"] if rank in role.layout.ranks else -1
 
 
-def resident(inputs: PlanInputs, rank: int, used: str = "") -> dict[str, int]:
-    """What the models hold on a rank in every phase, and, offloaded otherwise, the one that is ``used`` in this one."""
+def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[str] = (WEIGHTS,)) -> dict[str, int]:
+    """What the models hold on a rank in every phase, and of the one that is ``used`` in this one, the ``kinds`` that it needs."""
     parts: dict[str, int] = {}
     for role in inputs.roles:
-        if role.offloaded and role.name != used:
-            continue
         state = state_bytes(role, rank)
-        named = {
-            "weights": state.weights,
-            "gradients": state.gradients,
-            "masters": state.masters,
-            "moments": state.moments,
-        }
-        parts |= {f"{role.name} {name}": size for name, size in named.items() if size}
+        sizes = (state.weights, state.gradients, state.masters, state.moments)
+        for (name, kind), size in zip(_STATE, sizes, strict=True):
+            if size and (kind not in role.offload or (role.name == used and kind in kinds)):
+                parts[f"{role.name} {name}"] = size
     parts["reserve"] = inputs.assumed.reserve_bytes
     return parts
 
 
 def _engine_weights(inputs: PlanInputs) -> int:
-    return engine_numel(inputs.roles[0].geometry, inputs.cfg.rollout.layout.tp) * BYTES[inputs.dtype]
+    return engine_numel(inputs.roles[0].geometry, engine_tp(inputs.cfg)) * BYTES[inputs.dtype]
 
 
 def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
-    """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards."""
+    """What an engine holds in a phase. While it sleeps that is nothing; for a sync it wakes its weights, and its cache afterwards.
+
+    The engine hf does not sleep, and has a cache only while it generates.
+    """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
-    sleeps = rollout.sleep and not apart
-    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC)):
+    is_hf = rollout.engine == "hf"
+    sleeps = rollout.sleep and not apart and not is_hf
+    if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SAVE)):
         return {}
     weights = _engine_weights(inputs)
-    cache = max(int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - weights, 0)
-    return {"engine weights": weights} | ({} if sleeps and phase == SYNC else {"engine cache": cache})
+    if apart and phase == SAVE:
+        return {}
+    if is_hf:
+        cache = kv_tokens(inputs) * _kv_bytes(inputs) if phase == GENERATE else 0
+    else:
+        cache = max(int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - weights, 0)
+    return {"engine weights": weights} | ({} if (sleeps and phase == SYNC) or not cache else {"engine cache": cache})
+
+
+def _kv_bytes(inputs: PlanInputs) -> int:
+    """Of a token, on one rank of an engine."""
+    return kv_bytes_per_token(inputs.roles[0].geometry, engine_tp(inputs.cfg), BYTES[inputs.dtype])
 
 
 def kv_tokens(inputs: PlanInputs) -> int:
-    """Tokens that an engine's cache holds: what its share of the device leaves over beside weights and one prefill."""
-    rollout, geometry = inputs.cfg.rollout, inputs.roles[0].geometry
+    """Tokens that an engine's cache holds: what its share of the device leaves over beside weights and one prefill.
+
+    The engine hf has no share: its cache is that of the longest responses that it decodes at a time.
+    """
+    rollout = inputs.cfg.rollout
+    if rollout.engine == "hf":
+        rows = inputs.cfg.trainer.prompts_per_step * rollout.sampling.n // num_engines(inputs.cfg, inputs.world_size)
+        return min(rollout.max_num_seqs, max(rows, 1)) * _longest(inputs)
     budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
     budget -= _prefill_bytes(inputs)
-    return max(0, budget // kv_bytes_per_token(geometry, rollout.layout.tp, BYTES[inputs.dtype]))
+    return max(0, budget // _kv_bytes(inputs))
+
+
+def _longest(inputs: PlanInputs) -> int:
+    return inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
 
 
 def _prefill_bytes(inputs: PlanInputs) -> int:
@@ -110,8 +133,7 @@ def _prefill_bytes(inputs: PlanInputs) -> int:
 def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     rank, beside = _beside_engine(inputs, rank)
     parts = beside | _engine(inputs, GENERATE)
-    longest = inputs.cfg.data.max_prompt_tokens + inputs.cfg.rollout.sampling.max_new_tokens
-    problem, tokens = "", kv_tokens(inputs)
+    longest, problem, tokens = _longest(inputs), "", kv_tokens(inputs)
     if tokens < longest:
         problem = (
             f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "
@@ -120,24 +142,31 @@ def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     return PhaseMemory(GENERATE, rank, parts, inputs.available, problem)
 
 
-def _beside_engine(inputs: PlanInputs, rank: int) -> tuple[int, dict[str, int]]:
+def _beside_engine(inputs: PlanInputs, rank: int, used: str = "") -> tuple[int, dict[str, int]]:
     """A rank that has an engine, and what else it holds: nothing where engines are apart."""
     if engines_apart(inputs.cfg):
         return inputs.world_size, {"reserve": inputs.assumed.reserve_bytes}
-    return rank, resident(inputs, rank)
+    return rank, resident(inputs, rank, used)
 
 
 def _sync(inputs: PlanInputs, rank: int) -> PhaseMemory:
     """The worse side of a sync, where engines are apart."""
     buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, _engine_weights(inputs))}
-    there, beside = _beside_engine(inputs, rank)
+    there, beside = _beside_engine(inputs, rank, inputs.roles[0].name)
     sides = {there: beside | _engine(inputs, SYNC) | buckets}
     if there != rank:
-        sides[rank] = resident(inputs, rank) | buckets
+        sides[rank] = resident(inputs, rank, inputs.roles[0].name) | buckets
     return max(
         (PhaseMemory(SYNC, place, parts, inputs.available) for place, parts in sides.items()),
         key=lambda side: side.total,
     )
+
+
+def _save(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
+    """The weights of a model come back for a save, beside an engine that is awake; the optimizer's state is read on the host."""
+    buckets = {"bridge buckets": 2 * DEPTH * min(inputs.cfg.bridge.bucket_bytes, state_bytes(role, rank).weights)}
+    parts = resident(inputs, rank, role.name) | _engine(inputs, SAVE) | buckets
+    return PhaseMemory(f"{role.name} {SAVE}", rank, parts, inputs.available)
 
 
 def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
@@ -145,7 +174,7 @@ def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
     held = None
     if stage >= 0:
         held = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} forward", role, held, inputs, rank)
+    return _pass(f"{role.name} forward", role, held, inputs, rank, (WEIGHTS,))
 
 
 def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
@@ -154,11 +183,18 @@ def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
     if stage >= 0:
         count = rank_share(inputs.work, role).num_microbatches
         held = training_activations(role, stage, tokens, count, BYTES[role.dtype], inputs.assumed)
-    return _pass(f"{role.name} update", role, held, inputs, rank)
+    return _pass(f"{role.name} update", role, held, inputs, rank, KINDS)
 
 
-def _pass(name: str, role: PlannedRole, held: ActivationBytes | None, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    parts = resident(inputs, rank, role.name) | _engine(inputs)
+def _pass(
+    name: str,
+    role: PlannedRole,
+    held: ActivationBytes | None,
+    inputs: PlanInputs,
+    rank: int,
+    kinds: Collection[str],
+) -> PhaseMemory:
+    parts = resident(inputs, rank, role.name, kinds) | _engine(inputs)
     if held is not None:
         parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
     return PhaseMemory(name, rank, parts, inputs.available)
@@ -169,12 +205,12 @@ def _microbatch_tokens(inputs: PlanInputs, role: PlannedRole) -> int:
 
 
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Pinned host memory of a rank: offloaded weights, and what asynchronous saves copy, its state and its share of the weights."""
+    """Pinned host memory of a rank: what is offloaded, and what asynchronous saves copy, its state and its share of the weights."""
     total = 0
     for role in inputs.roles:
         state = state_bytes(role, rank)
-        if role.offloaded:
-            total += state.weights
+        total += state.weights * (WEIGHTS in role.offload)
+        total += (state.masters + state.moments) * (OPTIMIZER in role.offload)
         if role.trained and inputs.cfg.checkpoint.async_save:
             share = -(-num_parameters(role.geometry) * BYTES[role.dtype] // role.layout.world_size)
             total += state.masters + state.moments + share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlhf_mcore.config.run_kinds import run_kind
@@ -15,6 +15,7 @@ from rlhf_mcore.planning.inputs import (
     PlannedRole,
     RankShare,
     Workload,
+    engines_apart,
     rank_share,
     roles_of,
     workload,
@@ -37,6 +38,7 @@ class RolePlan:
     state: StateBytes
     checkpoint_bytes: int
     cut: RankShare
+    offload: tuple[str, ...] = ()  # what is on the device only while it is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def make_plan(
         ConfigError: a model's config.json cannot be read.
     """
     assumed = assumed or Assumptions()
+    cfg = with_offload(cfg, world_size, gpu, assumed)
     dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
     roles = roles_of(cfg, world_size, dtype)
     inputs = PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size)
@@ -102,6 +105,30 @@ def make_plan(
     )
 
 
+def with_offload(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions | None = None) -> Config:
+    """``actor.offload`` and ``critic.offload`` decided where they are auto: as little as makes everything fit, else everything.
+
+    Nothing leaves the device where no engine that sleeps shares it.
+    """
+    assumed = assumed or Assumptions()
+    rollout = cfg.rollout
+    shared = run_kind(cfg).generates and not engines_apart(cfg) and rollout.engine != "hf" and rollout.sleep
+    made = cfg
+    for choice in ("never", "state", "always") if shared else ("never",):
+        actor = replace(cfg.actor, offload=choice) if cfg.actor.offload == "auto" else cfg.actor
+        critic = replace(cfg.critic, offload=choice) if cfg.critic.offload == "auto" else cfg.critic
+        made = replace(cfg, actor=actor, critic=critic)
+        if made == cfg or all(phase.fits for phase in _phases(made, world_size, gpu, assumed)):
+            break
+    return made
+
+
+def _phases(cfg: Config, world_size: int, gpu: GpuType, assumed: Assumptions) -> list[PhaseMemory]:
+    dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
+    roles = roles_of(cfg, world_size, dtype)
+    return phases(PlanInputs(cfg, roles, dtype, gpu, assumed, workload(cfg, assumed), world_size))
+
+
 def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
     layout = role.layout
     named = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep}
@@ -114,6 +141,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
         state_bytes(role, layout.first_rank),
         checkpoint_bytes(role) if role.trained else 0,
         rank_share(inputs.work, role),
+        role.offload,
     )
 
 

@@ -75,7 +75,9 @@ def _roles(plan: RunPlan) -> list[str]:
                 *(gib(size) for size in held),
             )
         )
-    return [*table(header, rows), "(weights to moments: GiB on the first rank, all the time)"]
+    lines = [*table(header, rows), "(weights to moments: GiB on the first rank)"]
+    away = [f"{role.name}: {', '.join(role.offload)}" for role in plan.roles if role.offload]
+    return [*lines, f"(on the device only while they are used: {'; '.join(away)})"] if away else lines
 
 
 def _layout(role: RolePlan) -> str:

@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
-from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engines_apart, num_engines
+from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
 from rlhf_mcore.types import ModelGeometry
 
@@ -156,7 +156,7 @@ def plan_sync(cfg: Config, actor: PlannedRole, world_size: int, gpu: GpuType, as
 
 def num_devices(cfg: Config, world_size: int) -> int:
     """The trainer's, and those of engines of their own."""
-    return world_size + (cfg.rollout.num_engines * cfg.rollout.layout.tp if engines_apart(cfg) else 0)
+    return world_size + (cfg.rollout.num_engines * engine_tp(cfg) if engines_apart(cfg) else 0)
 
 
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
@@ -185,7 +185,7 @@ def estimate_seconds(cfg: Config, actor: PlannedRole, gpu: GpuType, assumed: Ass
 
     Those of engines of their own are sent by the trainer's ranks in equal parts, to each machine once.
     """
-    layout, tp = actor.layout, cfg.rollout.layout.tp
+    layout, tp = actor.layout, engine_tp(cfg)
     moved = engine_numel(actor.geometry, tp) * BYTES[actor.dtype]
     if engines_apart(cfg):
         engine_ranks = cfg.rollout.num_engines * tp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, num_engines, rank_share
+from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
 from rlhf_mcore.planning.weights import BYTES, active_parameters, state_bytes
@@ -46,14 +46,14 @@ def most_running(inputs: PlanInputs) -> float:
 
 def prefill_token_s(inputs: PlanInputs) -> float:
     """Seconds of an engine for a token of a prompt."""
-    flops = inputs.cfg.rollout.layout.tp * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
+    flops = engine_tp(inputs.cfg) * inputs.gpu.bf16_flops * inputs.assumed.train_efficiency
     return 2 * active_parameters(inputs.roles[0].geometry) / flops
 
 
 def decode_step_s(inputs: PlanInputs, running: float) -> float:
     """One token for each of ``running`` sequences: bound by reading weights and cache, or by arithmetic."""
     actor, work, gpu = inputs.roles[0], inputs.work, inputs.gpu
-    tp = inputs.cfg.rollout.layout.tp
+    tp = engine_tp(inputs.cfg)
     active = active_parameters(actor.geometry)
     read = min(engine_numel(actor.geometry, tp), active * running / tp) * BYTES[inputs.dtype]
     read += (

@@ -61,6 +61,10 @@ class Platform:
     def empty_cache(self) -> None:
         """Give cached device memory back."""
 
+    def memory_bytes(self) -> int | None:
+        """Of the device, whoever uses it; None where the host's memory is all there is."""
+        return None
+
     def free_bytes(self) -> int | None:
         """Of the device, what nobody uses; None where that is not known."""
         return None
@@ -99,6 +103,9 @@ class CudaPlatform(Platform):
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
+
+    def memory_bytes(self) -> int | None:
+        return int(torch.cuda.get_device_properties(self.device()).total_memory)
 
     def free_bytes(self) -> int | None:
         torch.cuda.empty_cache()

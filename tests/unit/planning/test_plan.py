@@ -25,6 +25,8 @@ def config(model: str, *overrides: str) -> Config:
     base = [
         "data.train=[train.parquet]",
         "trainer.prompts_per_step=64",
+        "actor.offload=never",
+        "critic.offload=never",
         f"model.path={ROOT / 'configs' / 'models' / model}",
     ]
     return resolve(load_config(ROOT / "configs" / "base.yaml", [*base, *overrides]))
@@ -66,6 +68,33 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true").phases}
     assert kept["actor update"].parts[key] == 2 * 7_615_616_512
     assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
+
+
+def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
+    """Qwen2.5-7B on eight: 2 bytes a parameter of weights, 4 of gradients and 12 / 8 of state beside half of a device for the engine
+    are too much; without gradients and state it fits. Nobody else is served by what leaves, if engines are apart or do not sleep."""
+    parameters = 7_615_616_512
+    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8, "actor.offload=auto").phases}
+    plan = planned("Qwen2.5-7B", 8, "actor.offload=auto")
+    assert plan.fits and plan.roles[0].offload == ("gradients", "optimizer")
+    assert plan.pinned_bytes == pytest.approx(12 * parameters / 8, rel=1e-3)
+    assert "actor gradients" not in phases[GENERATE].parts and phases[GENERATE].parts["actor weights"] == 2 * parameters
+    assert phases["actor update"].parts["actor gradients"] == pytest.approx(4 * parameters, rel=1e-3)
+    tight = planned("Qwen2.5-7B", 8, "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
+    assert tight.fits and "actor weights" not in tight.phases[0].parts
+    assert tight.phases[-1].phase == "actor save" and tight.phases[-1].parts["actor weights"] == 2 * parameters
+    assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
+    for key in ("rollout.sleep=false", "rollout.engine=hf", "rollout.placement=disaggregated"):
+        assert planned("Qwen2.5-7B", 8, "actor.offload=auto", key).roles[0].offload == (), key
+
+
+def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
+    """Its cache is that of what it decodes: 8 ranks, 8 prompts with 8 samples each, 512 + 256 tokens of 28 layers, 4 heads of 128."""
+    overrides = "rollout.engine=hf", "rollout.layout.tp=4", "rollout.gpu_memory_utilization=0.9"
+    phases = {p.phase: p for p in planned("Qwen2.5-0.5B-Instruct", 8, *overrides).phases}
+    assert phases["actor update"].parts["engine weights"] == 2 * 494_032_768  # it does not sleep
+    assert phases[GENERATE].parts["engine cache"] == 64 * 768 * (24 * 2 * 2 * 64 * 2)
+    assert "engine cache" not in phases["actor update"].parts
 
 
 def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() -> None:

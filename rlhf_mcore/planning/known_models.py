@@ -1,0 +1,62 @@
+"""Models that are not on this machine: described by the config.json of a well-known model with their name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os.path import isdir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rlhf_mcore.config.schema import Config
+
+KNOWN = Path(__file__).resolve().parents[2] / "configs" / "models"
+_ENDS = re.compile(r"[-_.](reward|rm|critic|value|sft|instruct|chat)([-_.]?model)?$", re.IGNORECASE)
+
+
+@contextmanager
+def described(cfg: Config) -> Iterator[list[str]]:
+    """Within this block, every path of a model that is missing names one with a config.json, where one is known.
+
+    A reward model that is known by no name is as large as ``model.path``. Yields a line for every path that was replaced.
+    """
+    notes: list[str] = []
+    with TemporaryDirectory(prefix="rlhf-mcore-plan-") as directory:
+        for owner, key in ((cfg.model, "model"), (cfg.critic, "critic"), (cfg.reference, "reference")):
+            if _is_missing(owner.path) and (found := _by_name(str(owner.path))) is not None:
+                notes.append(f"{key}.path={owner.path} is not here; planned with configs/models/{found.name}")
+                owner.path = str(found)
+        reward = cfg.reward.model
+        if _is_missing(reward.path):
+            source = _by_name(str(reward.path)) or Path(cfg.model.path)
+            if (source / "config.json").is_file():
+                notes.append(
+                    f"reward.model.path={reward.path} is not here; planned as {source.name} with a head of one number"
+                )
+                reward.path = _with_scalar_head(source, Path(directory))
+        yield notes
+
+
+def _is_missing(path: str | None) -> bool:
+    return path is not None and path != "???" and not isdir(path)
+
+
+def _by_name(path: str) -> Path | None:
+    """The well-known model with the last part of a path as its name, or with what is left of it without -reward and the like."""
+    if not KNOWN.is_dir():  # an installed package has no configs beside it
+        return None
+    known = {folder.name.lower(): folder for folder in KNOWN.iterdir()}
+    name = Path(path).name.lower()
+    return known.get(name) or known.get(_ENDS.sub("", name))
+
+
+def _with_scalar_head(source: Path, directory: Path) -> str:
+    content = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    content["architectures"] = [
+        re.sub("For[A-Z][A-Za-z]*$", "ForSequenceClassification", name) for name in content["architectures"]
+    ]
+    content |= {"num_labels": 1, "id2label": {"0": "score"}}
+    (directory / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return str(directory)
