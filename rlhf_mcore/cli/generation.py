@@ -177,7 +177,7 @@ def start_fleet(run: RunContext) -> Fleet | None:
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
     episodes = None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
     plan = FleetPlan(
-        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes),
+        EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd()),
         rollout.num_engines,
         rollout.layout.tp,
         cfg.trainer.threads_per_rank,

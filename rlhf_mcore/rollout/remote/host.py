@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ class EngineOrder:
     model: EngineModel
     receiver: Callable[[WeightTarget], WeightReceiver]
     episodes: Callable[[], EpisodeDriver] | None = None
+    directory: str = ""  # where relative paths begin, if it is there: a cluster's processes may be elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class EngineHost:
 
     def _build(self, order: EngineOrder, meeting: Meeting, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        with suppress(OSError):
+            os.chdir(order.directory)
         import torch
         import torch.distributed as dist
 
