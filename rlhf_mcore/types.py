@@ -271,6 +271,7 @@ class TrainBatch:
     bootstrap_values: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
+    with_entropy: bool = True  # whether the actor's entropy is a metric of this step
     rewards: Tensor | None = None  # [N] float32: after shaping and KL
     advantages: Tensor | None = None  # [N] float32
     returns: Tensor | None = None  # [N] float32

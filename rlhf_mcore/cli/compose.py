@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from rlhf_mcore.checkpoint.commit import Permissions
@@ -26,6 +27,7 @@ from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.throughput import Throughput, peak_tflops
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import build_trackers
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
@@ -56,6 +58,8 @@ def run(cfg: Config, announced: int = 0) -> bool:
         timers = Timers(process.platform.synchronize)
         sharing = DeviceSharing(process.platform)
         record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog, memory=sharing)
+        device = torch.cuda.get_device_name() if process.platform.name == "cuda" else ""
+        record.throughput = Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device))
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"

@@ -175,7 +175,9 @@ def start_fleet(run: RunContext) -> Fleet | None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         spare = visible.split(",")[int(os.environ.get("LOCAL_WORLD_SIZE", "1")) :]
     cluster = Cluster(rollout.ray.address, rollout.ray.cpus_per_rank, gpus=int(on_cuda), own_gpus=spare)
-    episodes = None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
+    episodes = (
+        None if cfg.environment.function is None else EpisodeOrder.of(cfg, rollout.num_engines, ToolCallParser).build
+    )
     plan = FleetPlan(
         EngineOrder(rollout, EngineModel.of(cfg, run.dtype, shapes), EngineEnd, episodes, os.getcwd()),
         rollout.num_engines,

@@ -168,4 +168,5 @@ class ModelBuilder:
             trainable=False,
             deterministic=self.cfg.deterministic,
             seed=self.cfg.seed,
+            logit_chunk_tokens=self.cfg.trainer.logit_chunk_tokens,
         )

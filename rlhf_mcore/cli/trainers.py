@@ -33,6 +33,7 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import with_offload
+from rlhf_mcore.planning.weights import model_flops
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
@@ -56,6 +57,7 @@ from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import Roles
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, keep_scores
+from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt, TrainBatch
 
 
@@ -98,6 +100,14 @@ def rl_trainer(run: RunContext) -> Trainer:
     generation = build_generation(run, actor, rewards, sampler, data, fleet)
     checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead)
 
+    assert record.throughput is not None
+    work = StepWork(
+        record.throughput,
+        _trained_work(actor.model),
+        _trained_work(critic.model) if critic is not None else None,
+        model_flops(reference.model.spec.geometry) if reference is not None else None,
+        generates=cfg.rollout.placement == "colocated",
+    )
     roles = Roles(
         actor,
         critic,
@@ -107,7 +117,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     )
     return Trainer(
         source=generation.source,
-        learner=PolicyLearner(roles, estimation, record),
+        learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work),
         publisher=generation.publisher,
         evaluator=PolicyEvaluator(
             data.held_out,
@@ -143,6 +153,10 @@ def _with_offload(run: RunContext) -> Config:
     return decided
 
 
+def _trained_work(model: TrainedModel) -> TrainedWork:
+    return TrainedWork(model_flops(model.spec.geometry), model.plan.epochs)
+
+
 def sft_trainer(run: RunContext) -> Trainer:
     """Supervised fine-tuning: a policy that imitates given responses."""
     data = _load_data(run, _load_examples)
@@ -172,11 +186,12 @@ def _example_trainer(
 ) -> Trainer:
     """``measure`` and ``named`` evaluate the role: see :class:`ExampleEvaluator`."""
     cfg, record, counters = run.cfg, run.record, Counters()
+    assert record.throughput is not None
     sampler = PromptSampler(len(data.train), cfg.trainer.prompts_per_step, cfg.seed, cfg.data.shuffle)
     saved = [SavedModel(run.kind.saved_as, role.model, cfg.model.path)]
     return Trainer(
         source=ExampleBatches(data.train, sampler),
-        learner=ExampleLearner(role, record),
+        learner=ExampleLearner(role, record, StepWork(record.throughput, _trained_work(role.model))),
         publisher=NoPublisher(),
         evaluator=ExampleEvaluator(data.held_out, cfg.evaluate.every, cfg.trainer.prompts_per_step, measure, named),
         checkpointer=build_checkpointer(run, saved, {"counters": counters}, sampler),

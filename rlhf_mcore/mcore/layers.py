@@ -155,6 +155,22 @@ class ScalarHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float(), bias), None
 
 
+def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> None:
+    """Let a model return the hidden states in front of its output layer, all of them on every tensor-parallel rank.
+
+    Logits are then made where logprobs are computed, in chunks (``parallel/logprobs.py``), which also sums the gradient of the hidden
+    states over these ranks.
+    """
+    gathers = bool(output_layer.sequence_parallel)
+
+    def forward(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple:
+        if gathers:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=tp_group)
+        return hidden, None
+
+    output_layer.forward = forward
+
+
 def use_te(kind: str) -> bool:
     """Whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
     return kind == "te" or (kind == "auto" and HAVE_TE)

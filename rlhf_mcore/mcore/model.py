@@ -31,13 +31,13 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
-from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, routers, use_te
+from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, defer_logits, routers, use_te
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums
-from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
+from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 from rlhf_mcore.residency.parts import Gradients, Part
@@ -65,6 +65,7 @@ class MegatronModel:
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
     optimizer: Optimizer | None = None
     overrides: Overrides = field(default_factory=Overrides)
+    logit_chunk_tokens: int | None = None
     _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
     movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
 
@@ -175,15 +176,42 @@ class MegatronModel:
         local = sum(router.balance_weight * float(router.balance_sum) for router in routers(self.chunks))
         return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
 
-    def logprobs_and_entropy(self, logits: Tensor, microbatch: Microbatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs of the next tokens and entropies at a sampling temperature: shapes of ``microbatch.token_ids``, fp32."""
-        return vocab_parallel_logprobs(
-            logits,
-            microbatch.fields["labels"].to(logits.device),
+    def logprobs_and_entropy(
+        self, outputs: Tensor, microbatch: Microbatch, temperature: float, *, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
+
+        Where the microbatch's ``weights``, or its ``loss_mask``, are zero there are no logits, and both are zero. ``outputs``: of this
+        model, of the last stage.
+        """
+        labels, fields = microbatch.fields["labels"], microbatch.fields
+        chunk = unwrap(self.chunks[-1])
+        tied = chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        hidden, flat = outputs.reshape(-1, outputs.size(-1)), labels.flatten()
+        counted = fields.get("weights", fields.get("loss_mask"))
+        places = None
+        if counted is not None:
+            chosen = counted.flatten().nonzero().flatten()
+            flat, places = flat[chosen], chosen.to(hidden.device)
+            hidden = hidden.index_select(0, places)
+        found = linear_logprobs(
+            hidden,
+            weight,
+            flat.to(hidden.device),
             vocab_size=self.spec.geometry.vocab_size,
             temperature=temperature,
             group=self.groups.collection.tp,
+            chunk_tokens=self.logit_chunk_tokens,
+            with_entropy=with_entropy,
         )
+
+        def whole(values: Tensor) -> Tensor:
+            if places is not None:
+                values = values.new_zeros(labels.numel()).index_copy(0, places, values)
+            return values.view(labels.shape)
+
+        return whole(found[0]), None if found[1] is None else whole(found[1])
 
     def _run(
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
@@ -271,6 +299,7 @@ class BuildOptions:
     aux_loss_coef: float = 0.0
     overrides: Overrides = field(default_factory=Overrides)
     freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
+    logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -309,7 +338,16 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return MegatronModel(spec, config, groups, platform, chunks, aux_loss_coef, overrides=options.overrides)
+    return MegatronModel(
+        spec,
+        config,
+        groups,
+        platform,
+        chunks,
+        aux_loss_coef,
+        overrides=options.overrides,
+        logit_chunk_tokens=options.logit_chunk_tokens,
+    )
 
 
 def _build_chunk(
@@ -332,6 +370,8 @@ def _build_chunk(
     )
     if last and spec.geometry.head != "lm":
         chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
+    elif last:
+        defer_logits(chunk.output_layer, groups.collection.tp)
     chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
     _mark_tensor_parallel(chunk)
     return chunk

@@ -57,6 +57,7 @@ FIGURES = (
     Figure("logprob diff", "rollout/logprob_diff_mean", _power, 5, worth=4),
     Figure("stale mean", "rollout/staleness_mean", "{:.2f}".format, 4, worth=4),
     Figure("max", "rollout/staleness_max", "{:.0f}".format, 1, worth=4),
+    Figure("mfu", "throughput/mfu", _percent, 4, worth=2),
     Figure("time", "timing/step_s", _seconds, 6, worth=7),
     Figure("accuracy", "evaluate/accuracy", "{:.3f}".format, 5, worth=8),
     Figure("held-out loss", "evaluate/loss", "{:.4f}".format, 6, worth=8),

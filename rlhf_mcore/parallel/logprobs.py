@@ -1,24 +1,77 @@
-"""Logprobs and entropy over logits whose vocabulary is sharded over tensor-parallel ranks.
+"""Logprobs and entropy of an output layer whose vocabulary is sharded over tensor-parallel ranks.
 
-No rank ever sees the full vocabulary: three scalars per token are reduced instead. The backward pass recomputes the softmax in
-chunks of tokens, so the extra memory is one chunk of fp32 logits whatever the batch. Megatron's own vocab-parallel cross entropy
-is not used: it overwrites fp32 logits, gives no entropy, and its fused form rounds gradients to bf16.
+No rank ever sees the full vocabulary: three scalars per token are reduced instead. Nor are there logits of all tokens: they are
+made in chunks of tokens, and made again in the backward pass, so the extra memory is one chunk of them whatever the batch. Megatron's
+own vocab-parallel cross entropy is not used: it overwrites fp32 logits, gives no entropy, and its fused form rounds gradients to bf16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 2048  # of given logits whose softmax is computed at a time
+CHUNK_BYTES = 512 * 2**20  # of fp32 logits that an output layer makes at a time
+
+
+def chunk_tokens_of(columns: int) -> int:
+    """Tokens whose fp32 logits over so many columns fill a chunk."""
+    return max(CHUNK_BYTES // (4 * columns), 1)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    chunk_tokens: int | None = None,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprob of each label, and entropy of each distribution where it is wanted, of what an output layer makes of hidden states.
+
+    Args:
+        hidden: [N, h], the same on all ranks of the group. Their gradient is summed over the group, so it is whole on each.
+        weight: [V_local, h], this rank's rows of the output layer's weight.
+        labels: [N] int64 token ids.
+        chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
+            that stay for the backward pass; those of more are computed again there, once.
+
+    Returns:
+        logprobs [N] and entropy [N], as ``vocab_parallel_logprobs``.
+    """
+    hidden = hidden.to(weight.dtype)
+    if group.size() > 1:
+        hidden = _SumGradient.apply(hidden, group)
+    chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
+    if len(hidden) > chunk:
+        found: tuple[Tensor, Tensor | None] = _ChunkedLinear.apply(
+            hidden, weight, labels, vocab_size, temperature, group, chunk, with_entropy
+        )
+        return found
+    logits = F.linear(hidden, weight)
+    return vocab_parallel_logprobs(
+        logits, labels, vocab_size=vocab_size, temperature=temperature, group=group, with_entropy=with_entropy
+    )
 
 
 def vocab_parallel_logprobs(
-    logits: Tensor, labels: Tensor, *, vocab_size: int, temperature: float, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Logprob of each label and entropy of each distribution, at a sampling temperature.
 
     Args:
@@ -29,12 +82,29 @@ def vocab_parallel_logprobs(
         group: the tensor-parallel group.
 
     Returns:
-        logprobs [...] and entropy [...], both fp32 and differentiable, equal on all ranks of the group.
+        logprobs [...] and entropy [...], both fp32 and differentiable, equal on all ranks of the group. No entropy unless
+        ``with_entropy``.
     """
     shape = labels.shape
     flat = logits.reshape(-1, logits.size(-1))
-    logprobs, entropy = _VocabParallel.apply(flat, labels.reshape(-1), vocab_size, temperature, group)
-    return logprobs.view(shape), entropy.view(shape)
+    logprobs, entropy = _VocabParallel.apply(flat, labels.reshape(-1), vocab_size, temperature, group, with_entropy)
+    return logprobs.view(shape), entropy.view(shape) if entropy is not None else None
+
+
+class _SumGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        summed = grads[0].contiguous()
+        if summed.numel():
+            dist.all_reduce(summed, group=ctx.group)
+        return summed, None
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -47,68 +117,159 @@ class _VocabParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, temperature: float, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        first = group.rank() * logits.size(1)
-        parts = [
-            _forward_chunk(_scaled(logits[a:b], temperature, vocab_size - first), labels[a:b] - first, group)
-            for a, b in _chunks(logits.size(0))
-        ]
-        target, log_sum, expected, peak = (torch.cat(column) for column in zip(*parts, strict=True))
-        entropy = log_sum - expected
-        ctx.save_for_backward(logits, labels, peak, log_sum, entropy)
-        ctx.first, ctx.width, ctx.temperature = first, vocab_size - first, temperature
-        return target - log_sum, entropy
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.columns = _Columns.of(group, logits.size(1), vocab_size, temperature)
+
+        def scaled(a: int, b: int) -> Tensor:
+            return ctx.columns.scaled(logits[a:b])
+
+        logprobs, entropy, sums = _forward(scaled, labels, CHUNK_TOKENS, ctx.columns, with_entropy)
+        ctx.save_for_backward(logits, labels, *sums)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, labels, peak, log_sum, entropy = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, *sums = ctx.saved_tensors
         out = torch.empty_like(logits)
-        for a, b in _chunks(logits.size(0)):
-            z = _scaled(logits[a:b], ctx.temperature, ctx.width)
-            log_p = z - peak[a:b, None] - log_sum[a:b, None]
-            p = log_p.exp()
-            # Padding has p = 0 and log p = -inf, whose product must be 0.
-            surprise = torch.where(p > 0, log_p, 0.0) + entropy[a:b, None]
-            grad = -p * (grad_logprobs[a:b, None] + grad_entropy[a:b, None] * surprise)
-            columns, here = _local_columns(labels[a:b] - ctx.first, logits.size(1))
-            grad[torch.arange(b - a, device=grad.device), columns] += torch.where(here, grad_logprobs[a:b], 0.0)
-            out[a:b] = grad / ctx.temperature
-        return out, None, None, None, None
+        for a, b in _chunks(len(logits), CHUNK_TOKENS):
+            z = ctx.columns.scaled(logits[a:b])
+            out[a:b] = _gradient(z, labels[a:b], [s[a:b] for s in sums], _cut(grads, a, b), ctx.columns)
+        return out, None, None, None, None, None
 
 
-def _chunks(num_tokens: int) -> list[tuple[int, int]]:
-    return [(a, min(a + CHUNK_TOKENS, num_tokens)) for a in range(0, num_tokens, CHUNK_TOKENS)]
+class _ChunkedLinear(torch.autograd.Function):
+    """The same of logits that are the product of hidden states and a weight. Only one chunk of them is there at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.columns, ctx.chunk = _Columns.of(group, len(weight), vocab_size, temperature), chunk
+
+        def scaled(a: int, b: int) -> Tensor:
+            return ctx.columns.scaled(F.linear(hidden[a:b], weight), is_own=True)
+
+        logprobs, entropy, sums = _forward(scaled, labels, chunk, ctx.columns, with_entropy)
+        ctx.save_for_backward(hidden, weight, labels, *sums)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, *sums = ctx.saved_tensors
+        out = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for a, b in _chunks(len(hidden), ctx.chunk):
+            z = ctx.columns.scaled(F.linear(hidden[a:b], weight), is_own=True)
+            grad = _gradient(z, labels[a:b], [s[a:b] for s in sums], _cut(grads, a, b), ctx.columns).to(weight.dtype)
+            torch.mm(grad, weight, out=out[a:b])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[a:b])
+        return out, grad_weight, None, None, None, None, None, None
 
 
-def _scaled(logits: Tensor, temperature: float, width: int) -> Tensor:
-    """fp32 logits over temperature, a new tensor, with the padding columns at -inf. ``width``: true columns from this rank on."""
-    z = logits.float() / temperature
-    if width < z.size(1):
-        z[:, max(width, 0) :] = -torch.inf
-    return z
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """This rank's columns of the vocabulary."""
+
+    group: dist.ProcessGroup
+    first: int
+    width: int  # true columns from ``first`` on; fewer than there are where the rest is padding
+    temperature: float
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, columns: int, vocab_size: int, temperature: float) -> _Columns:
+        first = group.rank() * columns
+        return cls(group, first, vocab_size - first, temperature)
+
+    def scaled(self, logits: Tensor, *, is_own: bool = False) -> Tensor:
+        """fp32 logits over temperature with the padding columns at -inf; a new tensor, unless ``is_own`` allows to overwrite it."""
+        z = logits.float()
+        z = z.div_(self.temperature) if is_own or z is not logits else z / self.temperature
+        if self.width < z.size(1):
+            z[:, max(self.width, 0) :] = -torch.inf
+        return z
+
+    def local(self, labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Column of each label on this rank (0 where another rank has it), and whether this rank has it."""
+        local = labels - self.first
+        here = (local >= 0) & (local < columns)
+        return torch.where(here, local, 0), here
 
 
-def _local_columns(labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Column of each label on this rank (0 where another rank has it), and whether this rank has it."""
-    here = (labels >= 0) & (labels < width)
-    return torch.where(here, labels, 0), here
+def _forward(
+    scaled: Callable[[int, int], Tensor], labels: Tensor, chunk: int, columns: _Columns, with_entropy: bool
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Logprobs, entropy, and what the backward pass needs of each token. ``scaled``: from where to where -> scaled logits."""
+    parts = [_forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy) for a, b in _chunks(len(labels), chunk)]
+    target, log_sum, peak, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
+    entropy = log_sum - expected[0] if with_entropy else None
+    return target - log_sum, entropy, [peak, log_sum, *([] if entropy is None else [entropy])]
 
 
-def _forward_chunk(z: Tensor, labels: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Target logit, log-sum-exp and expected logit of each token, relative to its largest one, and that: [n] each.
+def _gradient(
+    z: Tensor, labels: Tensor, sums: Sequence[Tensor], grads: Sequence[Tensor | None], columns: _Columns
+) -> Tensor:
+    """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten."""
+    grad_logprobs, grad_entropy = grads
+    peak, log_sum, *entropy = sums
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(peak)
+    log_p = z.sub_(peak[:, None]).sub_(log_sum[:, None])
+    if grad_entropy is None:
+        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        p = log_p.exp()
+        # Padding has p = 0 and log p = -inf, whose product must be 0.
+        surprise = torch.where(p > 0, log_p, 0.0) + entropy[0][:, None]
+        grad = -p * (grad_logprobs[:, None] + grad_entropy[:, None] * surprise)
+    places, here = columns.local(labels, z.size(1))
+    grad[torch.arange(len(grad), device=grad.device), places] += torch.where(here, grad_logprobs, 0.0)
+    return grad.div_(columns.temperature)
 
-    Reduced over the group. ``z`` is overwritten.
+
+def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """One of no tokens where there are none: all ranks of a group make the same collectives."""
+    return [(a, min(a + chunk, num_tokens)) for a in range(0, max(num_tokens, 1), chunk)]
+
+
+def _cut(grads: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
+    return [None if grad is None else grad[a:b] for grad in grads]
+
+
+def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
+    """Target logit, log-sum-exp, both relative to the largest logit, that one, and the expected logit: [n] each.
+
+    Reduced over the group. ``z``, the scaled logits, is overwritten.
     """
     peak = z.max(dim=1).values
-    if group.size() > 1:
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
+    is_shared = columns.group.size() > 1 and len(z) > 0
+    if is_shared:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
     z -= peak[:, None]
-    weights = z.exp()
-    columns, here = _local_columns(labels, z.size(1))
-    target = torch.where(here, z.gather(1, columns[:, None]).squeeze(1), 0.0)
-    sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
-    if group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums[0], sums[1].log(), sums[2] / sums[1], peak
+    places, here = columns.local(labels, z.size(1))
+    target = torch.where(here, z.gather(1, places[:, None]).squeeze(1), 0.0)
+    if with_entropy:
+        weights = z.exp()
+        sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
+    else:
+        sums = torch.stack([target, z.exp_().sum(1)])
+    if is_shared:
+        dist.all_reduce(sums, group=columns.group)
+    return [sums[0], sums[1].log(), peak, *([sums[2] / sums[1]] if with_entropy else [])]

@@ -17,7 +17,9 @@ from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
 from rlhf_mcore.types import ModelGeometry
 
-CHUNK_TOKENS = 2048  # rows of logits that parallel/logprobs.py works on at a time
+# As parallel/logprobs.py has them, which imports torch: tokens of given logits, bytes of logits that an output layer makes.
+CHUNK_TOKENS = 2048
+CHUNK_BYTES = 512 * 2**20
 _FP32 = 4
 
 
@@ -134,13 +136,21 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
 
 
 def head_bytes(role: PlannedRole, pp: int, tokens: int, width: int, *, training: bool) -> int:
-    """The last stage's logits: kept with their gradient while training, with chunks of them in fp32."""
+    """The last stage's logits as parallel/logprobs.py makes them: a chunk in fp32, its softmax, gradient and another copy.
+
+    Logits of a microbatch that is no more than a chunk stay for the backward pass. Beyond that all tokens have their hidden states,
+    in fp32 and in the model's own type, and while training their gradients.
+    """
     if pp != role.layout.pp - 1:
         return 0
     norm = 2 * width * tokens * role.geometry.hidden_size // _sequence_share(role.layout)
     if role.geometry.head != "lm":
         return norm + 2 * _FP32 * tokens
     columns = role.geometry.padded_vocab(role.layout.tp) // role.layout.tp
+    chunk_tokens = max(CHUNK_BYTES // (_FP32 * columns), 1)
+    if tokens > chunk_tokens:
+        hidden = (_FP32 + width) * tokens * role.geometry.hidden_size * (2 if training else 1)
+        return norm + hidden + 4 * _FP32 * chunk_tokens * columns
     chunk = 4 * _FP32 * min(tokens, CHUNK_TOKENS) * columns  # scaled logits, log-probabilities, probabilities, gradient
     return norm + (2 if training else 1) * width * tokens * columns + chunk
 

@@ -17,6 +17,7 @@ from math import lcm, prod
 from rlhf_mcore.bridge.map.rules import is_padded, layer_names, pieces
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Rule
+from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.types import ModelGeometry, Shard
@@ -189,6 +190,13 @@ def active_parameters(geometry: ModelGeometry) -> int:
     """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
     _, last = outer_rules(geometry, tied_head=True)
     return _count(last, geometry, geometry.experts_per_token)
+
+
+def model_flops(geometry: ModelGeometry) -> ModelFlops:
+    """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
+    logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
+    attention = 4 * geometry.num_layers * geometry.num_heads * geometry.head_dim
+    return ModelFlops(2.0 * (active_parameters(geometry) - logits), float(attention), 2.0 * logits)
 
 
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:

@@ -110,12 +110,14 @@ class RoleModel:
         most = int(reduce_sums({"count_max": float(len(made))}, group)["count_max"])
         return made if len(made) == most else split(min_count=most)
 
-    def per_token(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
+    def per_token(
+        self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """What ``function`` returns at the predictor of each token in the loss mask: [N] fp32, zero elsewhere.
 
-        Collective over the world.
+        Collective over the world. ``fields``: [N] tensors of the batch that it finds in the microbatches.
         """
-        return self.per_token_and_row(batch, function)[0]
+        return self.to_owners(batch, self._run(batch, function, fields)[1])
 
     def per_row(self, batch: TrainBatch, function: OutputFunction) -> Tensor:
         """What ``function`` returns at the last token of each row: [B] fp32 on every rank. Collective over the world."""
@@ -144,9 +146,11 @@ class RoleModel:
         """Whether this rank gives the outputs of its data-parallel rank to others."""
         return self.model is not None and self.model.is_last_stage and self.model.groups.tp_rank == 0
 
-    def _run(self, batch: TrainBatch, function: OutputFunction) -> tuple[Tensor, Tensor]:
+    def _run(
+        self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Outputs of all rows where they were computed: [B], and flat tokens."""
-        held = self.deliver(batch, [range(batch.num_rows)], {})
+        held = self.deliver(batch, [range(batch.num_rows)], fields or {})
         last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)
         if self.model is not None:
             microbatches = self.microbatches(held[0])

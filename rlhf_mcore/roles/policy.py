@@ -23,11 +23,11 @@ from rlhf_mcore.types import Microbatch, TrainBatch
 def logprobs_of(model: RoleModel, batch: TrainBatch, temperature: float) -> Tensor:
     """Logprobs [N] fp32 of the tokens in the loss mask at a sampling temperature, zero elsewhere. Collective over the world."""
 
-    def logprobs(logits: Tensor, microbatch: Microbatch) -> Tensor:
+    def logprobs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
         assert model.model is not None
-        return model.model.logprobs_and_entropy(logits, microbatch, temperature)[0]
+        return model.model.logprobs_and_entropy(outputs, microbatch, temperature, with_entropy=False)[0]
 
-    return model.per_token(batch, logprobs)
+    return model.per_token(batch, logprobs, {"loss_mask": batch.loss_mask})
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ class PolicyObjective(Objective):
     policy_loss: PolicyLoss
     temperature: float
     kl_coef: float = 0.0
+    with_entropy: bool = True  # whether it is a metric; a bonus needs it in any case
     # Logprobs of the update's forward pass, where they are the old ones too, and the microbatches that they are of.
     kept: list[tuple[Tensor, Microbatch]] = field(default_factory=list)
 
@@ -76,7 +77,9 @@ class PolicyObjective(Objective):
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
         """Weighted sums throughout. Without ``old_logprobs`` the policy before the update is the present one: every ratio is 1."""
-        logprobs, entropy = model.logprobs_and_entropy(outputs, microbatch, self.temperature)
+        logprobs, entropy = model.logprobs_and_entropy(
+            outputs, microbatch, self.temperature, with_entropy=self.with_entropy or bool(self.algorithm.entropy_coef)
+        )
         fields = {name: value.to(logprobs.device) for name, value in microbatch.fields.items()}
         weights, cfg = fields["weights"], self.algorithm
         trainable = weights > 0
@@ -103,8 +106,10 @@ class PolicyObjective(Objective):
         policy, metrics = self.policy_loss(inputs, cfg)
         loss = policy
         metrics["policy"] = policy.detach().clone()
-        metrics["entropy"] = masked_sum(entropy.detach(), trainable)
+        if entropy is not None:
+            metrics["entropy"] = masked_sum(entropy.detach(), trainable)
         if cfg.entropy_coef:
+            assert entropy is not None
             loss = loss - cfg.entropy_coef * weighted_sum(entropy, weights)
         if self.kl_coef:
             kl = kl_penalty(logprobs, fields["ref_logprobs"], cfg.kl.estimator, mask=trainable, clip=cfg.kl.clip)
@@ -138,7 +143,7 @@ class Actor:
 
     def deliver_update(self, batch: TrainBatch) -> Update:
         """All updates of a step, with the step's weight of the KL. See :meth:`TrainedModel.deliver_update`."""
-        self._objective = replace(self._objective, kl_coef=batch.kl_coef, kept=[])
+        self._objective = replace(self._objective, kl_coef=batch.kl_coef, with_entropy=batch.with_entropy, kept=[])
         return self.model.deliver_update(batch, self._objective)
 
     def makes_one_update(self, batch: TrainBatch) -> bool:
@@ -158,7 +163,7 @@ class ImitationObjective(Objective):
     """Negative log-likelihood of the responses."""
 
     def loss(self, model: MegatronModel, outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
-        logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0)
+        logprobs, _ = model.logprobs_and_entropy(outputs, microbatch, temperature=1.0, with_entropy=False)
         return sft_loss(logprobs, microbatch.fields["weights"].to(logprobs.device))
 
     def metrics(self, sums: dict[str, float], num_tokens: float) -> dict[str, float]:

@@ -16,6 +16,7 @@ from rlhf_mcore.parallel.rows import merge_rows
 
 if TYPE_CHECKING:
     from rlhf_mcore.trainer.parts import LogprobModel, Recorder, ScoreModel, TrainableModel
+    from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import TrainBatch
 
 Sums = dict[str, float]
@@ -27,9 +28,12 @@ class ExampleLearner:
 
     model: TrainableModel
     recorder: Recorder
+    work: StepWork | None = None
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
         """Collective over the world."""
+        if self.work is not None:
+            self.work.count(batch)
         with self.recorder.phase("update"):
             return union(self.model.deliver_update(batch)())
 

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
+from rlhf_mcore.observability.throughput import Throughput
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json
@@ -41,6 +42,7 @@ class RunRecord:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
     alarm: RewardAlarm | None = None
+    throughput: Throughput | None = None
     without_score: str = "count as 0"  # what becomes of responses without a score
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
@@ -112,13 +114,15 @@ class RunRecord:
         """Write and show a step's metrics with the time of its phases.
 
         ``timing/unix_time``: when the step ended, in seconds since the epoch. ``timing/tokens_per_s``: response tokens that the
-        step trained on, of all ranks, per second of the step without its evaluation.
+        step trained on, of all ranks, per second of the step without its evaluation. ``throughput/*``: see :class:`Throughput`.
         """
         timing = self.timers.pop()
         timing["timing/step_s"] = sum(timing.values())
         made_in = timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)
         if "progress/tokens" in metrics and made_in > 0:
             timing[SPEED] = (metrics["progress/tokens"] - self._tokens) / made_in
+        if self.throughput is not None:
+            timing |= self.throughput.pop(timing)
         timing[CLOCK] = self.wall_clock()
         everything = {**metrics, **timing, **(self.memory.pop() if self.memory is not None else {})}
         self._remember(step, everything)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
+    from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
 
 # Trajectories that this rank has drawn, and their scores by graders -> the scores with what is added to them.
@@ -86,6 +87,8 @@ class PolicyLearner:
     roles: Roles
     compute_advantages: AdvantageComputer
     recorder: Recorder
+    entropy_every: int = 1
+    work: StepWork | None = None
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
         """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective.
@@ -93,6 +96,7 @@ class PolicyLearner:
         There is no pass for the old logprobs where the step is one update: they are those of its own forward pass.
         """
         batch.policy_version = step - 1  # which the last step has published
+        batch.with_entropy = self.entropy_every > 0 and (step - 1) % self.entropy_every == 0
         self._compute(step, batch)
         in_update = batch.old_logprobs is None
         metrics = {} if in_update else agreement_metrics(batch)
@@ -102,6 +106,8 @@ class PolicyLearner:
             if in_update:
                 batch.old_logprobs = self.roles.actor.logprobs_of_update(batch)
                 metrics |= agreement_metrics(batch) | self.compute_advantages.compare(batch)
+        if self.work is not None:
+            self.work.count(batch, learns=step > self.roles.warmup_steps, has_old_pass=not in_update)
         return metrics | {"actor/old_logprobs_of_update": float(in_update)}
 
     def _compute(self, step: int, batch: TrainBatch) -> None:

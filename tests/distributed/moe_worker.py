@@ -109,7 +109,9 @@ def updates(
     after = load_file(directory / f"{name}_after" / "model.safetensors")
     for layout in MOE_LAYOUTS:
         for cut, (max_tokens, packing) in CUTS.items():
-            settings = Settings(max_tokens=max_tokens, packing=packing)
+            settings = Settings(
+                max_tokens=max_tokens, packing=packing, logit_chunk_tokens=5 if max_tokens == 24 else None
+            )
             found = update(path, moe_groups_of(layout, groups), platform, settings, reference, after)
             findings["updates"][f"{name}/{layout}/{cut}"] = found
         if name == "qwen2_moe":

@@ -151,6 +151,7 @@ class Settings:
     aux_loss_coef: float = 0.0
     megatron: dict[str, Any] = field(default_factory=dict)
     epochs: int = 1
+    logit_chunk_tokens: int | None = None
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -175,6 +176,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         0,
         settings.aux_loss_coef,
         Overrides("actor.megatron", settings.megatron),
+        logit_chunk_tokens=settings.logit_chunk_tokens,
     )
     model = build_model(spec, groups, platform, options)
     load(model.local_parameters(), spec.geometry, HFReader(path))

@@ -73,7 +73,8 @@ def main(directory: Path) -> None:
         for layout in layouts_of(name):
             for cut, kind in cuts_of(name):
                 key = f"{name}/{layout}/{cut}/{kind}"
-                settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed")
+                chunk = 5 if cut == "many" else None
+                settings = Settings(max_tokens=CUTS[cut], packing=kind == "packed", logit_chunk_tokens=chunk)
                 # Every layout, cut and packing meets every way to own rows, over the models.
                 owner = OWNERS[len(findings["updates"]) % len(OWNERS)]
                 found = update(path, groups_of(layout, groups), platform, settings, reference, after, owner)

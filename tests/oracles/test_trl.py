@@ -82,7 +82,7 @@ def ours(batch: Ragged, new: Tensor, entropy: Tensor, cfg: AlgorithmConfig, fact
 class _GivenOutputs:
     """A model whose outputs are the logprobs and entropies themselves."""
 
-    def logprobs_and_entropy(self, outputs: Tensor, microbatch: Microbatch, temperature: float) -> tuple[Tensor, ...]:
+    def logprobs_and_entropy(self, outputs: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
         return outputs.unbind()
 
 

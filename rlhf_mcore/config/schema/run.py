@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from rlhf_mcore.config.schema.key import AT_LEAST_0, AT_LEAST_1, SHARE, Range, key, one_of
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, key, one_of
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 
@@ -98,6 +98,13 @@ class TrainerConfig:
         "most tokens of one forward pass of a rank",
         AT_LEAST_1,
         more="No less than the longest prompt and response together.",
+    )
+    logit_chunk_tokens: Optional[int] = key(
+        None,
+        "most tokens of a rank that have logits at a time",
+        AT_LEAST_1,
+        null="as many as 512 MiB of fp32 logits hold",
+        more="Logits of more tokens of a microbatch are made in chunks, and again in the backward pass; those of fewer are kept.",
     )
     packing: bool = key(True, "concatenate sequences without padding; false: padded microbatches of similar lengths")
     world_size: Optional[int] = key(
@@ -255,4 +262,17 @@ class LoggingConfig:
         "auto", "", one_of(auto="rich on a terminal, else plain", rich="live display", plain="a line per step", off="")
     )
     tensorboard: bool = key(True, "write TensorBoard events")
+    peak_tflops: Optional[float] = key(
+        None,
+        "peak of a device for the MFU in the metrics",
+        ABOVE_0,
+        null="that of dense bf16 by the device's name; without a name that is known, as on a CPU, there is no MFU",
+        unit="TFLOP/s",
+    )
+    entropy_every: int = key(
+        10,
+        "steps between values of `actor/entropy`, from the first step on; 0: never",
+        AT_LEAST_0,
+        more="With `algorithm.entropy_coef` it is computed in every step.",
+    )
     rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.parallel import logprobs as module
-from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
+from rlhf_mcore.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks
 
 ALONE = ThreadGroup(Meeting(1), 0)
@@ -135,6 +137,105 @@ def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     cut = (*ours(logits, labels), gradient(lambda x: ours(x, labels), logits, (0.8, -0.3)))
     for value, reference in zip(cut, whole, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-7)
+
+
+HIDDEN = 6
+
+
+def output_layer(tokens: int, vocab_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the padded weight, labels."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, weight = torch.randn(tokens, HIDDEN, generator=generator), torch.randn(width, HIDDEN, generator=generator)
+    return hidden, weight, torch.randint(0, vocab_size, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.8, -0.3)], ids=["logprobs", "both"])
+@pytest.mark.parametrize("chunk", [None, 3, 7])  # all at once, with a rest, exactly
+@pytest.mark.parametrize(("size", "vocab_size"), [(1, 11), (2, 11), (4, 5)])  # 5: the last rank has nothing but padding
+def test_an_output_layer_in_chunks_is_that_of_the_definition(
+    weights: tuple[float, float], chunk: int | None, size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, and the gradients of hidden states and weight, on one rank and with the vocabulary sharded."""
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    hidden, weight, labels = output_layer(14, vocab_size, -(-vocab_size // size) * size)
+    tokens = torch.arange(1, 15) / 14
+
+    def loss(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
+        total = weights[0] * (tokens * logprobs).sum()
+        return total if entropy is None else total + weights[1] * (tokens.flip(0) * entropy).sum()
+
+    def rank(group: ThreadGroup) -> list[Tensor]:
+        x = hidden.clone().requires_grad_()
+        w = weight.chunk(size)[group.rank()].clone().requires_grad_()
+        logprobs, entropy = linear_logprobs(
+            x,
+            w,
+            labels,
+            vocab_size=vocab_size,
+            temperature=0.7,
+            group=group,  # type: ignore[arg-type]
+            chunk_tokens=chunk,
+            with_entropy=bool(weights[1]),
+        )
+        loss(logprobs, entropy).backward()
+        assert x.grad is not None and w.grad is not None and (entropy is None) == (weights[1] == 0)
+        return [logprobs, x.grad, w.grad, *([] if entropy is None else [entropy])]
+
+    found = run_ranks(size, rank)
+    x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    expected = plain(x @ w.t(), labels, vocab_size, 0.7)
+    loss(*expected).backward()
+    assert x.grad is not None and w.grad is not None
+    for values in found:
+        torch.testing.assert_close(values[0].double(), expected[0], rtol=1e-6, atol=5e-6)
+        torch.testing.assert_close(values[1].double(), x.grad, rtol=1e-5, atol=5e-6)
+        if weights[1]:
+            torch.testing.assert_close(values[3].double(), expected[1], rtol=1e-6, atol=5e-6)
+    torch.testing.assert_close(torch.cat([values[2] for values in found]).double(), w.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(8, 8), (64, 64)])
+def test_only_a_chunk_of_logits_is_there_at_a_time(chunk: int, rows: int) -> None:
+    """Every tensor that is made, forward and backward, and all that is kept in between."""
+    hidden, weight, labels = output_layer(64, 500, 500)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    made: list[int] = []
+    kept: list[int] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            made.extend(x.numel() for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, Tensor))
+            return out
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with Count(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            weight,
+            labels,
+            vocab_size=500,
+            temperature=1.0,
+            group=ALONE,  # type: ignore[arg-type]
+            chunk_tokens=chunk,
+        )
+        assert entropy is not None
+        (logprobs.sum() + entropy.sum()).backward()
+    assert max(made) == rows * 500
+    assert (max(kept) == 64 * 500) == (chunk == 64), "logits that fit stay for the backward pass"
+
+
+def test_no_token_at_all_gives_zero_gradients() -> None:
+    hidden, weight, labels = output_layer(0, VOCAB, PADDED)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, _ = linear_logprobs(hidden, weight, labels, vocab_size=VOCAB, temperature=1.0, group=ALONE)  # type: ignore[arg-type]
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_mcore.mcore.model import MegatronModel, OutputFunction
+from rlhf_mcore.mcore.model import OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.types import Microbatch, TrainBatch
 from tests.rows import Row, batch_of
 from tests.unit.parallel.world import Meeting, ThreadGroup
@@ -68,7 +69,14 @@ class Lookup:
     def optimizer(self) -> Lookup:
         return self
 
-    logprobs_and_entropy = MegatronModel.logprobs_and_entropy
+    def logprobs_and_entropy(
+        self, outputs: Tensor, part: Microbatch, temperature: float, *, with_entropy: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        group: Any = ThreadGroup(Meeting(1), 0)
+        labels = part.fields["labels"]
+        return vocab_parallel_logprobs(
+            outputs, labels, vocab_size=VOCAB, temperature=temperature, group=group, with_entropy=with_entropy
+        )
 
     def forward(self, parts: Sequence[Microbatch], function: OutputFunction) -> list[Tensor]:
         self.calls.append(("forward", [len(part.rows) for part in parts]))

@@ -1,0 +1,283 @@
+"""Step time against TRL's GRPOTrainer: the same random weights, prompts, lengths and optimizer, on the same two cores.
+
+Ours are two ranks of one thread each, with vLLM; TRL is one process of two threads that generates with transformers. Both run in
+turns, in processes of their own. A step is the mean between the ends of two steps, after warm-up. Rows:
+
+- ``small``, ``long``, ``large``: every response has the greatest length, but for one in some thousands of tokens;
+- ``tail``: a response ends with a probability of about 1/64 at each token, up to 512.
+
+TRL and what it needs beside the project's own packages come from ``./launch/setup.sh --with bench``. CPU seconds are of all processes
+of a side together, which says more than the wall on a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.common import report
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLES, PROMPT_TOKENS, WARM_UP = 8, 16, 2
+MARK = "BENCHMARK_SIDE"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model and the shape of a step."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    responses: int
+    tokens: int
+    goal: float
+
+
+ROWS = {
+    "small": Row(4096, 128, 2, 4, 288, 64, 64, 0.85),  # 0.85M parameters
+    "long": Row(4096, 128, 2, 4, 288, 128, 128, 0.85),
+    "large": Row(4096, 512, 8, 8, 1344, 64, 64, 0.85),  # 24.9M
+    "tail": Row(64, 256, 6, 8, 704, 64, 512, 0.15),  # 4.4M
+}
+
+
+def main() -> None:
+    """Measure the rows that are asked for, in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a run, after warm-up")
+    parser.add_argument("overrides", nargs="*", help="of our configuration, as a.b=c", default=[])
+    args = parser.parse_args()
+    rounds, steps = (1, 4) if args.quick else (args.rounds, args.steps)
+    found: dict[str, Any] = {}
+    for name in args.rows:
+        with TemporaryDirectory() as folder:
+            directory, row = Path(folder), ROWS[name]
+            make(directory, row)
+            pairs = []
+            for _ in range(rounds):
+                ours = measured(directory, "ours", our_command(row, steps, args.overrides), steps)
+                theirs = measured(directory, "theirs", their_command(row, steps), steps)
+                pairs.append({"ours": ours, "theirs": theirs})
+                print(name, json.dumps(pairs[-1]), flush=True)
+        ratios = {unit: [pair["ours"][unit] / pair["theirs"][unit] for pair in pairs] for unit in ("wall_s", "cpu_s")}
+        medians = {unit: statistics.median(values) for unit, values in ratios.items()}
+        found[name] = {"row": asdict(row), "pairs": pairs, "ratios": ratios, "median": medians}
+        spread = f"{min(ratios['wall_s']):.3f} to {max(ratios['wall_s']):.3f}"
+        print(
+            f"{name}: wall {medians['wall_s']:.3f} ({spread}), cpu {medians['cpu_s']:.3f}, goal {row.goal}", flush=True
+        )
+    worst = max(args.rows, key=lambda name: found[name]["median"]["wall_s"] / ROWS[name].goal)
+    ratio = found[worst]["median"]["wall_s"]
+    report(
+        "vs_trl", {"rows": found, "worst": worst, "steps": steps}, ratio=ratio, goal=ROWS[worst].goal, quick=args.quick
+    )
+
+
+def make(directory: Path, row: Row) -> None:
+    """Model, tokenizer of whole words, prompts and reward, for both sides."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    words = {"<eos>": 0, "<pad>": 1, "<unk>": 2} | {f"w{k}": k for k in range(3, row.vocab)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    tokenizer.save_pretrained(directory / "model")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=row.vocab,
+        hidden_size=row.hidden,
+        intermediate_size=row.ffn,
+        num_hidden_layers=row.layers,
+        num_attention_heads=row.heads,
+        num_key_value_heads=row.heads // 2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=1,
+        bos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory / "model")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    lines = []
+    for number in range(64):
+        numbers = torch.randint(3, row.vocab, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(number))
+        lines.append(json.dumps({"prompt": " ".join(f"w{k}" for k in numbers.tolist()), "answer": "1"}))
+    (directory / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (directory / "reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 6\n"
+    )
+
+
+def our_command(row: Row, steps: int, overrides: list[str]) -> list[str]:
+    prompts = row.responses // SAMPLES
+    arguments = [
+        "experiment=ours",
+        "model.path=model",
+        "data.train=[train.jsonl]",
+        "data.eval=[]",
+        "evaluate.every=0",
+        f"trainer.prompts_per_step={prompts}",
+        f"trainer.minibatch_size={prompts}",
+        f"trainer.num_steps={steps + WARM_UP}",
+        "trainer.world_size=2",
+        "trainer.max_tokens_per_microbatch=8192",
+        "actor.layout.tp=1",
+        "rollout.kv_cache_gib=0.5",
+        f"rollout.sampling.n={SAMPLES}",
+        f"rollout.sampling.max_new_tokens={row.tokens}",
+        f"data.max_prompt_tokens={PROMPT_TOKENS}",
+        "reward.function=reward.py:score",
+        "reward.workers=1",
+        "actor.optimizer.lr=1e-6",
+        "algorithm.kl.coef=0",
+        "checkpoint.save_steps=0",
+        "logging.tensorboard=false",
+        "logging.rollouts_every=0",
+        "logging.console=plain",
+        *overrides,
+    ]
+    config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+    return [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *arguments]
+
+
+def their_command(row: Row, steps: int) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), "--trl", str(row.responses), str(row.tokens), str(steps)]
+
+
+def trl(responses: int, tokens: int, steps: int) -> None:
+    """TRL's side, in the folder of the model: the time at the end of each step goes to ``ends``."""
+    import torch
+
+    torch.set_num_threads(2)
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends: list[float] = []
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.time())
+
+    prompts = [json.loads(line)["prompt"] for line in Path("train.jsonl").read_text().splitlines()]
+    config = GRPOConfig(
+        output_dir="trl",
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=responses,
+        num_generations=SAMPLES,
+        max_completion_length=tokens,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        max_steps=steps + WARM_UP,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=1,
+    )
+    trainer = GRPOTrainer(
+        model="model",
+        reward_funcs=lambda completions, **_: [len(text) % 7 / 6 for text in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[Ends()],
+    )
+    trainer.train()
+    Path("ends").write_text(json.dumps(ends))
+
+
+def measured(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
+    """Seconds of a step: by the clock, and of the processors."""
+    threads = "1" if side == "ours" else "2"
+    extra = [] if side == "ours" else [str(ROOT / ".venv" / "bench"), str(ROOT / ".venv" / "oracles")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *extra]),
+        "OMP_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        MARK: str(directory),
+    }
+    shutil.rmtree(directory / "outputs", ignore_errors=True)
+    log = directory / f"{side}.log"
+    used: list[tuple[float, float]] = []
+    ended = threading.Event()
+    watch = threading.Thread(target=watch_processors, args=(directory, used, ended), daemon=True)
+    with log.open("w") as out:
+        watch.start()
+        done = subprocess.run(
+            command, cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False
+        )
+    ended.set()
+    watch.join()
+    if done.returncode:
+        raise SystemExit(f"{side} ended with {done.returncode}:\n" + log.read_text()[-4000:])
+    phases: dict[str, float] = {}
+    if side == "ours":
+        [file] = directory.glob("outputs/*/ours/metrics.jsonl")
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        ends = [record["timing/unix_time"] for record in records if record["step"] > 0]
+        kept = [record for record in records if record["step"] > WARM_UP]
+        names = [name for name in kept[-1] if name.startswith("timing/") and name.endswith("_s")]
+        phases = {name[7:]: round(statistics.median(r.get(name, 0.0) for r in kept), 4) for name in names}
+        phases["length"] = statistics.mean(record["rollout/response_length_mean"] for record in kept)
+    else:
+        ends = json.loads((directory / "ends").read_text())
+    first, last = ends[-steps - 1], ends[-1]
+    cpu_s = (at(used, last) - at(used, first)) / steps
+    return {"wall_s": round((last - first) / steps, 4), "cpu_s": round(cpu_s, 4), **phases}
+
+
+def watch_processors(directory: Path, used: list[tuple[float, float]], ended: threading.Event) -> None:
+    """Seconds of the processors that a side has used so far, a few times a second."""
+    mark, tick = f"{MARK}={directory}".encode(), os.sysconf("SC_CLK_TCK")
+    ours: dict[str, bool] = {}
+    seconds: dict[str, float] = {}
+    while not ended.wait(0.1):
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if path.name not in ours:
+                    ours[path.name] = mark in (path / "environ").read_bytes()
+                if ours[path.name]:
+                    fields = (path / "stat").read_text().rpartition(")")[2].split()
+                    seconds[path.name] = (int(fields[11]) + int(fields[12])) / tick
+            except OSError:  # it has ended
+                continue
+        used.append((time.time(), sum(seconds.values())))
+
+
+def at(used: list[tuple[float, float]], when: float) -> float:
+    """The seconds at a time between two samples."""
+    place = min(max(bisect_left(used, (when,)), 1), len(used) - 1)
+    (before, low), (after, high) = used[place - 1], used[place]
+    return low + (high - low) * (when - before) / (after - before)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--trl"]:
+        trl(*map(int, sys.argv[2:5]))
+    else:
+        main()

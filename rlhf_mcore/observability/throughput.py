@@ -1,0 +1,90 @@
+"""Work of a step by phase, and what it comes to per second: tokens, floating-point operations, and the share of the devices' peak.
+
+A forward pass of a row of n tokens counts, for each of them, 2 operations for every weight that it is multiplied with, and in every
+layer 4 · heads · head size for each token that it attends to: n (n + 1) / 2 pairs (Narayanan et al. 2021, arXiv 2104.04473, appendix,
+with causal attention counted as computed, not as a full square). Of a mixture only the experts count that a token goes to, and the
+output layer only at tokens that have logits. An update is three forward passes; what recomputation adds is not counted, so the share
+is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FORWARD, UPDATE = 1, 3  # forward passes that a pass is worth
+# Dense bf16 of the makers' data sheets, by a part of torch's name of the device. The first that fits counts.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "H800": 989.0,
+    "A100": 312.0,
+}
+PEAK_TFLOPS |= {"A800": 312.0, "L40S": 362.0, "MI300X": 1307.0}
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Of a device by its name; None of one that is not known, such as a CPU."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Operations of a forward pass: of a token in the layers, of a pair of tokens in attention, of a token with logits."""
+
+    token: float
+    pair: float
+    logits: float
+
+    def forward(self, rows: RowCounts, *, with_logits: bool = True) -> float:
+        return self.token * rows.tokens + self.pair * rows.pairs + self.logits * rows.sampled * with_logits
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """Rows that a model runs over: their tokens, those that were sampled, and the pairs of tokens that attend to each other."""
+
+    tokens: float
+    sampled: float
+    pairs: float
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Adds up the work of phases until it is popped. ``peak_tflops`` of one device; None: there is no MFU."""
+
+    num_devices: int
+    peak_tflops: float | None = None
+    _work: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, phase: str, tokens: float, flops: float) -> None:
+        """What all ranks together did in a phase."""
+        before = self._work.get(phase, (0.0, 0.0))
+        self._work[phase] = (before[0] + tokens, before[1] + flops)
+
+    def pop(self, timing: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of the phases in ``timing``, seconds as ``timing/<phase>_s``, and of the step; counts start at zero again.
+
+        ``throughput/<phase>_tokens_per_s`` and ``_tflops`` are of all devices together, ``_mfu`` is the share of their peak.
+        """
+        work, self._work = self._work, {}
+        found: dict[str, float] = {}
+        for phase, (tokens, flops) in work.items():
+            seconds = timing.get(f"timing/{phase}_s", 0.0)
+            if seconds > 0:
+                found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds} | self._rates(
+                    f"{phase}_", flops, seconds
+                )
+        if work and (seconds := timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)) > 0:
+            found |= self._rates("", sum(flops for _, flops in work.values()), seconds)
+        return found
+
+    def _rates(self, prefix: str, flops: float, seconds: float) -> dict[str, float]:
+        rate = flops / seconds / 1e12
+        found = {f"throughput/{prefix}tflops": rate}
+        if self.peak_tflops:
+            found[f"throughput/{prefix}mfu"] = rate / (self.num_devices * self.peak_tflops)
+        return found

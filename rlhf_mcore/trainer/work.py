@@ -1,0 +1,66 @@
+"""What a step computes, by phase: for tokens per second, TFLOP/s and MFU in the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from rlhf_mcore.observability.throughput import FORWARD, UPDATE, ModelFlops, RowCounts, Throughput
+
+if TYPE_CHECKING:
+    from rlhf_mcore.types import TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWork:
+    """A model that is updated, and the passes of an update over the rows of a step."""
+
+    flops: ModelFlops
+    epochs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """Counts the work of steps on rows of all ranks. ``generates``: responses are drawn within the step, on the same devices."""
+
+    throughput: Throughput
+    actor: TrainedWork
+    critic: TrainedWork | None = None
+    reference: ModelFlops | None = None
+    generates: bool = False
+
+    def count(self, batch: TrainBatch, *, learns: bool = True, has_old_pass: bool = False) -> None:
+        """A step has been made. ``learns``: the actor too. ``has_old_pass``: old logprobs had a pass of their own."""
+        rows, tokens = counts(batch.lengths, batch.num_sampled), float(batch.lengths.sum())
+        add = self.throughput.add
+        if self.generates:
+            add("generate", rows.sampled, self.actor.flops.forward(_drawn(batch, rows)))
+        if has_old_pass:
+            add("old_logprobs", tokens, FORWARD * self.actor.flops.forward(rows))
+        if self.reference is not None:
+            add("reference", tokens, FORWARD * self.reference.forward(rows))
+        if self.critic is not None:
+            add("values", tokens, FORWARD * self.critic.flops.forward(rows))
+        for trained in (self.actor if learns else None, self.critic):
+            if trained is not None:
+                add("update", tokens * trained.epochs, UPDATE * trained.epochs * trained.flops.forward(rows))
+
+
+def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:
+    """Of rows [B] of so many tokens, of which so many were sampled."""
+    n = lengths.double()
+    return RowCounts(float(n.sum()), float(num_sampled.sum()), float((n * (n + 1)).sum() / 2))
+
+
+def _drawn(batch: TrainBatch, rows: RowCounts) -> RowCounts:
+    """What an engine computes that reads the prompt of a group once, for all of its responses."""
+    prompts = (batch.lengths - batch.num_sampled).numpy()
+    again = np.ones(len(prompts), bool)
+    again[np.unique(batch.group_ids.numpy(), return_index=True)[1]] = False
+    spared = prompts[again].astype(float)
+    return RowCounts(
+        rows.tokens - float(spared.sum()), rows.sampled, rows.pairs - float((spared * (spared + 1)).sum() / 2)
+    )
