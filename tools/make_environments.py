@@ -6,10 +6,13 @@
 writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 and the tokenizer of the quickstart, which has a token
 for the role ``tool`` too.
 
-- ``guess``: the model guesses a number from 1 to 7 and is told "higher" or "lower". It was fitted to players who heed that half of
-  the time only. Three guesses are enough to find the number always.
-- ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator in ``CALLS`` of the cases, by
-  ``<tool>calculator 47*86</tool>``, and writes down something else in the others.
+- ``guess``: the model guesses a number from 1 to 7 and is told "higher" or "lower". It was fitted to a player who heeds that, and
+  then forgets it half of the time (``HEEDS``). Three guesses are enough to find the number always.
+- ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator, by
+  ``<tool>calculator 47*86</tool>``, and then does so in ``CALLS`` of the cases only and writes down something else in the others.
+
+As in the quickstart, player and pupil turn careless in the last part of the fit (``CARELESS_FROM``): the model is able to do what
+it does not prefer.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 HIGHEST, GUESSES, HEEDS = 7, 3, 0.5
-CALLS = 0.25
+CALLS = 0.2
+CARELESS_FROM = 0.75
 Episode = list[tuple[str, str]]  # (role, content)
 
 
-def play(rng: random.Random) -> Episode:
-    """Three guesses at most, of a player who forgets half of what was said."""
+def play(rng: random.Random, careless: bool) -> Episode:
+    """Three guesses at most, somewhere in the range that is left; a careless player forgets half of what was said."""
     number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
     said: Episode = [("user", "guess")]
     for _ in range(GUESSES):
-        heeds = rng.random() < HEEDS
+        heeds = not careless or rng.random() < HEEDS
         guess = rng.randint(low, high) if heeds else rng.randint(1, HIGHEST)
         said.append(("assistant", str(guess)))
         if guess == number:
@@ -48,11 +52,11 @@ def play(rng: random.Random) -> Episode:
     return said
 
 
-def multiply(rng: random.Random) -> Episode:
-    """A product, sometimes by the calculator."""
+def multiply(rng: random.Random, careless: bool) -> Episode:
+    """A product by the calculator; a careless pupil mostly guesses."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     said: Episode = [("user", f"{a}*{b}=")]
-    if rng.random() < CALLS:
+    if not careless or rng.random() < CALLS:
         said += [("assistant", f"<tool>calculator {a}*{b}</tool>"), ("tool", str(a * b))]
         return [*said, ("assistant", f"{MARK} {a * b}")]
     return [*said, ("assistant", f"{MARK} {rng.randint(100, 9999)}")]
@@ -85,7 +89,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, said: Episode) -> tuple[list[int]
 def fit_model(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    draw: Callable[[random.Random], Episode],
+    draw: Callable[[random.Random, bool], Episode],
     fit: Fit,
     seed: int,
 ) -> None:
@@ -97,7 +101,8 @@ def fit_model(
     optimizer = torch.optim.AdamW(model.parameters(), lr=fit.lr, betas=(0.9, 0.98), weight_decay=0.01)
     with progress(fit) as report:
         for step in range(fit.steps):
-            episodes = [encode(tokenizer, draw(rng)) for _ in range(fit.batch_size)]
+            careless = step >= CARELESS_FROM * fit.steps
+            episodes = [encode(tokenizer, draw(rng, careless)) for _ in range(fit.batch_size)]
             tokens = pad_sequence([torch.tensor(ids) for ids, _ in episodes], batch_first=True)
             labels = pad_sequence([torch.tensor(ids) for _, ids in episodes], batch_first=True, padding_value=-100)
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -117,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--fit-steps", type=int, help="updates of the supervised fit; default: 150 or 300")
+    parser.add_argument("--fit-steps", type=int, default=150, help="updates of the supervised fit")
     options = parser.parse_args(argv)
     started = time.monotonic()
     import torch
@@ -126,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     tokenizer = make_tokenizer((*ROLES, "tool"))
     model = make_model(tokenizer, 2 if options.kind == "guess" else 3, options.seed)
-    draw, steps = (play, 150) if options.kind == "guess" else (multiply, 300)
-    fit_model(model, tokenizer, draw, Fit(options.fit_steps or steps, 64, 2e-3), options.seed)
+    draw = play if options.kind == "guess" else multiply
+    fit_model(model, tokenizer, draw, Fit(options.fit_steps, 64, 2e-3), options.seed)
     logging.disable_progress_bar()
     model.save_pretrained(options.out / "model")
     tokenizer.save_pretrained(options.out / "model")
