@@ -22,8 +22,8 @@ def token_rewards(
 ) -> Tensor:
     """Place each score on its row's last trainable token and charge the KL penalty on every trainable token.
 
-    rewards_k = score of the row of token k * [k is the last trainable token of its row] + turn reward_k - kl_coef * kl_k
-    (InstructGPT, arXiv 2203.02155, eq. 2, written per token, and with rewards of turns where there are any).
+    rewards_k = turn reward_k + [k is the last trainable token of its row] * (score - turn rewards of the row) - kl_coef * kl_k
+    (InstructGPT, arXiv 2203.02155, eq. 2, written per token). A row's rewards add up to its score, with rewards of turns and without.
 
     Args:
         scores: [B] raw reward per response.
@@ -31,7 +31,7 @@ def token_rewards(
         rows: which these are.
         kl: [N] per-token KL to the reference; values outside the mask are ignored.
         kl_coef: not negative; 0 ignores ``kl``.
-        turn_rewards: [N] of single turns, at the last token of each; None: no turn has one.
+        turn_rewards: [N] of single turns, at the last token of each, which the scores contain; None: no turn has one.
 
     Returns:
         [N] float32, zero outside the mask. A row without a trainable token is all zero: its score is lost.
@@ -39,9 +39,13 @@ def token_rewards(
     Raises:
         ValueError: a ``kl_coef`` other than 0 without ``kl``.
     """
-    rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.float()), 0.0)
-    if turn_rewards is not None:
-        rewards = rewards + torch.where(loss_mask, turn_rewards, 0.0)
+    if turn_rewards is None:
+        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(scores.float()), 0.0)
+    else:
+        left = (scores.double() - rows.local_sums(turn_rewards, loss_mask)).float()
+        rewards = torch.where(rows.last(loss_mask), rows.to_tokens(left), 0.0) + torch.where(
+            loss_mask, turn_rewards, 0.0
+        )
     if kl_coef == 0.0:
         return rewards
     if kl is None:

@@ -87,7 +87,7 @@ class EpisodeOrder:
         own, tokenizer = self.own, load_tokenizer(self.tokenizer_dir)
         text = TurnText(tokenizer, self.chat_template, keep=own.rewritten_history == "keep")
         bounds = EpisodeLimits(own.max_turns, own.max_tokens, own.max_seconds)
-        rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap}
+        rules: dict[str, Any] = {"fails": self.fails, "overlap": self.overlap, "pays": own.score != "reward"}
         if own.tool_parser is not None:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))

@@ -63,6 +63,7 @@ class Episodes:
         overlap: an engine draws while environments compute. Which turns it draws together then depends on the time, and so may the
             last bits of logprobs; without it, nothing does.
         action_of: what ``step`` gets, from the text of a turn and its tokens.
+        pays: whether rewards of the environment are learned from.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Episodes:
         fails: bool = True,
         overlap: bool = False,
         action_of: Callable[[str, Completion], Any] = lambda text, turn: text,
+        pays: bool = True,
     ) -> None:
         self._sessions, self._text, self._limits = sessions, text, limits
-        self._fails, self._overlap, self._action_of = fails, overlap, action_of
+        self._fails, self._overlap, self._action_of, self._pays = fails, overlap, action_of, pays
         self._open: dict[int, _Episode] = {}
         self._requests: list[Request] = []
         self._finished: list[Completion] = []
@@ -229,14 +231,14 @@ class Episodes:
         self._finish(key, "environment", Score(0.0, failure=kind, cause=cause))
 
     def _finish(self, key: int, reason: str, score: Score | None = None) -> None:
-        """The last reward is the score at the end; those before it belong to their turns."""
+        """The score is the sum of the rewards. The last one is what is left of it at the end, those before belong to their turns."""
         each = self._open.pop(key)
         self._sessions.close(key)
-        rewards, text = [*each.rewards[:-1], 0.0], ""
-        drawn = episode(each.prompt, each.asked.sample, each.written, text, [] if score else rewards)
+        rewards, text = [*each.rewards[:-1], 0.0] if self._pays and not score else [], ""
+        drawn = episode(each.prompt, each.asked.sample, each.written, text, rewards)
         turns = [replace(turn, text=text) for turn, text in zip(drawn.turns[1:], each.texts, strict=True)]
         said = next(turn.text for turn in reversed(turns) if turn.writer == "policy")
-        score = score or Score(each.rewards[-1], {PART: sum(each.rewards)})
+        score = score or Score(total := sum(each.rewards), {PART: total})
         whole = replace(drawn, turns=(drawn.turns[0], *turns), response_text=said, finish_reason=reason, score=score)
         last = next(part for part in reversed(each.written) if isinstance(part, Completion))
         self._finished.append(replace(last, trajectory=whole))

@@ -90,9 +90,10 @@ class DynamicSampling:
         return _assemble(batches)
 
     def _judge(self, prompts: Sequence[Prompt], rollouts: Rollouts, scores: Sequence[Score]) -> _Batch:
-        rewarded = [sum(turn.reward for turn in trajectory.turns) for trajectory in rollouts.trajectories]
-        outcomes = [score.value + reward for score, reward in zip(scores, rewarded, strict=True)]
-        mine = list(zip(rollouts.positions, outcomes, [score.failure is not None for score in scores], strict=True))
+        mine = [
+            (place, score.value, score.failure is not None)
+            for place, score in zip(rollouts.positions, scores, strict=True)
+        ]
         everyones = [entry for part in self.gather(mine) for entry in part]
         places = torch.tensor([place for place, *_ in everyones], dtype=torch.int64)
         values = torch.tensor([value for _, value, _ in everyones], dtype=torch.float64)

@@ -65,6 +65,15 @@ def test_against_a_loop(mask: list[list[bool]], data: st.DataObject):
             assert rewards[i, t].item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_rewards_of_a_row_add_up_to_its_score_with_rewards_of_turns():
+    mask = torch.tensor([[False, True, True, False, True], [True, True, False, True, True]])
+    turns = torch.tensor(
+        [[0.0, 0.0, 0.25, 9.0, 0.0], [0.0, -0.5, 9.0, 0.0, 0.0]]
+    )  # 9: not of the policy, so not learned
+    found = token_rewards(torch.tensor([1.0, -2.0]), mask.flatten(), everything(mask), turn_rewards=turns.flatten())
+    assert found.view_as(mask).tolist() == [[0, 0, 0.25, 0, 0.75], [0, -0.5, 0, 0, -1.5]]
+
+
 def test_overlong_penalty_by_hand():
     # Equation 13 with a limit of 20 and a cache of 8: nothing up to 12, then an eighth per token, all of it from 20 on.
     lengths = torch.tensor([0, 12, 13, 16, 20, 25])

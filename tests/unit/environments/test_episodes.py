@@ -85,11 +85,11 @@ def test_an_episode_is_what_was_sampled_between_the_markers_of_the_template(
     assert [(t.writer, t.text, round(t.reward, 6)) for t in found.turns[1:]] == [
         ("policy", "abc", 0.3),
         ("environment", "abc?", 0.0),
-        ("policy", "bye", 0.0),  # the last reward is the score at the end
+        ("policy", "bye", 0.0),  # the last reward is what is left of the score at the end
     ]
     assert (found.response_text, found.finish_reason, found.versions) == ("bye", "stop", ((6, 3), (19, 4)))
     [score] = EnvironmentReward().score([found])
-    assert (score.value, score.parts) == (pytest.approx(0.3), {"environment": pytest.approx(0.6)})
+    assert (score.value, score.parts) == (pytest.approx(0.6), {"environment": pytest.approx(0.6)})
 
 
 def test_a_first_observation_is_a_message_of_the_prompt(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:

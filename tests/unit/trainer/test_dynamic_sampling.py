@@ -68,17 +68,6 @@ def test_a_batch_that_is_learnable_is_taken_as_it_is() -> None:
     assert collected.metrics() == {"rollout/num_batches": 1.0, "rollout/informative_fraction": 1.0}
 
 
-def test_rewards_of_turns_are_differences_to_learn_from() -> None:
-    def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
-        rollouts, scores = attempt_of(lambda index: False)(prompts, number)
-        last = rollouts.trajectories[-1]
-        last.turns = (last.turns[0], replace(last.turns[1], reward=0.5))
-        return rollouts, scores
-
-    collected = DynamicSampling(max_batches=4).collect(Source(2), attempt)
-    assert indices(collected) == [1, 3]
-
-
 def test_batches_are_drawn_until_the_step_is_full() -> None:
     # Multiples of 3: 0 and 3 of the first batch, 6 of the second, 9 of the third; what is left over of the third is not needed.
     source, log = Source(4), []
