@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -256,22 +257,30 @@ def test_less_isolation_than_the_minimum_is_refused_before_anything_starts(monke
     build_reward(RewardConfig(rules=[RuleConfig("math")])).close()  # runs nothing
 
 
-def test_fault_24_nothing_outlives_a_trainer_that_is_killed() -> None:
+@pytest.mark.parametrize("level", [pytest.param(None, id="strongest"), "rlimits"])
+def test_fault_24_nothing_outlives_a_trainer_that_is_killed(level: str | None, tmp_path: Path) -> None:
+    """Neither processes nor the directories of programs, in the strongest sandbox of this machine and in the weakest."""
     trainer = """
 import sys
-from rlhf_mcore.config.schema import RuleConfig
-from rlhf_mcore.rewards.code import CodeGrader
-print("up", flush=True)
-sleeper = "```python\\nimport os, time\\ntry: os.fork()\\nexcept OSError: pass\\ntime.sleep(1000)\\n```"
-CodeGrader(RuleConfig("code", test_s=100, total_s=100), workers=2)(sleeper, ["assert True"]) if len(sys.argv) > 1 else None
+from rlhf_mcore.config.schema import RuleConfig, SandboxConfig
+from rlhf_mcore.rewards import code
+from rlhf_mcore.sandbox.run import Level
+if len(sys.argv) > 1:
+    code.machine_level = lambda: Level(sys.argv[1], (sys.argv[1],))
+sleeper = "```python\\nimport os, time\\nopen('mine', 'w')\\ntry: os.fork()\\nexcept OSError: pass\\ntime.sleep(1000)\\n```"
+grader = code.CodeGrader(RuleConfig("code", test_s=100, total_s=100), SandboxConfig(minimum="rlimits"), workers=2)
+grader(sleeper, {"inputs": ["1"], "outputs": ["1"]})
 """
-    with subprocess.Popen([sys.executable, "-c", trainer, "x"], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", trainer, *([level] if level else [])]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
         wait_for(lambda: len(descendants(process.pid)) >= 5, 30)  # a worker, its guard, two sandboxes, a program
+        if level:
+            wait_for(lambda: any(tmp_path.rglob("mine")), 30)
         time.sleep(0.2)
         below = descendants(process.pid)
         process.send_signal(signal.SIGKILL)
     assert len(below) >= 5
-    wait_for(lambda: all(map(has_ended, below)), 10)
+    wait_for(lambda: all(map(has_ended, below)) and not any(tmp_path.iterdir()), 10)
 
 
 def test_rows_whose_tests_cannot_be_read_are_named_before_a_run() -> None:
