@@ -81,7 +81,7 @@ _UNITS = re.compile(
 )
 _NAME = r"(?:[A-Za-z]{1,20}|\\[A-Za-z]{1,12}|[A-Za-z](?:_(?:\w|\{\w{1,8}\}))?|[A-Za-z]\([A-Za-z0-9]\)|\\?angle\s?[A-Z]{1,3})"
 _DEFINES = re.compile(rf"\s*{_NAME}\s*(?:=|\\in(?![A-Za-z]))(?!=)\s*")
-_COMPUTES = re.compile(r"[0-9.\s+*/()^-]+=")
+_COMPUTES = re.compile(r"[0-9.\s+*/()^-]+=(?!.*(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))")  # and is no equation of variables
 _EQUALS = re.compile(r"(?<![<>!:\\])=")
 _ROOT = re.compile(r"\\sqrt\s*(?![{\[\sA-Za-z])(\S)|\\sqrt\s+([A-Za-z0-9])")
 _SHORT_SCRIPT = re.compile(r"([\^_])\s*\{\s*(\w)\s*\}(?=\s*([0-9])?)")
