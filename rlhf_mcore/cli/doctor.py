@@ -20,6 +20,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
 from rlhf_mcore.doctor.findings import Finding, as_json, as_text, worst
 from rlhf_mcore.doctor.isolation import check_isolation
+from rlhf_mcore.doctor.kernels import check_expected
 from rlhf_mcore.sandbox.run import machine_level
 
 FAILED = 1
@@ -45,6 +46,7 @@ def local_findings(args: argparse.Namespace, num_ranks: int) -> Iterator[Finding
     gpus = machine.query_gpus()
     yield from machine.check_gpus(gpus)
     yield from software.check_kernels(bool(gpus))
+    yield check_expected(bool(gpus))
     if not args.quick:
         yield from software.check_imports(MODULES)
     yield machine.check_cores(os.environ, len(os.sched_getaffinity(0)), num_ranks)

@@ -28,7 +28,9 @@ from rlhf_mcore.data.rendering import shown
 from rlhf_mcore.data.sampler import PromptSampler, ResumableSampler, WeightedSampler
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
+from rlhf_mcore.doctor.kernels import kernels_text
 from rlhf_mcore.environments.build import build_graders, check_environment
+from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.planning.inputs import GPUS
@@ -82,6 +84,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     with record.phase("build_model"):
         models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory)
         actor = models.actor()
+        _note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
         reference = models.reference() if cfg.algorithm.kl.coef else None
         model_reward = None
@@ -174,7 +177,14 @@ def reward_model_trainer(run: RunContext) -> Trainer:
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
     """The one model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
-        return ModelBuilder(run.cfg, run.platform, run.start.weights, run.record.memory).on_examples(run.kind, name)
+        model = ModelBuilder(run.cfg, run.platform, run.start.weights, run.record.memory).on_examples(run.kind, name)
+    _note_kernels(run, model)
+    return model
+
+
+def _note_kernels(run: RunContext, trained: TrainedModel) -> None:
+    if trained.model is not None:  # of a role on other ranks the first one has nothing to look at
+        run.record.note(kernels_text(live_kernels(trained.model)))
 
 
 def _example_trainer(

@@ -7,7 +7,8 @@ a shard is a list of ranges of elements, each of one local parameter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
+from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
 from rlhf_mcore.types import StateShard
 
@@ -89,9 +91,25 @@ class Optimizer:
             # Megatron leaves this product to its own scheduler; without it norms and biases would be decayed too.
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         config.grad_scale_func = self.megatron.scale_loss
+        self._reader: Future[None] | None = None
+
+    def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
+        """Let ``read`` copy the state while the run goes on: what would change it waits (:meth:`wait_for_reader`)."""
+        self.wait_for_reader()
+        self._reader = self._platform.in_thread(read)
+        if (part := self._movable.parts.get(OPTIMIZER)) is not None:
+            part.reader = self._reader  # nor does it leave the device meanwhile
+        return self._reader
+
+    def wait_for_reader(self) -> None:
+        """The state may be changed or moved from here on."""
+        if self._reader is not None:
+            wait([self._reader])  # what went wrong is for who reads
+            self._reader = None
 
     def step(self, lr: float) -> StepOutcome:
         """One update, unless the gradient is not finite: then nothing is changed. Collective over the model's ranks."""
+        self.wait_for_reader()
         for group in self.megatron.param_groups:
             group["lr"] = lr
         with use_groups(self._groups, self._platform), torch.no_grad():

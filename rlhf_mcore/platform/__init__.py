@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar
@@ -84,6 +85,13 @@ class Platform:
         """Copies that follow each other, beside other work of the device."""
         return Copies()
 
+    def in_thread(self, work: Callable[[], None]) -> Future[None]:
+        """Do work on tensors in a thread of its own, after all that the device has been given so far, beside what it is given next."""
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(work)
+        pool.shutdown(wait=False)
+        return future
+
 
 class CudaPlatform(Platform):
     """One GPU per process: the device Megatron-core was written for, so there is little to do."""
@@ -126,6 +134,18 @@ class CudaPlatform(Platform):
 
     def copies(self) -> Copies:
         return _CudaCopies()
+
+    def in_thread(self, work: Callable[[], None]) -> Future[None]:
+        device, so_far = self.device(), torch.cuda.current_stream().record_event()
+
+        def beside() -> None:
+            stream = torch.cuda.Stream(device)  # the device of a thread is its own
+            stream.wait_event(so_far)
+            with torch.cuda.stream(stream):
+                work()
+            stream.synchronize()
+
+        return super().in_thread(beside)
 
 
 class _CudaCopies(Copies):

@@ -9,6 +9,7 @@ not; so these two are moved here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Part:
         self._host: Tensor | None = None
         self._is_stored = False  # the host has what the device has
         self._wait: Callable[[], None] | None = None  # for a copy that has begun
+        self.reader: Future[None] | None = None  # a thread that reads the tensors where they are
         offset = 0
         for key, size in self._sizes.items():
             self._offsets[key] = offset
@@ -63,6 +65,9 @@ class Part:
 
     def leave(self) -> None:
         """Free the device's memory, when the host has a copy of what is to be kept."""
+        if self.reader is not None:
+            wait([self.reader])
+            self.reader = None
         self.begin_storing()
         self._finish_copy()
         for storage in self._storages.values():

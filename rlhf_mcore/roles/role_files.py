@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +68,30 @@ class RoleFiles:
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """Copy everything into host memory that is kept for the next time. Collective over the world.
 
+        Weights are copied here. The state of the optimizer, most of the bytes, is copied by a thread while the run goes on: the next
+        update waits for it, and before that come evaluation and generation.
+
         Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.
         """
         with self._role.on_device():
             images = [(image, "") for image in self._exporter.snapshot()]
         state = self._state()
+        copied: Future[None] | None = None
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:
                 assert self._role.model is not None
                 pinned = self._role.model.platform.device().type == "cuda"
                 self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
-            state.copy_to(self._image)
+            assert self._optimizer is not None
+            copied = self._optimizer.read_in_thread(partial(state.copy_to, self._image))
             images.append((self._image, TRAINING))
         if self._role.model is not None:
             self._role.model.platform.synchronize()
         index = self._gather_index(state)
 
         def write(checkpoint: Path) -> list[Path]:
+            if copied is not None:
+                copied.result()
             directory = checkpoint / self.name
             for folder in {directory, *(directory / folder for _, folder in images)}:
                 folder.mkdir(parents=True, exist_ok=True)

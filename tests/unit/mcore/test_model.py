@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -199,6 +200,30 @@ def test_fault_23_a_gradient_that_is_not_finite_changes_nothing(
     buffer.fill_(0.1)
     assert model.step(lr=1e-2).updated
     assert not any(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
+
+
+def test_an_update_waits_for_who_still_copies_the_state(tmp_path: Path, groups: ModelGroups) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True)
+    model.add_optimizer(OptimizerConfig(lr=1e-2))
+    model.chunks[0].buffers[0].grad_data.fill_(0.1)
+    moments = [shard.tensors["exp_avg"] for shard in model.optimizer.shards()]
+    may_copy, copies = Event(), []
+
+    def copy() -> None:
+        may_copy.wait()
+        copies.extend(moment.clone() for moment in moments)
+
+    copied = model.optimizer.read_in_thread(copy)
+    update = Thread(target=lambda: model.step(lr=1e-2))
+    update.start()
+    update.join(0.05)
+    assert update.is_alive() and not any(bool(moment.any()) for moment in moments)
+    may_copy.set()
+    copied.result()
+    update.join()
+    assert all(bool(moment.any()) for moment in moments), "the update was made"
+    assert len(copies) == len(moments) and not any(bool(held.any()) for held in copies), "of what was before it"
 
 
 def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:

@@ -9,8 +9,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.config.schema import RecomputeConfig
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
+from rlhf_mcore.mcore.kernels import live_kernels
 from rlhf_mcore.mcore.layers import Router, routers
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import load_spec
@@ -50,6 +52,16 @@ def test_mixed_layers_have_a_router_each_or_a_dense_mlp(
     assert [isinstance(getattr(layer.mlp, "router", None), Router) for layer in layers] == [True, True, False, True]
     assert model.aux_loss_coef == model.config.moe_aux_loss_coeff == 0.1
     assert build(tmp_path, groups, trainable=False, aux_loss_coef=0.1).aux_loss_coef == 0.0
+
+
+def test_the_kernels_of_a_built_model_are_those_that_the_doctor_expects_here(
+    model: MegatronModel, tmp_path: Path, groups: ModelGroups
+) -> None:
+    """On a CPU; the doctor has imported nothing, the model is what Megatron has made of its config."""
+    model.add_optimizer(OptimizerConfig())
+    assert live_kernels(model) == expected_kernels(has_gpu=False)
+    assert "experts one after the other, dispatcher alltoall" in kernels_text(live_kernels(model))
+    assert "AdamW" not in live_kernels(build(tmp_path, groups, trainable=False))
 
 
 def test_load_balance_by_hand(model: MegatronModel) -> None:

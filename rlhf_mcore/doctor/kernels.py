@@ -1,0 +1,37 @@
+"""Which implementation of each hot part a model runs with, in one line: what is to be expected here, without importing any of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from rlhf_mcore.doctor.findings import Finding
+
+TE, TORCH, OURS, MEGATRON = "Transformer Engine", "torch", "rlhf_mcore", "Megatron"
+FUSED_ADAM = {"transformer_engine": TE, "amp_C": "apex", "apex": "apex"}
+
+
+def kernels_text(parts: Mapping[str, str]) -> str:
+    """One line: part and implementation."""
+    return "kernels: " + ", ".join(f"{part} {kernel}" for part, kernel in parts.items())
+
+
+def expected_kernels(has_gpu: bool) -> dict[str, str]:
+    """Of a run with default settings on this machine."""
+    has_te = find_spec("transformer_engine") is not None
+    fused = [name for module, name in FUSED_ADAM.items() if find_spec(module) is not None]
+    return {
+        "attention": TE if has_te else f"{TORCH} SDPA",
+        "norm": TE if has_te else OURS,
+        "rope": MEGATRON,
+        "gradient accumulation": TORCH,
+        "cross entropy": OURS,
+        "experts": f"{TE}, grouped" if has_te else "one after the other",
+        "dispatcher": "alltoall",
+        "AdamW": fused[0] if fused and has_gpu else TORCH,
+    }
+
+
+def check_expected(has_gpu: bool) -> Finding:
+    """A finding that says it."""
+    return Finding("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

@@ -1,0 +1,38 @@
+"""Which implementation of each hot part a built model runs with."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import Adam
+
+from rlhf_mcore.doctor.kernels import FUSED_ADAM, MEGATRON, OURS, TE, TORCH
+from rlhf_mcore.mcore.layers import RMSNorm, SDPACoreAttention, routers
+from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.weights import unwrap
+
+ADAM = Adam.__module__  # of the class that Megatron has found
+
+
+def live_kernels(model: MegatronModel) -> dict[str, str]:
+    """By part: looked up in the model itself, and in the config that its code branches on."""
+    config, chunk = model.config, unwrap(model.chunks[0])
+    fused_rope = config.apply_rope_fusion or config.fused_single_qkv_rope
+    found = {
+        "attention": f"{TORCH} SDPA" if _has(chunk, SDPACoreAttention) else f"{TE} ({config.attention_backend.name})",
+        "norm": OURS if _has(chunk, RMSNorm) else TE,
+        "rope": f"{TE}, fused" if fused_rope else MEGATRON,
+        "gradient accumulation": "fused" if config.gradient_accumulation_fusion else TORCH,
+        "cross entropy": OURS if model.spec.geometry.head == "lm" else "none",
+    }
+    if config.num_moe_experts:
+        kind = config.moe_token_dispatcher_type
+        backend = "" if kind != "flex" else f" ({config.moe_flex_dispatcher_backend})"
+        grouped = config.moe_grouped_gemm and next(routers(model.chunks), None) is not None
+        found |= {"experts": f"{TE}, grouped" if grouped else "one after the other", "dispatcher": f"{kind}{backend}"}
+    if model.optimizer is not None:
+        found["AdamW"] = FUSED_ADAM.get(ADAM.partition(".")[0], TORCH)
+    return found
+
+
+def _has(chunk: GPTModel, kind: type) -> bool:
+    return any(isinstance(module, kind) for module in chunk.modules())
