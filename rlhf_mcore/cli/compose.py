@@ -21,18 +21,20 @@ from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import check_saved
 from rlhf_mcore.cli.trainers import build_trainer
+from rlhf_mcore.config.derive import role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
-from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
 from rlhf_mcore.observability.throughput import Throughput, peak_tflops
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import build_trackers
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
+from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
 
@@ -63,19 +65,35 @@ def run(cfg: Config, announced: int = 0) -> bool:
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"
+        record.mark = process.platform.range
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
         start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
         if start.is_over:
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
             return True
+        if cfg.trainer.profile.steps:
+            record.profiler = _profiler(cfg, record, start.step)
         trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests, stack))
         timers.pop()  # of the phases before the first step
         sharing.pop()
         finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
+        record.close_profile()
         if record.console is not None and finished:
             _summary(cfg, record)
         return finished
+
+
+def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
+    if all(step <= done for step in cfg.trainer.profile.steps):
+        record.note(
+            f"trainer.profile.steps={cfg.trainer.profile.steps}: the run continues after step {done}, nothing is profiled"
+        )
+    number = dist.get_rank()
+    roles = [role.name for role in role_layouts(cfg) if role.ranks is None or role.ranks[0] <= number < role.ranks[1]]
+    roles += ["engine"] if run_kind(cfg).generates and cfg.rollout.placement == "colocated" else []
+    directory = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment / PROFILE
+    return StepProfiler(cfg.trainer.profile.steps, directory, f"rank {number} ({', '.join(roles)})", record.note)
 
 
 def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: int) -> Start:

@@ -26,7 +26,7 @@ from rlhf_mcore.config.derive import (
     resolve,
     role_layouts,
 )
-from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
 from rlhf_mcore.config.megatron_fields import megatron_problems
@@ -206,6 +206,11 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
         if run_kind(cfg).reads(f"{role}.optimizer") and min_lr > lr:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
+    if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= cfg.trainer.num_steps]:
+        yield (
+            f"trainer.profile.steps: {shortened(beyond, separator=', ')} is no step of the run; "
+            f"name steps from 1 to trainer.num_steps={cfg.trainer.num_steps}"
+        )
 
 
 def _batch_problems(cfg: Config) -> Iterator[str]:

@@ -25,9 +25,10 @@ METRICS = "metrics.jsonl"
 LOCK = "run.lock"
 ROLLOUTS = "rollouts"
 LOGS = "logs"
+PROFILE = "profile"
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
-OWN_DIRECTORIES = (ROLLOUTS, *TRACKERS, LOGS, "archive", "quarantine", "pins")
+OWN_DIRECTORIES = (ROLLOUTS, *TRACKERS, LOGS, PROFILE, "archive", "quarantine", "pins")
 
 
 class DirectoryLock:

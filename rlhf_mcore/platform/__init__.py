@@ -85,6 +85,10 @@ class Platform:
         """Copies that follow each other, beside other work of the device."""
         return Copies()
 
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """What the device is given inside has this name in its own tools."""
+        return nullcontext()
+
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
         """Do work on tensors in a thread of its own, after all that the device has been given so far, beside what it is given next."""
         pool = ThreadPoolExecutor(1)
@@ -134,6 +138,10 @@ class CudaPlatform(Platform):
 
     def copies(self) -> Copies:
         return _CudaCopies()
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
+        return found
 
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
         device, so_far = self.device(), torch.cuda.current_stream().record_event()

@@ -36,6 +36,7 @@ class Trainer:
             self.recorder.step(0, metrics)
         self.checkpointer.begin()
         for step in range(first_step, num_steps + 1):
+            self.recorder.begin_step(step)
             metrics = self._step(step)
             metrics |= self._evaluate(step, num_steps)
             self.recorder.step(step, metrics)

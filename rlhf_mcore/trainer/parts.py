@@ -146,6 +146,10 @@ class Checkpointer(Protocol):
 class Recorder(Protocol):
     """Keeps the record of a run."""
 
+    def begin_step(self, step: int) -> None:
+        """A step begins. Collective."""
+        ...
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step, and show what is happening."""
         ...
@@ -155,7 +159,7 @@ class Recorder(Protocol):
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Close a step and write its metrics. ``step`` counts from 1; 0 is the evaluation before training."""
+        """Close a step and write its metrics. ``step`` counts from 1; 0 is the evaluation before training. Collective."""
         ...
 
     def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:

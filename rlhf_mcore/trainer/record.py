@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlhf_mcore.observability.watchdog import Watchdog
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
+from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.types import Score, Trajectory
 
 RECENT = 100  # steps whose figures are in a checkpoint
@@ -44,6 +45,8 @@ class RunRecord:
     alarm: RewardAlarm | None = None
     throughput: Throughput | None = None
     without_score: str = "count as 0"  # what becomes of responses without a score
+    profiler: StepProfiler | None = None
+    mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def note(self, text: str) -> None:
@@ -56,6 +59,11 @@ class RunRecord:
         if self.console is not None:
             self.console.acknowledge(text)
 
+    def begin_step(self, step: int) -> None:
+        """Profile the step, if that is wanted. Collective."""
+        if self.profiler is not None:
+            self.profiler.begin(step)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it. That one begins is progress, on every rank."""
@@ -63,7 +71,15 @@ class RunRecord:
             self.watchdog.progress(name)
         if self.console is not None:
             self.console.phase(name)
-        with self.timers(name), self.memory.phase(name) if self.memory is not None else nullcontext():
+        with ExitStack() as stack:
+            for entered in (
+                self.mark,
+                self.profiler and self.profiler.range,
+                self.timers,
+                self.memory and self.memory.phase,
+            ):
+                if entered is not None:
+                    stack.enter_context(entered(name))
             yield
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
@@ -111,11 +127,13 @@ class RunRecord:
             self.evaluations[step] = evaluation
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and show a step's metrics with the time of its phases.
+        """Write and show a step's metrics with the time of its phases. Collective.
 
         ``timing/unix_time``: when the step ended, in seconds since the epoch. ``timing/tokens_per_s``: response tokens that the
         step trained on, of all ranks, per second of the step without its evaluation. ``throughput/*``: see :class:`Throughput`.
         """
+        if self.profiler is not None:
+            self.profiler.end()
         timing = self.timers.pop()
         timing["timing/step_s"] = sum(timing.values())
         made_in = timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)
@@ -135,6 +153,11 @@ class RunRecord:
 
     def _alarms(self, metrics: Mapping[str, float]) -> Iterable[str]:
         return self.alarm.lines(metrics) if self.alarm is not None else ()
+
+    def close_profile(self) -> None:
+        """The run ends, maybe in the middle of the steps that are profiled together. Collective."""
+        if self.profiler is not None:
+            self.profiler.end(is_last=True)
 
     def final(self, last_step: int, step: int, metrics: Mapping[str, float]) -> None:
         """Write the evaluation of the model of an earlier step, with which the run ends, as ``final/*`` of the last step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -29,6 +30,7 @@ RUNS = {
         "algorithm.kl.coef=0.01",
         "algorithm.kl.placement=reward",
         "trainer.packing=false",
+        "trainer.profile.steps=[2]",
     ],
 }
 
@@ -85,6 +87,25 @@ def test_metrics(trained: tuple[str, Path, str]) -> None:
     # The policy is its reference in the first step.
     assert metrics[1]["kl/mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["kl/coef"] == 0.01 and math.isfinite(metrics[2]["kl/mean"])
+
+
+def test_a_profile_has_both_ranks_their_phases_and_what_torch_ran(trained: tuple[str, Path, str]) -> None:
+    name, directory, output = trained
+    if name != "hf":
+        assert not (directory / "profile").exists() and "profile" not in output
+        return
+    (file,) = (directory / "profile").iterdir()
+    assert file.name == "steps-2-2.json.gz" and str(file) in output
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0 (actor, engine)", "rank 1 (actor, engine)"]
+    begun: dict[str, list[float]] = {}
+    for rank in names:
+        seen = {event["name"]: event["ts"] for event in events if event["pid"] == rank and event["ph"] == "X"}
+        assert {"generate", "update", "sync", "aten::mm"} <= seen.keys()
+        assert seen["generate"] < seen["update"] < seen["sync"]
+        begun.setdefault("update", []).append(seen["update"])
+    assert abs(begun["update"][0] - begun["update"][1]) < 60e6, "one clock"
 
 
 def test_rollouts_and_the_resolved_config(trained: tuple[str, Path, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, key, one_of
+from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, group, key, one_of
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 
@@ -81,6 +81,19 @@ class DataConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Which steps are profiled."""
+
+    steps: list[int] = key(
+        [],
+        "steps that torch's profiler records, with the phases of the run",
+        more="All ranks are on one timeline, `profile/steps-<first>-<last>.json.gz` in the run directory, one for each row of "
+        "steps; open it in ui.perfetto.dev. Engines on ranks of their own are not on it. On CUDA phases "
+        "are NVTX ranges, with or without this.",
+    )
+
+
+@dataclass
 class TrainerConfig:
     """Size and shape of a step."""
 
@@ -127,6 +140,7 @@ class TrainerConfig:
         "updates in a row, skipped because loss or gradient is not finite, after which the run ends",
         AT_LEAST_1,
     )
+    profile: ProfileConfig = group(ProfileConfig, "where the time of a step goes, on all ranks")
     collective_timeout_s: int = key(1800, "how long a rank waits for the others in a collective", AT_LEAST_1)
     watchdog_s: int = key(
         3600,

@@ -147,6 +147,8 @@ class Watch:
         self.best: int | None = None
         self.save: Callable[[], None] = lambda: None
 
+    def begin_step(self, step: int) -> None: ...
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.log.append(("phase", name))
