@@ -1,0 +1,184 @@
+"""All benchmarks, one after the other, each in a process of its own: one table of ratios, goals and verdicts.
+
+    python -m benchmarks.run [--quick] [NAME...]      run them (those named, or all) and print the table
+    python -m benchmarks.run --write                  write the committed results and their plot into docs/performance.md
+
+What a benchmark measures is said at its top. Its details are in benchmarks/results/<name>.json; quick runs leave these alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, PLOT = ROOT / "docs" / "performance.md", ROOT / "docs" / "benchmarks.svg"
+BEGIN, END = "<!-- benchmarks.run: begin -->\n", "<!-- benchmarks.run: end -->\n"
+LAST_LINE = re.compile(r"^(\w+) (\S+) goal (\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A benchmark. ``at_least``: the goal is a lower bound; else an upper one."""
+
+    name: str
+    what: str
+    at_least: bool = False
+    needs: str = ""  # an argument that it cannot measure its ratio without
+
+
+ROWS = (
+    Row("vs_trl", "a step by TRL's, wall"),
+    Row("step_overhead", "a step by its parts alone"),
+    Row("packing", "useful tokens/s, packed by padded, times the padded fill", at_least=True),
+    Row("balance", "fill of microbatches", at_least=True),
+    Row("exchange", "moving rows between 4 ranks by an earlier release's", needs="--against"),
+    Row("scaling", "control per row at 16 times the rows by that at 1"),
+    Row("bridge_sync", "weight sync by the engine's own reload from memory"),
+    Row("bridge_bytes", "bytes sent by the lower bound"),
+    Row("bridge_plan", "seconds to plan a sync of 16,384 ranks"),
+    Row("bridge_remote", "sync to an engine of its own by a plain copy"),
+    Row("convert", "peak memory of a conversion by its limit"),
+    Row("save_stall", "training's wait for a save in the background by one in the foreground"),
+    Row("save_speed", "GB/s of a checkpoint by write and fsync", at_least=True),
+    Row("export", "GB/s of an export by safetensors' save_file", at_least=True),
+    Row("reshard_load", "resume on another layout by the same"),
+    Row("reward_pool", "items/s of the reward pool by the bare grader", at_least=True),
+    Row("pipelined", "simulated samples/s by the bound", at_least=True),
+    Row("asynchronous", "samples/s with staleness 4 by synchronous", at_least=True),
+    Row("ready", "time to the first step by the longer start of trainer and engine alone"),
+    Row("leak", "growth of resident memory, in % a step"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one benchmark. ``ratio`` is None where it did not come to its last line, for the reason in ``verdict``."""
+
+    row: Row
+    ratio: float | None
+    goal: float | None
+    verdict: str
+    seconds: float | None = None
+
+
+def judge(row: Row, ratio: float, goal: float) -> str:
+    """met, or missed."""
+    if ratio != ratio:
+        return f"not compared: needs {row.needs}" if row.needs else "not compared"
+    return "met" if (ratio >= goal if row.at_least else ratio <= goal) else "missed"
+
+
+def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
+    """Run one benchmark and read its last line."""
+    if find_spec(f"benchmarks.{row.name}") is None:
+        return Outcome(row, None, None, "not there yet")
+    command = [sys.executable, "-m", f"benchmarks.{row.name}", *(["--quick"] if quick else [])]
+    begun = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return Outcome(row, None, None, f"stopped after {timeout_s:.0f} s", timeout_s)
+    seconds = time.perf_counter() - begun
+    for line in reversed(done.stdout.splitlines()):
+        if done.returncode == 0 and (found := LAST_LINE.match(line)):
+            ratio, goal = float(found[2]), float(found[3])
+            return Outcome(row, ratio, goal, judge(row, ratio, goal), seconds)
+    cause = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    return Outcome(row, None, None, f"failed: {cause[:200]}", seconds)
+
+
+def committed(row: Row) -> Outcome:
+    """The outcome in the result file."""
+    path = RESULTS / f"{row.name}.json"
+    if not path.is_file():
+        return Outcome(row, None, None, "not measured")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return Outcome(row, found["ratio"], found["goal"], judge(row, found["ratio"], found["goal"]))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """As Markdown."""
+    lines = ["| benchmark | what | measured | goal | verdict | seconds |", "|---|---|---|---|---|---|"]
+    for outcome in outcomes:
+        row = outcome.row
+        sign = "≥" if row.at_least else "≤"
+        measured = "-" if outcome.ratio is None else f"{outcome.ratio:.3f}"
+        goal = "-" if outcome.goal is None else f"{sign} {outcome.goal:g}"
+        seconds = "-" if outcome.seconds is None else f"{outcome.seconds:.0f}"
+        lines.append(f"| {row.name} | {row.what} | {measured} | {goal} | {outcome.verdict} | {seconds} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
+    """The page with its generated part written anew, at its end where there is none yet."""
+    load = f" Load average when they were written: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
+    made = (
+        f"{BEGIN}\n## All benchmarks\n\nOf the results in benchmarks/results, by `python -m benchmarks.run --write`.{load}\n\n"
+        f"![measured by goal]({PLOT.name})\n\n{table(outcomes)}\n{END}"
+    )
+    head, found, rest = text.partition(BEGIN)
+    return head + made + rest.partition(END)[2] if found else f"{text.rstrip()}\n\n{made}"
+
+
+def plot(outcomes: Sequence[Outcome], path: Path) -> None:
+    """How far each is from its goal: 1 is the goal, what is longer than 1 has missed it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "benchmarks"
+    from matplotlib import pyplot
+
+    known = [o for o in outcomes if o.ratio is not None and o.goal and o.ratio == o.ratio]
+    by_goal = [(o.goal / o.ratio if o.row.at_least else o.ratio / o.goal) for o in known]  # type: ignore[operator]
+    figure, axes = pyplot.subplots(figsize=(7, 0.3 * len(known) + 1))
+    axes.barh([o.row.name for o in known], by_goal, color=["#4a7" if part <= 1 else "#c65" for part in by_goal])
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel("measured by goal (1: the goal, shorter is better)")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(row.name for row in ROWS))
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds; results are not kept")
+    parser.add_argument(
+        "--write", action="store_true", help="run nothing: docs/performance.md from the committed results"
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="of each benchmark (default: 1800)")
+    args = parser.parse_args(arguments)
+    if unknown := sorted(set(args.names) - {row.name for row in ROWS}):
+        parser.error(f"unknown: {', '.join(unknown)}; there are: {', '.join(row.name for row in ROWS)}")
+    rows = [row for row in ROWS if not args.names or row.name in args.names]
+    if args.write:
+        outcomes = [committed(row) for row in ROWS]
+        files = [RESULTS / f"{row.name}.json" for row in ROWS]
+        loads = [json.loads(file.read_text())["machine"]["load_1min"] for file in files if file.is_file()]
+        plot(outcomes, PLOT)
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), outcomes, loads), encoding="utf-8")
+        print(table(outcomes), end="")
+        return 0
+    outcomes = []
+    for row in rows:
+        outcomes.append(run(row, args.quick, args.timeout))
+        print(f"{row.name}: {outcomes[-1].verdict}", file=sys.stderr, flush=True)
+    print(table(outcomes), end="")
+    return 1 if any(outcome.verdict.startswith(("failed", "stopped")) for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
