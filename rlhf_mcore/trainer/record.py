@@ -72,14 +72,13 @@ class RunRecord:
         if self.console is not None:
             self.console.phase(name)
         with ExitStack() as stack:
-            for entered in (
-                self.mark,
-                self.profiler and self.profiler.range,
-                self.timers,
-                self.memory and self.memory.phase,
-            ):
-                if entered is not None:
-                    stack.enter_context(entered(name))
+            if self.mark is not None:
+                stack.enter_context(self.mark(name))
+            if self.profiler is not None:
+                stack.enter_context(self.profiler.range(name))
+            stack.enter_context(self.timers(name))
+            if self.memory is not None:
+                stack.enter_context(self.memory.phase(name))
             yield
 
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
