@@ -53,6 +53,8 @@ class Everything:
         self.events.append(f"update of {len(batch.lengths)}")
         return lambda: {"loss/sft": 1.0, "actor/bad_updates_in_a_row": self.bad_updates}
 
+    def begin_step(self, step: int) -> None: ...
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         yield
