@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from tests.difference import first_difference
 from tests.distributed import models
-from tests.distributed.parity_worker import SAVED_LAYOUTS
-from tests.distributed.setting import layouts_of, load_hf
+from tests.distributed.parity_worker import SAVED_LAYOUTS, layouts_for
+from tests.distributed.setting import load_hf
 from tests.distributed.world import World
 
-CASES = [(model, layout) for model in models.MODELS for layout in layouts_of(model)]
+CASES = [(model, layout) for model in models.MODELS for layout in layouts_for(model)]
 
 
 @pytest.fixture(scope="module")

@@ -105,11 +105,11 @@ def requests(prompts: int, samples: int, max_new_tokens: int = 24, first_id: int
 
 
 def collected(fleet: Fleet, number: int, *directories: Path, version: int = 0) -> dict[int, Any]:
-    """So many completions; where all engines were lost, their successors get the weights of ``version``."""
+    """At least so many completions; where all engines were lost, their successors get the weights of ``version``."""
     completions: list[Any] = []
     while len(completions) < number:
         if fleet.needs_weights():
             publish(fleet, version, *directories)
         completions += fleet.collect(5.0)
-    assert len({found.request_id for found in completions}) == len(completions) == number
+    assert len({found.request_id for found in completions}) == len(completions) >= number
     return {found.request_id: found for found in completions}
