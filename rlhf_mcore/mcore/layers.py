@@ -90,12 +90,16 @@ class SDPACoreAttention(torch.nn.Module):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = _causal(q, k, v)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
-        borders = packed_seq_params.cu_seqlens_q.tolist()
-        parts = []
-        for begin, end in itertools.pairwise(borders):
-            q, k, v = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            parts.append(_causal(q, k, v).squeeze(0).transpose(0, 1).flatten(1))
-        return torch.cat(parts)
+        borders, parts = packed_seq_params.cu_seqlens_q.tolist(), []
+        lengths = [end - begin for begin, end in itertools.pairwise(borders)]
+        begin = 0
+        for length, same in itertools.groupby(lengths):  # neighbours of one length are a batch
+            count = len(list(same))
+            held = slice(begin, begin + count * length)
+            q, k, v = (x[held].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+            parts.append(_causal(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
+            begin = held.stop
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

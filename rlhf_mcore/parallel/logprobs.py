@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 2048  # of given logits whose softmax is computed at a time
+CACHE_BYTES = 2**19  # of them, so that what a CPU does with them stays in its cache
 CHUNK_BYTES = 512 * 2**20  # of fp32 logits that an output layer makes at a time
 
 
@@ -52,15 +53,12 @@ def linear_logprobs(
     if group.size() > 1:
         hidden = _SumGradient.apply(hidden, group)
     chunk = chunk_tokens or chunk_tokens_of(weight.size(0))
+    found: tuple[Tensor, Tensor | None]
     if len(hidden) > chunk:
-        found: tuple[Tensor, Tensor | None] = _ChunkedLinear.apply(
-            hidden, weight, labels, vocab_size, temperature, group, chunk, with_entropy
-        )
+        found = _ChunkedLinear.apply(hidden, weight, labels, vocab_size, temperature, group, chunk, with_entropy)
         return found
-    logits = F.linear(hidden, weight)
-    return vocab_parallel_logprobs(
-        logits, labels, vocab_size=vocab_size, temperature=temperature, group=group, with_entropy=with_entropy
-    )
+    found = _KeptLinear.apply(hidden, weight, labels, vocab_size, temperature, group, with_entropy)
+    return found
 
 
 def vocab_parallel_logprobs(
@@ -145,6 +143,45 @@ class _VocabParallel(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
+class _KeptLinear(torch.autograd.Function):
+    """The same of logits that are the product of hidden states and a weight, made once: they become their own gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.columns = _Columns.of(group, len(weight), vocab_size, temperature)
+        z = F.linear(hidden, weight).float()
+        ctx.chunk = _softmax_tokens(z, group)
+
+        def scaled(a: int, b: int) -> Tensor:
+            return ctx.columns.scaled(z[a:b], is_own=True)
+
+        logprobs, entropy, sums = _forward(scaled, labels, ctx.chunk, ctx.columns, with_entropy, keeps=True)
+        ctx.save_for_backward(hidden, weight, labels, z, *sums)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, z, _, *sums = ctx.saved_tensors  # a second backward pass is refused: z has changed
+        for a, b in _chunks(len(hidden), ctx.chunk):
+            of_chunk = [None, *(s[a:b] for s in sums)]  # the peak is subtracted already
+            found = _gradient(z[a:b], labels[a:b], of_chunk, _cut(grads, a, b), ctx.columns)
+            if found.data_ptr() != z[a:b].data_ptr():
+                z[a:b] = found
+        grad = z.to(weight.dtype)
+        grad_weight = grad.t() @ hidden if ctx.needs_input_grad[1] else None
+        return grad @ weight, grad_weight, None, None, None, None, None
+
+
 class _ChunkedLinear(torch.autograd.Function):
     """The same of logits that are the product of hidden states and a weight. Only one chunk of them is there at a time."""
 
@@ -201,7 +238,10 @@ class _Columns:
     def scaled(self, logits: Tensor, *, is_own: bool = False) -> Tensor:
         """fp32 logits over temperature with the padding columns at -inf; a new tensor, unless ``is_own`` allows to overwrite it."""
         z = logits.float()
-        z = z.div_(self.temperature) if is_own or z is not logits else z / self.temperature
+        if not is_own and z is logits:
+            z = z / self.temperature
+        elif self.temperature != 1.0:
+            z.div_(self.temperature)
         if self.width < z.size(1):
             z[:, max(self.width, 0) :] = -torch.inf
         return z
@@ -214,34 +254,54 @@ class _Columns:
 
 
 def _forward(
-    scaled: Callable[[int, int], Tensor], labels: Tensor, chunk: int, columns: _Columns, with_entropy: bool
+    scaled: Callable[[int, int], Tensor],
+    labels: Tensor,
+    chunk: int,
+    columns: _Columns,
+    with_entropy: bool,
+    *,
+    keeps: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Logprobs, entropy, and what the backward pass needs of each token. ``scaled``: from where to where -> scaled logits."""
-    parts = [_forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy) for a, b in _chunks(len(labels), chunk)]
+    """Logprobs, entropy, and what the backward pass needs of each token.
+
+    ``scaled``: from where to where -> scaled logits, which are overwritten: with ``keeps`` by those relative to the largest.
+    """
+    parts = [
+        _forward_chunk(scaled(a, b), labels[a:b], columns, with_entropy, keeps) for a, b in _chunks(len(labels), chunk)
+    ]
     target, log_sum, peak, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
     entropy = log_sum - expected[0] if with_entropy else None
     return target - log_sum, entropy, [peak, log_sum, *([] if entropy is None else [entropy])]
 
 
 def _gradient(
-    z: Tensor, labels: Tensor, sums: Sequence[Tensor], grads: Sequence[Tensor | None], columns: _Columns
+    z: Tensor, labels: Tensor, sums: Sequence[Tensor | None], grads: Sequence[Tensor | None], columns: _Columns
 ) -> Tensor:
-    """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten."""
+    """Gradient of a chunk's logits [n, V_local] fp32. ``z``: the scaled logits, which are overwritten; relative to no ``peak``."""
     grad_logprobs, grad_entropy = grads
     peak, log_sum, *entropy = sums
+    assert log_sum is not None
     if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(peak)
-    log_p = z.sub_(peak[:, None]).sub_(log_sum[:, None])
+        grad_logprobs = torch.zeros_like(log_sum)
+    log_p = (z if peak is None else z.sub_(peak[:, None])).sub_(log_sum[:, None])
     if grad_entropy is None:
         grad = log_p.exp_().mul_(-grad_logprobs[:, None])
     else:
         p = log_p.exp()
         # Padding has p = 0 and log p = -inf, whose product must be 0.
+        assert entropy[0] is not None
         surprise = torch.where(p > 0, log_p, 0.0) + entropy[0][:, None]
         grad = -p * (grad_logprobs[:, None] + grad_entropy[:, None] * surprise)
     places, here = columns.local(labels, z.size(1))
     grad[torch.arange(len(grad), device=grad.device), places] += torch.where(here, grad_logprobs, 0.0)
-    return grad.div_(columns.temperature)
+    return grad if columns.temperature == 1.0 else grad.div_(columns.temperature)
+
+
+def _softmax_tokens(z: Tensor, group: dist.ProcessGroup) -> int:
+    """Tokens whose softmax is computed at a time: on a CPU as many as its cache holds, unless that would make more messages."""
+    if z.is_cuda or group.size() > 1:
+        return CHUNK_TOKENS
+    return max(CACHE_BYTES // (4 * z.size(1)), 1)
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
@@ -253,12 +313,14 @@ def _cut(grads: Sequence[Tensor | None], a: int, b: int) -> list[Tensor | None]:
     return [None if grad is None else grad[a:b] for grad in grads]
 
 
-def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool) -> list[Tensor]:
+def _forward_chunk(
+    z: Tensor, labels: Tensor, columns: _Columns, with_entropy: bool, keeps: bool = False
+) -> list[Tensor]:
     """Target logit, log-sum-exp, both relative to the largest logit, that one, and the expected logit: [n] each.
 
-    Reduced over the group. ``z``, the scaled logits, is overwritten.
+    Reduced over the group. ``z``, the scaled logits, is overwritten: with ``keeps`` it is relative to the largest then.
     """
-    peak = z.max(dim=1).values
+    peak = z.amax(dim=1)
     is_shared = columns.group.size() > 1 and len(z) > 0
     if is_shared:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=columns.group)
@@ -269,7 +331,7 @@ def _forward_chunk(z: Tensor, labels: Tensor, columns: _Columns, with_entropy: b
         weights = z.exp()
         sums = torch.stack([target, weights.sum(1), (weights * torch.where(weights > 0, z, 0.0)).sum(1)])
     else:
-        sums = torch.stack([target, z.exp_().sum(1)])
+        sums = torch.stack([target, (z.exp() if keeps else z.exp_()).sum(1)])
     if is_shared:
         dist.all_reduce(sums, group=columns.group)
     return [sums[0], sums[1].log(), peak, *([sums[2] / sums[1]] if with_entropy else [])]
