@@ -1,0 +1,40 @@
+"""The table of all benchmarks: a goal is an upper or a lower bound, and what was not measured says why."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from benchmarks import run
+from benchmarks.run import BEGIN, END, ROWS, Outcome, Row, judge, page, table
+
+LOW, HIGH = Row("low", "is small"), Row("high", "is large", at_least=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "ratio", "expected"),
+    [(LOW, 0.9, "met"), (LOW, 1.0, "met"), (LOW, 1.01, "missed"), (HIGH, 0.9, "missed"), (HIGH, 1.0, "met")],
+)
+def test_a_goal_is_a_bound_on_one_side(row: Row, ratio: float, expected: str) -> None:
+    assert judge(row, ratio, 1.0) == expected
+
+
+def test_the_table_has_a_line_for_each_and_the_page_keeps_what_people_wrote() -> None:
+    outcomes = [Outcome(LOW, 0.5, 1.0, "met", 3.2), Outcome(HIGH, None, None, "not there yet")]
+    lines = table(outcomes).splitlines()
+    assert lines[2] == "| low | is small | 0.500 | ≤ 1 | met | 3 |"
+    assert lines[3] == "| high | is large | - | - | not there yet | - |"
+    first = page("# Performance\n\nWords.\n", outcomes, [1.5])
+    assert first.startswith("# Performance\n\nWords.\n\n" + BEGIN) and lines[2] in first
+    again = page(first.replace(END, END + "\nMore words.\n"), outcomes[1:], [])
+    assert lines[2] not in again and lines[3] in again and again.endswith("\nMore words.\n") and again.count(BEGIN) == 1
+
+
+def test_every_benchmark_there_is_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"__init__", "common", "models", "synthetic", "run"}
+    there = {path.stem for path in run.ROOT.glob("benchmarks/*.py")} - shared
+    assert there - {row.name for row in ROWS} == set()
+    absent: Any = next((row for row in ROWS if find_spec(f"benchmarks.{row.name}") is None), Row("never_there", ""))
+    assert run.run(absent, quick=True, timeout_s=1).verdict == "not there yet"

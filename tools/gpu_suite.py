@@ -1,0 +1,541 @@
+#!/usr/bin/env python3
+"""What only a GPU can show, by one command on a machine with one of them:
+
+    python tools/gpu_suite.py                     all parts, a Markdown table at the end; results and logs in gpu_suite/
+    python tools/gpu_suite.py --only parity mfu   some parts
+    python tools/gpu_suite.py --pack suite.tar.gz one archive of this checkout and the pure-Python packages that it needs
+
+The machine needs torch >= 2.10, transformers, Python 3.11 or 3.12 and no network. Unpack the archive there and run the command in it.
+Without vLLM its parts are skipped by name, and transformers generates. Every part is a process of its own with its own time limit, so
+one that fails hides no other. ``--device cpu`` runs the same code on tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "site"  # of an unpacked archive
+PACKED = ("rlhf_mcore", "benchmarks", "tools", "configs", "tests/distributed", "tests/gpu")
+PACKED_FILES = ("setup.py", "README.md", "LICENSE", "tests/*.py")
+DISTRIBUTIONS = ("megatron-core", "omegaconf", "antlr4-python3-runtime", "math-verify", "latex2sympy2_extended")
+MAX_ARCHIVE = 40 * 10**6
+BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, of NVIDIA's data sheets
+
+Found = list[list[str]]  # rows of the table: what, measured, expected, verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something to show. ``run`` gets the device and an empty folder, and returns its rows."""
+
+    name: str
+    limit_s: int
+    run: Callable[[str, Path], Found]
+    needs_vllm: bool = False
+
+
+def row(what: str, measured: object, expected: str = "-", ok: bool | None = None) -> list[str]:
+    """A line of the table; ``ok`` is None where there is nothing to judge."""
+    return [what, str(measured), expected, "-" if ok is None else "ok" if ok else "WRONG"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ parts
+def machine(device: str, folder: Path) -> Found:
+    """What it runs on."""
+    import torch
+
+    from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
+
+    on_cuda = device == "cuda"
+    name = torch.cuda.get_device_name() if on_cuda else "CPU"
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for package in ("transformers", "megatron-core", "vllm"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return [
+        row("device", name),
+        row("versions", ", ".join(f"{package} {version}" for package, version in versions.items())),
+        row("expected kernels", kernels_text(expected_kernels(on_cuda)).removeprefix("kernels: ")),
+    ]
+
+
+def parity(device: str, folder: Path) -> Found:
+    """Logprobs of dense and MoE models against transformers, packed and padded, fp32 without TF32."""
+    import torch
+
+    from rlhf_mcore.mcore.groups import build_groups
+    from rlhf_mcore.parallel.layout import ParallelLayout
+    from tests.distributed import models
+    from tests.distributed.setting import Settings, batch_for, build, hf_logprobs, load_hf, response_values, rows, start
+
+    platform = start()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    groups = build_groups(ParallelLayout(1))
+    assert groups is not None
+    found = []
+    for name in ("llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed"):
+        models.make(name, path := folder / name)
+        with torch.no_grad():
+            expected = [hf_logprobs(load_hf(path), line) for line in rows()]
+        _, actor = build(path, groups, platform, Settings())
+        for packing in (True, False):
+            actor.model.trainer.packing = packing
+            batch = batch_for(rows())
+            values = response_values(batch, actor.compute_logprobs(batch))
+            worst = max(float((torch.tensor(values[k]) - expected[k][0]).abs().max()) for k in values)
+            what = f"logprobs of {name}, {'packed' if packing else 'padded'}, from transformers'"
+            found.append(row(what, f"{worst:.1e}", "< 1e-3", worst < 1e-3))
+    return found
+
+
+def grpo(device: str, folder: Path) -> Found:
+    """GRPO end to end."""
+    return _trained(device, folder, "grpo", "rollout.sampling.n=4", "bridge.verify=digest", "algorithm.kl.coef=0.01")
+
+
+def ppo(device: str, folder: Path) -> Found:
+    """PPO end to end."""
+    return _trained(device, folder, "ppo", "rollout.sampling.n=1", "critic.optimizer.lr=1e-4")
+
+
+def vllm(device: str, folder: Path) -> Found:
+    """The same with vLLM, which shares the device."""
+    return _trained(device, folder, "grpo", "rollout.sampling.n=4", "rollout.engine=vllm", "bridge.verify=digest")
+
+
+def resume(device: str, folder: Path) -> Found:
+    """Four steps in one go, and in two runs of two: the same metrics and weights, bit for bit."""
+    _data(device, folder)
+    exact = (
+        "deterministic=true",
+        "rollout.sampling.n=4",
+        "checkpoint.save_steps=1",
+        "checkpoint.save_total_limit=null",
+    )
+    _train(device, folder, "whole", *exact, "trainer.num_steps=4")
+    _train(device, folder, "halves", *exact, "trainer.num_steps=2")
+    _train(device, folder, "halves", *exact, "trainer.num_steps=4")
+    whole, halves = (_metrics(folder, name) for name in ("whole", "halves"))
+    differing = [
+        f"step {a['step']} {name}"
+        for a, b in zip(whole, halves, strict=True)
+        for name in a
+        if not name.startswith(("timing/", "memory/", "perf/")) and a[name] != b.get(name)
+    ]
+    weights = [
+        (folder / "outputs/suite" / name / "latest/actor/model.safetensors").read_bytes()
+        for name in ("whole", "halves")
+    ]
+    return [
+        row("metrics of a run in two parts that differ", ", ".join(differing[:3]) or "none", "none", not differing),
+        row("its weights", "equal" if weights[0] == weights[1] else "differ", "equal", weights[0] == weights[1]),
+    ]
+
+
+def mfu(device: str, folder: Path) -> Found:
+    """Forward, backward and update of a model of 1.5 billion parameters (tiny on the CPU), by the FLOPs of its matrices."""
+    import torch
+
+    model, microbatches, geometry = _sized(device, folder)
+    tokens = sum(sum(microbatch.lengths) for microbatch in microbatches)
+    model.add_optimizer(_optimizer())
+
+    def step() -> None:
+        model.forward_backward(
+            microbatches, lambda outputs, microbatch: (outputs.float().logsumexp(-1).mean() * 1e-3, {})
+        )
+        model.step(1e-6)
+
+    seconds = _timed(step, model.platform.synchronize)
+    from rlhf_mcore.bridge.map.rules import hf_shapes
+
+    shapes = hf_shapes(geometry)
+    matrices = sum(
+        torch.Size(shape).numel() for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name
+    )
+    length = microbatches[0].lengths[0]
+    attention = (
+        2 * 2 * geometry.num_layers * geometry.num_heads * geometry.head_dim * (length / 2)
+    )  # scores, values; causal
+    flops = 3 * (2 * matrices + attention) * tokens
+    found = [
+        row("parameters", f"{sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9:.3f} billion"),
+        row(f"tokens/s of an update ({tokens} tokens in rows of {length})", f"{tokens / seconds:.0f}"),
+        row("TFLOP/s", f"{flops / seconds / 1e12:.2f}"),
+    ]
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+        if peak := next((peak for known, peak in BF16_FLOPS.items() if known in name), None):
+            found.append(row("MFU, bf16", f"{flops / seconds / peak:.3f}"))
+        found.append(row("peak memory", f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"))
+    return found
+
+
+def offload(device: str, folder: Path) -> Found:
+    """The ledger of what moves between device and host, against what torch has allocated."""
+    import torch
+
+    if find_spec("rlhf_mcore.residency") is None:
+        return [row("offload", "skipped: this version moves nothing")]
+    from rlhf_mcore.residency.ledger import GRADIENTS, OPTIMIZER, WEIGHTS
+    from rlhf_mcore.residency.sharing import DeviceSharing
+
+    model, _, _ = _sized(device, folder)
+    model.add_optimizer(_optimizer())
+    before = {p.name: p.tensor.flatten()[:7].clone() for p in model.local_parameters()}
+    allocated = torch.cuda.memory_allocated if device == "cuda" else lambda: 0
+    held = allocated()
+    sharing = DeviceSharing(model.platform)
+    began = time.perf_counter()
+    model.share(sharing, "actor", (WEIGHTS, OPTIMIZER, GRADIENTS))
+    sharing.settle()
+    model.platform.synchronize()
+    seconds, moved = time.perf_counter() - began, sum(part.num_bytes for part in sharing.parts)
+    freed = held - allocated()
+    with model.updating():
+        model.movable.ready(OPTIMIZER)
+        same = all(torch.equal(p.tensor.flatten()[:7], before[p.name]) for p in model.local_parameters())
+    found = [
+        row("bytes that the ledger says have left", f"{moved / 1e9:.3f} GB"),
+        row("the first way to the host, its memory allocated", f"{seconds:.2f} s, {moved / 1e9 / seconds:.1f} GB/s"),
+        row("weights after there and back", "equal" if same else "differ", "equal", same),
+    ]
+    if device == "cuda":
+        off = abs(freed - moved) / moved
+        found.append(row("what torch.cuda.memory_allocated fell by", f"{freed / 1e9:.3f} GB", "within 2 %", off < 0.02))
+    return found
+
+
+def save(device: str, folder: Path) -> Found:
+    """How long a save in the background keeps training waiting, of weights, masters and moments."""
+    from rlhf_mcore.bridge.files.export import Exporter
+    from rlhf_mcore.config.schema import TrainerConfig
+    from rlhf_mcore.parallel.collectives import world_group
+    from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+    from rlhf_mcore.roles.role_files import RoleFiles
+
+    model, _, geometry = _sized(device, folder)
+    model.add_optimizer(cfg := _optimizer())
+    trained = TrainedModel(
+        model.groups.layout, model, model.spec, TrainerConfig(), optimizer=cfg, plan=MinibatchPlan(1), name="actor"
+    )
+    exporter = Exporter(model.local_parameters(), geometry, [str(folder / "model")], world_group(), bucket_bytes=2**28)
+    files = RoleFiles("actor", trained, exporter)
+    (target := folder / "checkpoint").mkdir()
+    files.snapshot()(target)  # allocates what is kept
+    begun = time.perf_counter()
+    write = files.snapshot()
+    stall = time.perf_counter() - begun
+    model.optimizer.wait_for_reader()  # type: ignore[union-attr]
+    until_update = time.perf_counter() - begun
+    write(target)
+    whole = time.perf_counter() - begun
+    size = files.num_bytes()
+    verdict = stall <= 0.02 * whole if device == "cuda" else None
+    return [
+        row("bytes saved", f"{size / 1e9:.2f} GB"),
+        row("training waits for a save in the background", f"{stall:.3f} s", "<= 2 % of it", verdict),
+        row("an update that began at once would wait", f"{until_update:.3f} s"),
+        row("until it is durable", f"{whole:.2f} s, {size / 1e9 / whole:.2f} GB/s"),
+    ]
+
+
+def benchmarks(device: str, folder: Path) -> Found:
+    """Benchmarks that need no engine, in their quick form."""
+    from benchmarks.run import ROWS, run
+
+    wanted = ("export", "save_speed", "save_stall", "reshard_load", "packing", "balance", "step_overhead")
+    found = []
+    for item in (item for item in ROWS if item.name in wanted[: 1 if device == "cpu" else None]):
+        outcome = run(item, quick=True, timeout_s=240)
+        measured = outcome.verdict if outcome.ratio is None else f"{outcome.ratio:.3f}"
+        goal = "-" if outcome.goal is None else f"{'>=' if item.at_least else '<='} {outcome.goal:g} (CPU)"
+        found.append(row(f"benchmark {item.name}", measured, goal))
+    return found
+
+
+PARTS = (
+    Part("machine", 60, machine),
+    Part("parity", 240, parity),
+    Part("grpo", 240, grpo),
+    Part("ppo", 240, ppo),
+    Part("vllm", 300, vllm, needs_vllm=True),
+    Part("resume", 300, resume),
+    Part("mfu", 240, mfu),
+    Part("offload", 180, offload),
+    Part("save", 180, save),
+    Part("benchmarks", 300, benchmarks),
+)
+TOTAL_S = 25 * 60
+
+
+# ------------------------------------------------------------------------------------------------------- what parts share
+_REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
+"""
+
+
+def _data(device: str, folder: Path) -> None:
+    """A small model, prompts and a reward."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    from make_quickstart import make_model, make_tokenizer
+
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, num_layers=2, seed=0)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = [json.dumps({"prompt": f"{10 + k}+{20 + k}=", "answer": str(30 + 2 * k)}) for k in range(32)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(_REWARD)
+
+
+def _train(device: str, folder: Path, name: str, *settings: str) -> float:
+    """A training as a user starts it; returns its seconds."""
+    fixed = [
+        "model.path=model",
+        "data.train=[train.jsonl]",
+        "data.prompt_key=prompt",
+        "data.max_prompt_tokens=64",
+        "reward.function=reward.py:score",
+        "rollout.engine=hf",
+        "rollout.sampling.max_new_tokens=16",
+        "trainer.prompts_per_step=4",
+        "trainer.max_tokens_per_microbatch=1024",
+        "actor.optimizer.lr=1e-4",
+        "logging.tensorboard=false",
+        "logging.console=plain",
+        "project=suite",
+        f"experiment={name}",
+        f"model.dtype={'bf16' if device == 'cuda' else 'fp32'}",
+    ]
+    config = str(ROOT / "configs" / "base.yaml")
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *fixed, *settings]
+    begun = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"training ended with {done.returncode}: {done.stdout[-1500:]}{done.stderr[-1500:]}")
+    return time.perf_counter() - begun
+
+
+def _metrics(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / "suite" / name / "metrics.jsonl").read_text().splitlines()
+    return [made for made in map(json.loads, lines) if made["step"] > 0]
+
+
+def _trained(device: str, folder: Path, algorithm: str, *settings: str) -> Found:
+    _data(device, folder)
+    steps = 4 if device == "cuda" else 2
+    seconds = _train(device, folder, algorithm, f"algorithm={algorithm}", f"trainer.num_steps={steps}", *settings)
+    made, limit = _metrics(folder, algorithm), 0.1 if device == "cuda" else 1e-3
+    worst = max(line["rollout/logprob_diff_max"] for line in made)
+    skipped = sum(line["actor/skipped_updates"] for line in made)
+    step_s, sync_s, all_made = made[-1]["timing/step_s"], made[-1]["timing/sync_s"], len(made) == steps and not skipped
+    return [
+        row(f"{algorithm}: steps, and skipped updates", f"{len(made)}, {skipped:.0f}", f"{steps}, 0", all_made),
+        row(f"{algorithm}: largest logprob difference to the engine", f"{worst:.1e}", f"< {limit:g}", worst < limit),
+        row(f"{algorithm}: whole run, last step, its sync", f"{seconds:.0f} s, {step_s:.2f} s, {sync_s:.3f} s"),
+    ]
+
+
+def _optimizer() -> Any:
+    from rlhf_mcore.config.schema import OptimizerConfig
+
+    return OptimizerConfig(lr=1e-6)
+
+
+def _sized(device: str, folder: Path) -> Any:
+    """A trainable model of the size of Qwen2.5-1.5B with random weights, and the microbatches of an update; both tiny on the CPU."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen2Config
+
+    from rlhf_mcore.bridge.files.hf_files import HFReader
+    from rlhf_mcore.bridge.files.transfer import load
+    from rlhf_mcore.bridge.map.rules import hf_shapes
+    from rlhf_mcore.config.schema import RecomputeConfig
+    from rlhf_mcore.data.collate import RowTokens, make_microbatches
+    from rlhf_mcore.families import FAMILIES
+    from rlhf_mcore.foreign import Fields
+    from rlhf_mcore.mcore.groups import build_groups
+    from rlhf_mcore.mcore.model import BuildOptions, build_model
+    from rlhf_mcore.mcore.model_spec import load_spec
+    from rlhf_mcore.parallel.layout import ParallelLayout
+    from tests.distributed.setting import start
+
+    on_cuda, platform = device == "cuda", start()
+    sizes: dict[str, Any] = dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+    )
+    if on_cuda:
+        sizes = dict(
+            hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, vocab_size=151936
+        )
+    config = Qwen2Config(
+        **sizes,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    (path := folder / "model").mkdir()
+    config.save_pretrained(path)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    geometry = FAMILIES["qwen2"].geometry(Fields(config.to_dict(), "config.json", ""), "lm")
+    weights = {
+        name: torch.randn(shape, dtype=dtype, device=platform.device()) * 0.02
+        for name, shape in hf_shapes(geometry).items()
+    }
+    save_file({name: tensor.cpu() for name, tensor in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    del weights
+    groups, spec = build_groups(ParallelLayout(1)), load_spec(path)
+    assert groups is not None
+    options = BuildOptions(
+        "bf16" if on_cuda else "fp32", "auto", RecomputeConfig("full" if on_cuda else "off"), True, False, 0
+    )
+    model = build_model(spec, groups, platform, options)
+    load(model.local_parameters(), spec.geometry, HFReader(path))
+    length, count, budget = (2048, 16, 8192) if on_cuda else (32, 4, 64)
+    tokens = torch.randint(0, config.vocab_size, (length * count,), dtype=torch.int32)
+    held = RowTokens(list(range(count)), [length] * count, {"token_ids": tokens})
+    return model, make_microbatches(held, max_tokens=budget, packing=True), spec.geometry
+
+
+def _timed(step: Callable[[], None], synchronize: Callable[[], None], rounds: int = 3) -> float:
+    """The least seconds of some rounds, after one that allocates."""
+    step()
+    seconds = []
+    for _ in range(rounds):
+        synchronize()
+        begun = time.perf_counter()
+        step()
+        synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
+
+
+# ------------------------------------------------------------------------------------------------------------ running them
+def run_part(part: Part, device: str, out: Path, limit_s: float) -> Found:
+    """Run a part in a process group of its own, which ends with it or at the limit."""
+    if part.needs_vllm and find_spec("vllm") is None:
+        return [row(part.name, "skipped: vLLM is not installed")]
+    if limit_s < 10:
+        return [row(part.name, f"skipped: the suite's {TOTAL_S // 60} minutes are over")]
+    result, log = out / f"{part.name}.json", out / f"{part.name}.log"
+    result.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--part",
+        part.name,
+        "--device",
+        device,
+        "--out",
+        str(out),
+    ]
+    paths = [str(ROOT), *([str(SITE)] if SITE.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    limit = min(part.limit_s, limit_s)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return [row(part.name, f"stopped after {limit:.0f} s: see {log.name}", "-", False)]
+    if code or not result.is_file():
+        last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return [row(part.name, f"failed with {code}: {last[0][:200]}", "-", False)]
+    found: Found = json.loads(result.read_text())
+    return found
+
+
+def as_table(found: dict[str, Found]) -> str:
+    """As Markdown."""
+    lines = ["| part | what | measured | expected | verdict |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {name} | {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        for name, rows in found.items()
+        for cells in rows
+    ]
+    return "\n".join(lines)
+
+
+def pack(target: Path) -> int:
+    """Write the archive: this checkout's files, and of installed packages what is Python."""
+    with tarfile.open(target, "w:gz") as archive:
+        for path in (*map(ROOT.joinpath, PACKED), *(found for name in PACKED_FILES for found in ROOT.glob(name))):
+            archive.add(path, f"suite/{path.relative_to(ROOT)}", filter=_is_packed)
+        for name in DISTRIBUTIONS:
+            for file in metadata.files(name) or ():
+                if (
+                    not str(file).startswith("..")
+                    and file.suffix not in (".so", ".pyc")
+                    and (path := Path(str(file.locate()))).is_file()
+                ):
+                    archive.add(path, f"suite/site/{file}")
+    size = target.stat().st_size
+    print(f"{target}: {size / 1e6:.1f} MB; unpack it and run: python3 tools/gpu_suite.py")
+    if size > MAX_ARCHIVE:
+        print(f"error: more than {MAX_ARCHIVE / 1e6:.0f} MB", file=sys.stderr)
+    return int(size > MAX_ARCHIVE)
+
+
+def _is_packed(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "__pycache__" in member.name or member.name.endswith(".pyc") else member
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="results and logs (default: gpu_suite)")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="write the archive instead")
+    parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.pack is not None:
+        return pack(args.pack)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.part is not None:
+        part, folder = (
+            next(part for part in PARTS if part.name == args.part),
+            (args.out / f"{args.part}.files").resolve(),
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        if part.run in (parity, mfu, offload, save):
+            os.environ.update(alone)
+        (args.out / f"{part.name}.json").write_text(json.dumps(part.run(args.device, folder)))
+        return 0
+    begun, found = time.monotonic(), {}
+    for part in PARTS:
+        if args.only is None or part.name in args.only:
+            print(f"{part.name} ...", file=sys.stderr, flush=True)
+            found[part.name] = run_part(part, args.device, args.out.resolve(), TOTAL_S - (time.monotonic() - begun))
+    print(table := as_table(found))
+    (args.out / "table.md").write_text(table + "\n")
+    return int(any(cells[3] == "WRONG" for rows in found.values() for cells in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
