@@ -26,7 +26,7 @@ from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.critic import Critic
-from rlhf_mcore.roles.freezing import freeze
+from rlhf_mcore.roles.freezing import freeze, trained_names
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
@@ -118,7 +118,9 @@ class ModelBuilder:
             aux_loss_coef=cfg.moe.aux_loss_coef,
             overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
         )
+        trained = None
         if isinstance(cfg, ActorConfig) and cfg.freeze:
+            trained = trained_names(spec.geometry, cfg.freeze)
             options = replace(
                 options, freeze=partial(freeze, geometry=spec.geometry, layout=layout, patterns=cfg.freeze)
             )
@@ -127,7 +129,9 @@ class ModelBuilder:
             model.add_optimizer(cfg.optimizer)
             assert self.sharing is not None
             model.share(self.sharing, saved_as, offloaded_parts(cfg.offload))
-        return TrainedModel(layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name)
+        return TrainedModel(
+            layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name, trained=trained
+        )
 
     def _frozen(
         self,

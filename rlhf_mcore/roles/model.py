@@ -202,11 +202,15 @@ class MinibatchPlan:
 
 @dataclass(slots=True, kw_only=True)
 class TrainedModel(RoleModel):
-    """A model with an optimizer, updated by minibatches. ``name`` prefixes the metrics."""
+    """A model with an optimizer, updated by minibatches. ``name`` prefixes the metrics.
+
+    ``trained``: Hugging Face names of the tensors that the optimizer has, None: of all.
+    """
 
     optimizer: OptimizerConfig
     plan: MinibatchPlan
     name: str
+    trained: Sequence[str] | None = None
     num_updates: int = field(default=0, init=False)  # skipped ones count too
     # Updates in a row, the last one among them, without a finite gradient.
     num_bad: int = field(default=0, init=False)

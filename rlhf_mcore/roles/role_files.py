@@ -138,7 +138,7 @@ class RoleFiles:
         if self._optimizer is not None:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
             scalars = {**self._optimizer.scalars(), **counts}
-        return gather_index(state.described, self._geometry, scalars, world_group())
+        return gather_index(state.described, self._geometry, scalars, world_group(), role.trained)
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:
