@@ -18,7 +18,8 @@ from typing import Any
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import FrameError, encode
-from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, START_TIMEOUT_S, Worker, WorkerLimits
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits
+from rlhf_mcore.rewards.process import START_TIMEOUT_S, Worker
 
 PROGRAM = "rlhf_mcore.environments.worker"
 MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asynchronous

@@ -60,17 +60,29 @@ class CodeGrader:
         rule: with the options of the rule ``code``.
         sandbox: what the machine has to give, and what a program may use.
         workers: processes; None: this rank's share of the cores. They are started when there is something to run.
+        pools: makes them, as ``rewards.function.Pools``.
     """
 
     def __init__(
-        self, rule: RuleConfig | None = None, sandbox: SandboxConfig | None = None, workers: int | None = None
+        self,
+        rule: RuleConfig | None = None,
+        sandbox: SandboxConfig | None = None,
+        workers: int | None = None,
+        pools: Callable[..., WorkerPool] = WorkerPool,
     ) -> None:
         self._rule, self._cfg, self._workers = rule or RuleConfig("code"), sandbox or SandboxConfig(), workers
+        self._pools = pools
         self._pool: WorkerPool | None = None
 
     def check(self) -> CodeGrader:
-        """Raises ConfigError where the machine does not give the isolation that ``reward.sandbox.minimum`` asks for."""
-        require_isolation(self._cfg.minimum)
+        """Raises ConfigError where a machine does not give the isolation that ``reward.sandbox.minimum`` asks for.
+
+        That is this one, or where Ray starts a worker. Every worker in a cluster finds out for itself when it loads.
+        """
+        if self._pools is WorkerPool:
+            require_isolation(self._cfg.minimum)
+        else:
+            self._started().check()
         return self
 
     def __call__(self, response: str, ground_truth: Any) -> float:
@@ -108,13 +120,20 @@ class CodeGrader:
     def _started(self) -> WorkerPool:
         if self._pool is None:
             rule, cfg = self._rule, self._cfg
-            level = require_isolation(cfg.minimum)
+            level = require_isolation(cfg.minimum).name if self._pools is WorkerPool else None
             judge = Judge(
-                level.name, cfg.packages, cfg.memory_gib, rule.test_s, rule.total_s, rule.partial, rule.max_tests
+                cfg.minimum,
+                level,
+                cfg.packages,
+                cfg.memory_gib,
+                rule.test_s,
+                rule.total_s,
+                rule.partial,
+                rule.max_tests,
             )
             seconds = Limits(cpu_s=rule.total_s).deadline_s + _SPARE_S
             limits = WorkerLimits(self._workers or default_workers(), seconds, cfg.memory_gib + _SPARE_GIB)
-            self._pool = WorkerPool("reward rule 'code'", "code", asdict(judge), limits)
+            self._pool = self._pools("reward rule 'code'", "code", asdict(judge), limits)
         return self._pool
 
 
@@ -130,7 +149,8 @@ def _as_list(value: Any) -> Any:
 class Judge:
     """How programs are judged. Seconds are of the processor; of the clock there are three times as many and a few more."""
 
-    level: str
+    minimum: str  # isolation that the worker's machine has to give
+    level: str | None  # what it gives; None: the worker finds out
     packages: bool
     memory_gib: float
     test_s: float
@@ -142,12 +162,13 @@ class Judge:
 def load_code(**options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """A judge of items ``{"code", "truth"}``: ``{"grade", "failure"}``. ``options``: those of ``Judge``."""
     judge = Judge(**options)
+    level = judge.level or require_isolation(judge.minimum).name
     packages = site_packages() if judge.packages else []
     try:
         # What tests is never in the sandbox of what is tested.
-        sandboxes = Sandbox(judge.level, packages), Sandbox(judge.level, packages)
+        sandboxes = Sandbox(level, packages), Sandbox(level, packages)
     except OSError as error:
-        raise ConfigError(f"reward rule 'code': the sandbox ({judge.level}) cannot be started: {error}") from error
+        raise ConfigError(f"reward rule 'code': the sandbox ({level}) cannot be started: {error}") from error
 
     def call(item: Mapping[str, Any]) -> dict[str, Any]:
         try:

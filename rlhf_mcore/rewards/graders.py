@@ -212,7 +212,7 @@ def build_grader(
         ConfigError: an option that the grader does not take, or a sandbox that this machine does not give.
     """
     if rule.name == "code":
-        return CodeGrader(rule, sandbox, workers).check()
+        return CodeGrader(rule, sandbox, workers, pools).check()
     if rule.name == "math":
         return MathGrader(workers, pools)
     if rule.name == "regex":

@@ -1,8 +1,7 @@
-"""Worker processes beside the trainer, for code that may raise, hang, exit, fork or fill the memory.
+"""Pools of workers for what must not run in the trainer.
 
-A worker is a fresh interpreter in a session of its own. It sees a short list of environment variables and no credentials,
-talks JSON over a socket, and ends with the trainer. One that exits, or holds an item for longer than allowed, is killed with
-its whole process group and replaced.
+A pool gives items to workers that have all loaded the same thing, and replaces those that end or hold an item for longer than allowed.
+What a worker is depends on the pool's backend: a process beside the trainer (here) or an actor in a Ray cluster (``ray_pool``).
 """
 
 from __future__ import annotations
@@ -10,41 +9,25 @@ from __future__ import annotations
 import math
 import os
 import select
-import signal
-import socket
-import subprocess
-import sys
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-import rlhf_mcore
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.frames import DISCONNECTED, FrameError, decode, encode, pack
+from rlhf_mcore.rewards.frames import FrameError, encode, pack
+from rlhf_mcore.rewards.process import START_TIMEOUT_S, Worker
 
-# What a program needs to find its files and to print; a user adds names by reward.env.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
-# The order of sets does not differ from worker to worker, and libraries do not start a thread per core in each of them.
-SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-START_TIMEOUT_S = 300.0  # for the imports of a user's file
 MAX_LOST_IN_A_ROW = 10  # after so many items without an answer, the others would be waited for in vain
 MAX_WORKERS = 8  # by default; a function that waits for a server wants more
 MAX_CHUNK = 32  # items that a worker is given at a time
 QUICK_S = 0.05  # a worker whose items take less than this is given more before it has none: nothing waits for long behind another
-_RECEIVE_BYTES = 2**16
-_TAIL_CHARS = 1000  # of what a worker has printed, kept for the message about its end
-# The working directory is not searched for modules of the standard library, as it is by -c and -m.
-_BOOTSTRAP = (
-    "import sys; del sys.path[0]; sys.path.append(sys.argv[2]); "
-    "from importlib import import_module; import_module(sys.argv[3]).main(int(sys.argv[1]))"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,83 +55,6 @@ class Outcome:
     answer: dict[str, Any] = field(default_factory=dict)
     lost: str = ""
     timed_out: bool = False
-
-
-class Worker:
-    """One process, with what it was given and has not answered yet. ``program``: the module whose ``main`` it runs."""
-
-    def __init__(self, order: bytes, env: Sequence[str], program: str = "rlhf_mcore.rewards.worker") -> None:
-        ours, theirs = socket.socketpair()
-        root = str(Path(rlhf_mcore.__file__).parents[1])
-        names = (*ENVIRONMENT, *env)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(theirs.fileno()), root, program],
-                env={name: os.environ[name] for name in names if name in os.environ} | SETTINGS,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None
-        ours.setblocking(False)
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self.connection, self.printed = ours, self.process.stdout.fileno()
-        self.exit = os.pidfd_open(self.process.pid)  # readable when the process has ended
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        self.ready = False
-        self.held: deque[tuple[Job, int]] = deque()  # items, in the order in which they will be answered
-        self.since = 0.0  # when it began with the first of them
-        self.item_s = math.inf  # that its last item took
-        self.outgoing, self.incoming = bytearray(order), bytearray()
-        self.tail = ""
-
-    def interests(self) -> list[tuple[int, int]]:
-        """Descriptors to wait for, and for what."""
-        wanted = select.POLLIN | (select.POLLOUT if self.outgoing else 0)
-        return [(self.connection.fileno(), wanted), (self.exit, select.POLLIN), (self.printed, select.POLLIN)]
-
-    def exchange(self) -> list[dict[str, Any]]:
-        """Send and receive what can be without waiting. Returns the messages that have come.
-
-        Raises:
-            FrameError: something else has come.
-        """
-        with suppress(BlockingIOError, ConnectionError):
-            while self.outgoing:
-                del self.outgoing[: self.connection.send(self.outgoing[:_RECEIVE_BYTES])]
-        with suppress(BlockingIOError, ConnectionError):
-            while data := self.connection.recv(_RECEIVE_BYTES):
-                self.incoming += data
-        with suppress(BlockingIOError):
-            while data := os.read(self.printed, _RECEIVE_BYTES):
-                text = data.decode(errors="replace")
-                self.tail = (self.tail + text)[-_TAIL_CHARS:]
-                sys.stderr.write(text)
-        return list(decode(self.incoming))
-
-    def ending(self) -> str | None:
-        """How the process has ended, or None. It is not reaped: until ``stop``, its number is not given to another one."""
-        status = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if status is None:
-            return None
-        if status.si_code == os.CLD_EXITED and status.si_status == DISCONNECTED:
-            return "closed the descriptors of its process"
-        if status.si_code == os.CLD_EXITED:
-            return f"ended its process with exit code {status.si_status}"
-        return f"was ended by {signal.Signals(status.si_status).name}"
-
-    def stop(self) -> None:
-        """Kill the process and its whole group."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=10)
-        self.connection.close()
-        os.close(self.exit)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 class Job:
@@ -195,49 +101,26 @@ class Job:
         return self.abandoned or not self.unfinished
 
 
-class WorkerPool:
-    """Runs items on workers that have all loaded the same thing. Workers are started when there is something to do.
+class Held(Protocol):
+    """What every backend's worker has."""
 
-    A thread of the pool's own serves them, so that items are worked on while the trainer does something else.
-
-    Args:
-        name: what is loaded, for messages.
-        load, options: its name among ``worker.LOADERS``, and arguments.
-        limits: how many workers, and what each of them may use.
-    """
-
-    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
-        self._keeper = _Keeper(name, load, options, limits)
-        self.close = weakref.finalize(self, _close, self._keeper, os.getpid())
-
-    def check(self) -> None:
-        """Start a worker, so that what cannot be loaded is found now.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
-        self._keeper.submit([], False, loads=True).outcomes()
-
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
-        """Begin with items, each a JSON text. May be called from any thread, as often as wanted.
-
-        With ``stop_at_failure`` the rest is left, as None, once an item is lost or its answer has an entry "error".
-        """
-        return self._keeper.submit(items, stop_at_failure)
-
-    def run(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
-        """``submit``, and wait."""
-        return self.submit(items, stop_at_failure=stop_at_failure).outcomes()
+    ready: bool  # it has loaded
+    held: deque[tuple[Job, int]]  # items that it was given and has not answered
 
 
-class _Keeper:
-    """The thread of a pool: it alone knows the workers."""
+WorkerT = TypeVar("WorkerT", bound=Held)
 
-    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
-        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
+
+class PoolEnded(RuntimeError):
+    """What a pool's workers run on is gone."""
+
+
+class Keeper(ABC, Generic[WorkerT]):
+    """The thread of a pool: it alone knows the workers. Items are worked on while the trainer does something else."""
+
+    def __init__(self, name: str, limits: WorkerLimits) -> None:
         self._name, self._limits = name, limits
-        self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
-        self._workers: list[Worker] = []
+        self._workers: list[WorkerT] = []
         self._jobs: list[Job] = []
         self._new: deque[tuple[Job, bool]] = deque()
         self._loading: list[Job] = []  # wait for the first worker that has loaded
@@ -248,6 +131,7 @@ class _Keeper:
         self._alarm = -1
 
     def submit(self, items: Sequence[bytes], stop_at_failure: bool, loads: bool = False) -> Job:
+        """Called from any thread: begin with items, or with loading."""
         job = Job(items, stop_at_failure, self._wake)
         if not items and not loads:
             job.end()
@@ -279,24 +163,54 @@ class _Keeper:
                 os.eventfd_write(self._alarm, 1)
 
     # ------------------------------------------------------------------------------------------ in the pool's own thread
+    @abstractmethod
+    def _start(self) -> WorkerT:
+        """A further worker, which begins to load."""
+
+    @abstractmethod
+    def _stop(self, worker: WorkerT) -> None:
+        """End a worker, whatever it is doing."""
+
+    @abstractmethod
+    def _free(self) -> WorkerT | None:
+        """A worker that may be given items, maybe a new one."""
+
+    @abstractmethod
+    def _give(self, worker: WorkerT, pairs: Sequence[tuple[Job, int]]) -> None:
+        """Send it items."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Until something has happened, and take note of it."""
+
+    @abstractmethod
+    def _try_again(self, job: Job, index: int) -> None:
+        """An item that was lost."""
+
+    def _forget_ended(self) -> None:
+        """Workers that have ended while there was nothing to do."""
+
     def _serve(self) -> None:
         try:
             while not self._is_closing():
                 try:
                     self._take_new()
                     self._give_out()
-                    self._round()
+                    self._wait()
                     self._end_jobs()
                 except ConfigError as error:
                     self._fail_all(error)
             self._fail_all(RuntimeError(f"the workers of {self._name} were closed"))
+        except PoolEnded as error:
+            self._closing = True
+            self._fail_all(error)
         except BaseException as error:  # a mistake of ours: nobody may wait for ever
             self._closing = True
             self._fail_all(RuntimeError(f"the pool of {self._name} failed: {error!r}"))
             raise
         finally:
             while self._workers:
-                self._workers.pop().stop()
+                self._discard(self._workers[-1])
 
     def _is_closing(self) -> bool:
         """The alarm is cleared before anything is looked at: what happens after that ends the next wait."""
@@ -307,16 +221,31 @@ class _Keeper:
     def _take_new(self) -> None:
         while self._new:
             job, loads = self._new.popleft()
-            if not loads:
-                self._jobs.append(job)
-            elif any(worker.ready and worker.ending() is None for worker in self._workers):
-                job.end()
-            else:
-                self._loading.append(job)
-        self._replace_ended()
-        if self._loading and not self._workers:
+            (self._loading if loads else self._jobs).append(job)
+        self._forget_ended()
+        if self._loading and any(worker.ready for worker in self._workers):
+            self._has_loaded()
+        elif self._loading and not self._workers:
             self._start()
         self._end_jobs()
+
+    def _has_loaded(self) -> None:
+        while self._loading:
+            self._loading.pop().end()
+
+    def _give_out(self) -> None:
+        while waiting := sum(len(job.waiting) for job in self._jobs):
+            worker = self._free()
+            if worker is None:
+                return
+            chunk = max(1, min(MAX_CHUNK, waiting // (4 * self._limits.workers)))
+            pairs = ((job, index) for job in self._jobs for index in job.waiting)
+            given = list(islice(pairs, chunk))
+            if any(job.tries[index] for job, index in given):
+                given = given[:1]  # what was lost once takes no other along
+            for job, _ in given:
+                job.waiting.popleft()
+            self._give(worker, given)
 
     def _end_jobs(self) -> None:
         for job in [job for job in self._jobs if job.is_over]:
@@ -325,6 +254,14 @@ class _Keeper:
                 self._discard(worker)  # nobody wants what it is at
                 self._put_back([pair for pair in worker.held if pair[0] is not job])
             job.end()
+
+    def _put_back(self, pairs: Sequence[tuple[Job, int]]) -> None:
+        for job, index in reversed(pairs):
+            job.waiting.appendleft(index)
+
+    def _discard(self, worker: WorkerT) -> None:
+        self._workers.remove(worker)
+        self._stop(worker)
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
@@ -336,32 +273,50 @@ class _Keeper:
         while self._jobs:
             self._jobs.pop().end(error)
 
-    def _replace_ended(self) -> None:
-        """Forget workers that have ended while there was nothing to do."""
-        for worker in self._workers[:]:
-            if not worker.held and worker.ready and worker.ending() is not None:
-                self._discard(worker)
+    def _lost(self, job: Job, index: int, outcome: Outcome) -> None:
+        """An item has no answer: it is tried again, or never.
+
+        Raises:
+            ConfigError: so did ``MAX_LOST_IN_A_ROW`` items in a row.
+        """
+        job.tries[index] += 1
+        if job.tries[index] <= self._limits.retries:
+            self._try_again(job, index)
+            return
+        job.finish(index, outcome)
+        self._lost_in_a_row += 1
+        if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            self._lost_in_a_row = 0
+            raise ConfigError(
+                f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
+                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
+            )
+
+    def _answered(self, job: Job, index: int, outcome: Outcome) -> None:
+        self._lost_in_a_row = 0
+        job.finish(index, outcome)
+
+
+class LocalKeeper(Keeper[Worker]):
+    """Workers are processes of this machine."""
+
+    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
+        super().__init__(name, limits)
+        memory_bytes = int(min(limits.memory_gib * 2**30, 2.0**62))  # what a limit of the kernel can be
+        self._order = encode({"load": load, "options": dict(options), "memory_bytes": memory_bytes})
 
     def _start(self) -> Worker:
         worker = Worker(self._order, self._limits.env)
         self._workers.append(worker)
         return worker
 
-    def _discard(self, worker: Worker) -> None:
-        self._workers.remove(worker)
+    def _stop(self, worker: Worker) -> None:
         worker.stop()
 
-    def _give_out(self) -> None:
-        while waiting := sum(len(job.waiting) for job in self._jobs):
-            worker = self._free()
-            if worker is None:
-                return
-            chunk = max(1, min(MAX_CHUNK, waiting // (4 * self._limits.workers)))
-            pairs = ((job, index) for job in self._jobs for index in job.waiting)
-            given = list(islice(pairs, chunk))
-            for job, _ in given:
-                job.waiting.popleft()
-            self._give(worker, given)
+    def _forget_ended(self) -> None:
+        for worker in self._workers[:]:
+            if not worker.held and worker.ready and worker.ending() is not None:
+                self._discard(worker)
 
     def _free(self) -> Worker | None:
         """A worker without items, maybe a new one; else one that is about to have none, where items are quick."""
@@ -381,12 +336,10 @@ class _Keeper:
             worker.deadline = worker.since + self._limits.timeout_s
         worker.held.extend(pairs)
 
-    def _put_back(self, pairs: Sequence[tuple[Job, int]]) -> None:
-        for job, index in reversed(pairs):
-            job.waiting.appendleft(index)
+    def _try_again(self, job: Job, index: int) -> None:
+        self._give(self._start(), [(job, index)])
 
-    def _round(self) -> None:
-        """Wait until something has happened, and take note of it."""
+    def _wait(self) -> None:
         if self._closing:  # the alarm that told so may just have been read
             return
         poll = select.poll()
@@ -420,14 +373,12 @@ class _Keeper:
             raise ConfigError(message["problem"])
         if "ready" in message:
             worker.ready = True
-            while self._loading:
-                self._loading.pop().end()
+            self._has_loaded()
         elif "lost" in message:
             self._lose(worker, f"{message['lost']} (reward.memory_gib={self._limits.memory_gib:g})")
         elif worker.held:  # a child that a function has left behind may write, too
-            self._lost_in_a_row, worker.item_s = 0, worker.since - began
-            job, index = worker.held.popleft()
-            job.finish(index, Outcome(message))
+            worker.item_s = worker.since - began
+            self._answered(*worker.held.popleft(), Outcome(message))
 
     def _lose(self, worker: Worker, cause: str, timed_out: bool = False) -> None:
         """Kill a worker. The item that it was at is tried again alone on a fresh one, or is lost; the others wait."""
@@ -442,20 +393,50 @@ class _Keeper:
             return
         job, index = worker.held.popleft()
         self._put_back(list(worker.held))
-        job.tries[index] += 1
-        if job.tries[index] <= self._limits.retries:
-            self._give(self._start(), [(job, index)])
-            return
-        job.finish(index, Outcome(lost=cause + tail, timed_out=timed_out))
-        self._lost_in_a_row += 1
-        if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            self._lost_in_a_row = 0
-            raise ConfigError(
-                f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {cause}{tail}: "
-                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
-            )
+        self._lost(job, index, Outcome(lost=cause + tail, timed_out=timed_out))
 
 
-def _close(keeper: _Keeper, owner: int) -> None:
+class WorkerPool:
+    """Runs items on workers that have all loaded the same thing. Workers are started when there is something to do.
+
+    Args:
+        name: what is loaded, for messages.
+        load, options: its name among ``worker.LOADERS``, and arguments.
+        limits: how many workers, and what each of them may use.
+        backend: what the workers are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        load: str,
+        options: Mapping[str, Any],
+        limits: WorkerLimits,
+        backend: Callable[[str, str, Mapping[str, Any], WorkerLimits], Keeper[Any]] = LocalKeeper,
+    ) -> None:
+        self._keeper = backend(name, load, options, limits)
+        self.close = weakref.finalize(self, _close, self._keeper, os.getpid())
+
+    def check(self) -> None:
+        """Start a worker, so that what cannot be loaded is found now.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        self._keeper.submit([], False, loads=True).outcomes()
+
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
+        """Begin with items, each a JSON text. May be called from any thread, as often as wanted.
+
+        With ``stop_at_failure`` the rest is left, as None, once an item is lost or its answer has an entry "error".
+        """
+        return self._keeper.submit(items, stop_at_failure)
+
+    def run(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> list[Outcome | None]:
+        """``submit``, and wait."""
+        return self.submit(items, stop_at_failure=stop_at_failure).outcomes()
+
+
+def _close(keeper: Keeper[Any], owner: int) -> None:
     if os.getpid() == owner:  # and not in a process that was forked from it
         keeper.close()

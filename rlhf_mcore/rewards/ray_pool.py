@@ -1,4 +1,4 @@
-"""A pool whose workers are on the machines of a Ray cluster, those without a GPU among them.
+"""Workers on the machines of a Ray cluster, those without a GPU among them.
 
 A Ray actor holds a pool of one worker (``rlhf_mcore.rewards.pool``), so that a function is run there as it is here: in a process group
 of its own, with its deadline, its memory limit and few variables. An actor that ends, or a machine that is lost, is replaced, and
@@ -8,28 +8,20 @@ what it held is tried elsewhere.
 from __future__ import annotations
 
 import os
-import queue
+import select
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from threading import Lock, Thread, current_thread
+from functools import partial
 from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.rewards.pool import (
-    MAX_CHUNK,
-    MAX_LOST_IN_A_ROW,
-    START_TIMEOUT_S,
-    Job,
-    Outcome,
-    WorkerLimits,
-    WorkerPool,
-)
+from rlhf_mcore.rewards.pool import Job, Keeper, Outcome, PoolEnded, WorkerLimits, WorkerPool
+from rlhf_mcore.rewards.process import START_TIMEOUT_S
 
 _LOOK_S = 1.0  # between two looks at deadlines and at Ray
 
@@ -48,35 +40,15 @@ class RayPools:
     def __init__(self, connection: Connection, cpus: float = 1.0) -> None:
         self.connection, self._cpus = connection, cpus
 
-    def __call__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> RayPool:
-        """A pool, as :class:`rlhf_mcore.rewards.pool.WorkerPool` is."""
-        return RayPool(_Keeper(name, load, options, limits, self))
+    def __call__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> WorkerPool:
+        """A pool whose workers are actors."""
+        return WorkerPool(name, load, options, limits, partial(RayKeeper, self))
 
     def host(self, *arguments: Any) -> Any:
         """An actor that holds a :class:`Host`. It starts when Ray has room for it."""
         import ray
 
         return ray.remote(Host).options(num_cpus=self._cpus, max_restarts=0, max_task_retries=0).remote(*arguments)
-
-
-class RayPool:
-    """Runs items on workers that are started in a cluster when there is something to do."""
-
-    def __init__(self, keeper: _Keeper) -> None:
-        self._keeper = keeper
-        self.close = weakref.finalize(self, _close, keeper, os.getpid())
-
-    def check(self) -> None:
-        """Start a worker, so that what cannot be loaded is found now.
-
-        Raises:
-            ConfigError: it cannot be loaded, or there is no Ray.
-        """
-        self._keeper.submit([], False, loads=True).outcomes()
-
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
-        """As that of :class:`rlhf_mcore.rewards.pool.WorkerPool`."""
-        return self._keeper.submit(items, stop_at_failure)
 
 
 class Host:
@@ -114,153 +86,92 @@ class Host:
 
 
 @dataclass(eq=False, slots=True)
-class _Worker:
+class _Actor:
     """An actor, with what it was given and has not answered yet."""
 
     actor: Any
     deadline: float
     ready: bool = False
-    held: list[tuple[Job, int]] = field(default_factory=list)
+    held: deque[tuple[Job, int]] = field(default_factory=deque)
 
 
-class _Keeper:
-    """The thread of a pool: it alone knows the actors."""
+class RayKeeper(Keeper[_Actor]):
+    """Workers are actors, each of which answers its items together."""
 
-    def __init__(self, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits, pools: RayPools) -> None:
-        self._name, self._limits, self._pools = name, limits, pools
+    def __init__(self, pools: RayPools, name: str, load: str, options: Mapping[str, Any], limits: WorkerLimits) -> None:
+        super().__init__(name, limits)
+        self._pools = pools
         own = asdict(replace(limits, workers=1, retries=0))  # what is lost there is tried again elsewhere
         variables = {name: os.environ[name] for name in limits.env if name in os.environ}
         self._arguments = (name, load, dict(options), own, os.getcwd(), variables)
-        self._events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._workers: list[_Worker] = []
-        self._jobs: list[Job] = []
-        self._loading: list[Job] = []
-        self._lost_in_a_row = 0
-        self._thread: Thread | None = None
-        self._closing = False
-        self._lock = Lock()
+        self._events: deque[tuple[_Actor, Future[Any]]] = deque()
 
-    def submit(self, items: Sequence[bytes], stop_at_failure: bool, loads: bool = False) -> Job:
-        job = Job(items, stop_at_failure, lambda: self._events.put(()))
-        if not items and not loads:
-            job.end()
-            return job
-        with self._lock:
-            if self._closing:
-                raise RuntimeError(f"the workers of {self._name} are closed")
-            if self._thread is None:
-                self._thread = Thread(target=self._serve, name="reward-ray", daemon=True)
-                self._thread.start()
-            self._events.put((self._loading if loads else self._jobs, job))
-        return job
-
-    def close(self) -> None:
-        """End the actors. Who still waits is told so."""
-        with self._lock:
-            self._closing, thread = True, self._thread
-        self._events.put(())
-        if thread is not None and thread is not current_thread():
-            thread.join()
-
-    # ------------------------------------------------------------------------------------------ in the pool's own thread
-    def _serve(self) -> None:
-        try:
-            while not self._closing:
-                try:
-                    self._take_events()
-                    if problem := self._pools.connection.problem():
-                        raise RuntimeError(f"{self._name}: {problem}; start the run again")
-                    self._look_at_deadlines()
-                    for job in self._jobs:
-                        self._give_out(job)
-                    self._end_jobs()
-                except ConfigError as error:
-                    self._fail_all(error)
-            self._fail_all(RuntimeError(f"the workers of {self._name} were closed"))
-        except Exception as error:  # no Ray, or a mistake of ours: nobody may wait for ever
-            self._closing = True
-            self._take_events(0)
-            self._fail_all(error)
-        finally:
-            while self._workers:
-                self._discard(self._workers[0])
-
-    def _take_events(self, timeout_s: float = _LOOK_S) -> None:
-        """Everything that has happened; waits for something, but no longer than a while."""
-        with suppress(queue.Empty):
-            event = self._events.get(timeout=timeout_s) if timeout_s else self._events.get_nowait()
-            while True:
-                self._handle(*event)
-                event = self._events.get_nowait()
-
-    def _handle(self, where: Any = None, what: Any = None, *_: Any) -> None:
-        if isinstance(where, list):
-            where.append(what)
-            if where is self._loading:
-                self._load()
-        elif isinstance(where, _Worker) and where in self._workers:
-            self._take(where, what)
-
-    def _load(self) -> None:
-        if any(worker.ready for worker in self._workers):
-            while self._loading:
-                self._loading.pop().end()
-        elif not self._workers:
-            self._start()
-
-    def _start(self) -> _Worker:
-        worker = _Worker(self._pools.host(*self._arguments), time.monotonic() + START_TIMEOUT_S)
+    def _start(self) -> _Actor:
+        worker = _Actor(self._pools.host(*self._arguments), time.monotonic() + START_TIMEOUT_S)
         self._workers.append(worker)
         self._call(worker, worker.actor.check.remote())
         return worker
 
-    def _call(self, worker: _Worker, reference: Any) -> None:
-        reference.future().add_done_callback(lambda future: self._events.put((worker, future)))
-
-    def _discard(self, worker: _Worker) -> None:
+    def _stop(self, worker: _Actor) -> None:
         import ray
 
-        self._workers.remove(worker)
         with suppress(Exception):  # the actor may be gone
             # At the end of a process Ray would start another cluster, to look for it there.
             if ray.is_initialized():
                 ray.kill(worker.actor)
 
-    def _give_out(self, job: Job) -> None:
-        chunk = max(1, min(MAX_CHUNK, len(job.items) // (4 * self._limits.workers)))
-        while job.waiting and not job.is_over:
-            idle = next((worker for worker in self._workers if worker.ready and not worker.held), None)
-            if idle is None:
-                starting = sum(not worker.ready for worker in self._workers)
-                if len(self._workers) < self._limits.workers and starting * chunk < len(job.waiting):
-                    self._start()
-                    continue
-                return
-            number = 1 if job.tries[job.waiting[0]] else chunk  # what was lost once is alone now
-            indices = [job.waiting.popleft() for _ in range(min(number, len(job.waiting)))]
-            idle.held = [(job, index) for index in indices]
-            idle.deadline = time.monotonic() + len(indices) * self._limits.timeout_s + START_TIMEOUT_S
-            self._call(idle, idle.actor.run.remote([job.items[index] for index in indices]))
+    def _call(self, worker: _Actor, reference: Any) -> None:
+        def note(future: Future[Any]) -> None:
+            self._events.append((worker, future))
+            self._wake()
 
-    def _take(self, worker: _Worker, future: Future[Any]) -> None:
+        reference.future().add_done_callback(note)
+
+    def _free(self) -> _Actor | None:
+        """One that has loaded: until then Ray may have no room for it. As many are started as there are items."""
+        idle = next((worker for worker in self._workers if worker.ready and not worker.held), None)
+        starting = sum(not worker.ready for worker in self._workers)
+        wanted = sum(len(job.waiting) for job in self._jobs) - starting
+        for _ in range(min(self._limits.workers - len(self._workers), wanted)):
+            self._start()
+        return idle
+
+    def _give(self, worker: _Actor, pairs: Sequence[tuple[Job, int]]) -> None:
+        worker.held = deque(pairs)
+        worker.deadline = time.monotonic() + len(pairs) * self._limits.timeout_s + START_TIMEOUT_S
+        self._call(worker, worker.actor.run.remote([job.items[index] for job, index in pairs]))
+
+    def _try_again(self, job: Job, index: int) -> None:
+        job.waiting.appendleft(index)
+
+    def _wait(self) -> None:
+        if not self._events and not self._closing:
+            poll = select.poll()
+            poll.register(self._alarm, select.POLLIN)
+            poll.poll(1000 * _LOOK_S)
+        while self._events:
+            worker, future = self._events.popleft()
+            if worker in self._workers:
+                self._take(worker, future)
+        if problem := self._pools.connection.problem():
+            raise PoolEnded(f"{self._name}: {problem}; start the run again")
+        self._look_at_deadlines()
+
+    def _take(self, worker: _Actor, future: Future[Any]) -> None:
         """What an actor has answered, or that it has ended."""
         if future.exception() is not None:
             self._lose(worker, f"lost its Ray actor ({str(future.exception()).strip().splitlines()[0][:200]})")
             return
         if isinstance(problem := future.result(), str):
+            self._discard(worker)
             raise ConfigError(problem)
         if not worker.ready:
             worker.ready = True
-            while self._loading:
-                self._loading.pop().end()
+            self._has_loaded()
             return
-        held, worker.held = worker.held, []
+        held, worker.held = worker.held, deque()
         for (job, index), (answer, lost, timed_out) in zip(held, future.result(), strict=True):
-            if lost:
-                self._try_again(job, index, Outcome(answer, lost, timed_out))
-            else:
-                self._lost_in_a_row = 0
-                job.finish(index, Outcome(answer))
+            (self._lost if lost else self._answered)(job, index, Outcome(answer, lost, timed_out))
 
     def _look_at_deadlines(self) -> None:
         now = time.monotonic()
@@ -277,45 +188,11 @@ class _Keeper:
                     "reward.ray.cpus_per_worker lower"
                 )
 
-    def _lose(self, worker: _Worker, cause: str) -> None:
+    def _lose(self, worker: _Actor, cause: str) -> None:
         self._discard(worker)
         if worker.held:
             sys.stderr.write(f"{self._name} {cause}; {len(worker.held)} responses go to another one\n")
         elif not worker.ready and not self._workers and self._loading:
             raise ConfigError(f"{self._name} {cause} while it was loaded; look at Ray's logs")
         for job, index in reversed(worker.held):
-            self._try_again(job, index, Outcome(lost=cause))
-
-    def _try_again(self, job: Job, index: int, outcome: Outcome) -> None:
-        """Elsewhere, or never."""
-        job.tries[index] += 1
-        if job.tries[index] <= self._limits.retries:
-            job.waiting.appendleft(index)
-            return
-        job.finish(index, outcome)
-        self._lost_in_a_row += 1
-        if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            self._lost_in_a_row = 0
-            raise ConfigError(
-                f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
-                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
-            )
-
-    def _end_jobs(self) -> None:
-        for job in [job for job in self._jobs if job.is_over]:
-            self._jobs.remove(job)
-            job.waiting = deque()
-            job.end()
-
-    def _fail_all(self, error: Exception) -> None:
-        waiting = [*self._jobs, *self._loading]
-        self._jobs.clear()
-        self._loading.clear()
-        for job in waiting:
-            job.abandoned = True
-            job.end(error)
-
-
-def _close(keeper: _Keeper, owner: int) -> None:
-    if os.getpid() == owner:  # and not in a process that was forked from it
-        keeper.close()
+            self._lost(job, index, Outcome(lost=cause))
