@@ -48,7 +48,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.rewards.reward import what_scores
     from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward
 
-    cfg = load_config(path, overrides)
+    cfg = load_config(path, overrides, without_model=True)
     if not run_kind(cfg).generates:
         raise ConfigError(
             f"algorithm.kind={cfg.algorithm.kind} has no reward; reward-test is for reinforcement learning"

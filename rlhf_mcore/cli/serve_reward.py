@@ -61,7 +61,7 @@ def _serve(path: str, overrides: Sequence[str], host: str, port: int, token_env:
     from rlhf_mcore.rewards.reward import build_reward, what_scores
     from rlhf_mcore.rewards.server import RewardServer, check_host, serve
 
-    cfg = load_config(path, [*overrides, "model.path=none"]).reward  # a file may have nothing but the reward
+    cfg = load_config(path, overrides, without_model=True).reward  # a file may have nothing but the reward
     token = token_of(token_env, "--token-env")
     check_host(host, token is not None)
 

@@ -38,8 +38,10 @@ from rlhf_mcore.foreign import shorten
 ALLOWED_RESOLVERS = ("oc.env",)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_model: bool = False) -> Config:
     """Read a configuration. Fields that are null for "derived" stay null: see ``derive.resolve``.
+
+    ``without_model``: ``model.path`` need not be set, and is "none" then.
 
     Raises:
         ConfigError: all unknown keys, wrong types, unresolved or forbidden interpolations and missing values, at once.
@@ -48,6 +50,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     reader.read_file(Path(path))
     for override in overrides:
         reader.read_override(override)
+    if without_model and all(setting.value == "???" for setting in reader.settings if setting.key == "model.path"):
+        reader.read_override("model.path=none")
     values = _Values(reader.settings)
     problems = reader.problems + [problem for setting in reader.settings for problem in _apply(values, setting)]
     if problems:

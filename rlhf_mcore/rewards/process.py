@@ -32,6 +32,8 @@ ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "PY
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 START_TIMEOUT_S = 300.0  # for the imports of a user's file
 _RECEIVE_BYTES = 2**16
+_READS = 4  # of what a worker has printed, at a time
+_SHOWN_CHARS = 2**16  # that a worker may print for an item
 _TAIL_CHARS = 1000  # of what a worker has printed, kept for the message about its end
 # The working directory is not searched for modules of the standard library, as it is by -c and -m.
 _BOOTSTRAP = (
@@ -68,7 +70,7 @@ class Worker:
         self.since = 0.0  # when it began with the first of them
         self.item_s = math.inf  # that its last item took
         self.outgoing, self.incoming = bytearray(order), bytearray()
-        self.tail = ""
+        self.tail, self._shown_chars = "", 0
 
     def interests(self) -> list[tuple[int, int]]:
         """Descriptors to wait for, and for what."""
@@ -87,12 +89,23 @@ class Worker:
         with suppress(BlockingIOError, ConnectionError):
             while data := self.connection.recv(_RECEIVE_BYTES):
                 self.incoming += data
+        self._show_printed()
+        if messages := list(decode(self.incoming)):
+            self._shown_chars = 0
+        return messages
+
+    def _show_printed(self) -> None:
+        """Up to a bound for each item, so that nobody's disk is filled; a few reads at a time, so that nobody waits for its end."""
         with suppress(BlockingIOError):
-            while data := os.read(self.printed, _RECEIVE_BYTES):
-                text = data.decode(errors="replace")
+            for _ in range(_READS):
+                text = os.read(self.printed, _RECEIVE_BYTES).decode(errors="replace")
                 self.tail = (self.tail + text)[-_TAIL_CHARS:]
-                sys.stderr.write(text)
-        return list(decode(self.incoming))
+                room, self._shown_chars = _SHOWN_CHARS - self._shown_chars, self._shown_chars + len(text)
+                sys.stderr.write(text[: max(room, 0)])
+                if 0 <= room < len(text):
+                    sys.stderr.write(
+                        f"\n(the rest of what process {self.process.pid} prints for this item is left out)\n"
+                    )
 
     def ending(self) -> str | None:
         """How the process has ended, or None. It is not reaped: until ``stop``, its number is not given to another one."""

@@ -178,6 +178,13 @@ def test_what_a_function_prints_is_seen(reward: Callable[..., PooledReward], cap
     assert "seen here" in capfd.readouterr().err
 
 
+def test_fault_31_a_flood_of_what_a_function_prints_is_cut(reward: Callable[..., PooledReward], capfd: Any) -> None:
+    flooding = reward("for _ in range(16 * int(solution_str)): os.write(1, b'x' * 2**16)\n    print('last'); return 1")
+    assert [score.value for score in flooding.score([trajectory("1"), trajectory("0"), trajectory("1")])] == [1.0] * 3
+    shown = capfd.readouterr().err
+    assert "is left out)" in shown and 2**17 <= len(shown) < 2**19 and "last" in shown
+
+
 def test_workers_see_no_credentials(reward: Callable[..., PooledReward], monkeypatch: Any) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
