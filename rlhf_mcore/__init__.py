@@ -1,3 +1,19 @@
 """rlhf_mcore: reinforcement learning from feedback on Megatron-core, with vLLM rollouts in the same processes."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_mcore.api import ConfigError, Trained, Trainer, load_config, plan, train
+
 __version__ = "0.1.0.dev0"
+__all__ = ["ConfigError", "Trained", "Trainer", "load_config", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """The Python API (``rlhf_mcore.api``), imported when it is first asked for: commands start without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("rlhf_mcore.api"), name)

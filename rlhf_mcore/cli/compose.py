@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,12 @@ from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
 from rlhf_mcore.observability.throughput import Throughput, peak_tflops
 from rlhf_mcore.observability.timers import Timers
-from rlhf_mcore.observability.trackers import build_trackers
+from rlhf_mcore.observability.trackers import MultiTracker, build_trackers
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
+from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
+from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
@@ -46,6 +49,21 @@ SUMMARISED = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run that is ready for its next step. ``trainer`` is None where the last step was made already."""
+
+    cfg: Config
+    record: RunRecord
+    trainer: Trainer | None
+    first_step: int
+
+    def finish(self) -> None:
+        """Print what the run has come to."""
+        if self.record.console is not None:
+            _summary(self.cfg, self.record)
+
+
 def run(cfg: Config, announced: int = 0) -> bool:
     """Train. Every rank of the world calls it, under torchrun. Returns whether the run is complete.
 
@@ -53,6 +71,23 @@ def run(cfg: Config, announced: int = 0) -> bool:
 
     Raises:
         ConfigError: what only the loaded data and the built models can show; raised on every rank.
+    """
+    with opened(cfg, announced) as made:
+        if made.trainer is None:
+            return True
+        finished = made.trainer.run(cfg.trainer.num_steps, made.first_step)
+        made.record.close_profile()
+        if finished:
+            made.finish()
+        return finished
+
+
+@contextmanager
+def opened(cfg: Config, announced: int = 0, trackers: Sequence[Tracker] = ()) -> Iterator[OpenRun]:
+    """A run between its beginning and its end. Collective over the world. ``trackers`` get its metrics too, on the first rank.
+
+    Raises:
+        ConfigError: as ``run``.
     """
     timeout = timedelta(seconds=cfg.trainer.collective_timeout_s)
     with rank.in_world(cfg, timeout) as process, ExitStack() as stack:
@@ -67,21 +102,18 @@ def run(cfg: Config, announced: int = 0) -> bool:
             record.without_score = "leave the step, with the other responses to their prompts"
         record.mark = process.platform.range
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
-        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced)))
+        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers)))
         if start.is_over:
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
-            return True
+            yield OpenRun(cfg, record, None, start.step + 1)
+            return
         if cfg.trainer.profile.steps:
             record.profiler = _profiler(cfg, record, start.step)
         trainer = build_trainer(RunContext(cfg, process.platform, record, start, requests, stack))
         timers.pop()  # of the phases before the first step
         sharing.pop()
-        finished = trainer.run(cfg.trainer.num_steps, start.step + 1)
-        record.close_profile()
-        if record.console is not None and finished:
-            _summary(cfg, record)
-        return finished
+        yield OpenRun(cfg, record, trainer, start.step + 1)
 
 
 def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
@@ -96,7 +128,9 @@ def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
     return StepProfiler(cfg.trainer.profile.steps, directory, f"rank {number} ({', '.join(roles)})", record.note)
 
 
-def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: int) -> Start:
+def _open_record(
+    cfg: Config, record: RunRecord, stack: ExitStack, announced: int, trackers: Sequence[Tracker]
+) -> Start:
     """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
     if dist.get_rank() != 0:
         return Start()
@@ -114,8 +148,8 @@ def _open_record(cfg: Config, record: RunRecord, stack: ExitStack, announced: in
     elif (earlier := directory.set_aside_metrics()) is not None:
         notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     record.directory = directory
-    trackers = build_trackers(cfg.logging, directory, start.step if start.continues else None)
-    record.tracker = stack.enter_context(closing(trackers))
+    own = build_trackers(cfg.logging, directory, start.step if start.continues else None)
+    record.tracker = stack.enter_context(closing(MultiTracker([own, *trackers])))
     title = f"{cfg.project} / {cfg.experiment}"
     console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
     record.console = stack.enter_context(console)

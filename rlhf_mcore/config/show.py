@@ -59,7 +59,7 @@ def redact(value: Any) -> Any:
         return [redact(child) for child in value]
     if isinstance(value, FromEnvironment):
         return value.shown
-    return _URL_LOGIN.sub(REDACTED, value) if isinstance(value, str) else value
+    return str(_URL_LOGIN.sub(REDACTED, value)) if isinstance(value, str) else value
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

@@ -19,6 +19,20 @@ from rlhf_mcore.foreign import MissingFile, read_bytes
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
 
 
+class OwnFunction(str):
+    """The value of a key that names a function, where the function itself was given from Python: it is called in this process."""
+
+    function: Callable[..., Any]
+
+    def __new__(cls, function: Callable[..., Any]) -> OwnFunction:
+        made = super().__new__(cls, f"python:{getattr(function, '__qualname__', type(function).__qualname__)}")
+        made.function = function
+        return made
+
+    def __deepcopy__(self, memo: object) -> OwnFunction:
+        return self
+
+
 def is_file_spec(text: str) -> bool:
     """Whether a value names a function of a file, rather than one of ours."""
     return ":" in text or text.endswith(".py")
@@ -26,6 +40,8 @@ def is_file_spec(text: str) -> bool:
 
 def function_problems(spec: str, key: str) -> Iterator[str]:
     """Check ``key: path/to/file.py:name``. The file is parsed, never run."""
+    if isinstance(spec, OwnFunction):
+        return
     prefix = f"{key}={spec}"
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
@@ -73,6 +89,8 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: naming ``key``, if the file or the name is missing, or the file fails to import.
     """
+    if isinstance(spec, OwnFunction):
+        return spec.function
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise ConfigError(f"{key} is {spec!r}: write it as path/to/file.py:name")

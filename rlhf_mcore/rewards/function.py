@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RewardConfig
-from rlhf_mcore.rewards.pool import Job, Outcome, WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.rewards.pool import Outcome, WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.worker import Call, load_reward
 from rlhf_mcore.types import Score, Trajectory
 
 KEY = "reward.function"
+
+
+class Submitted(Protocol):
+    """Items that are being worked on."""
+
+    def outcomes(self) -> list[Outcome | None]:
+        """Wait. One outcome per item, in order; None: it was left."""
+        ...
 
 
 class Pool(Protocol):
@@ -23,7 +35,7 @@ class Pool(Protocol):
         """Ends what it has started."""
         ...
 
-    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Job:
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> Submitted:
         """Begin with items. With ``stop_at_failure`` the rest is left once an item has failed."""
         ...
 
@@ -38,6 +50,31 @@ class CheckedPool(Pool, Protocol):
 
 # Name for messages, what is loaded with which options, limits -> a pool: WorkerPool itself, or one of Ray's.
 Pools = Callable[[str, str, Mapping[str, Any], WorkerLimits], CheckedPool]
+
+
+class CalledHere:
+    """A function that was given from Python: called in this process, in a thread beside the one that generates.
+
+    It has no deadline and no limit of memory: a function that hangs, hangs the run.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._thread = call, ThreadPoolExecutor(1, "reward")
+
+    def submit(self, items: Sequence[bytes], *, stop_at_failure: bool = False) -> _CallsHere:
+        return _CallsHere([self._thread.submit(self._call, json.loads(item)) for item in items])
+
+    def close(self) -> None:
+        """Wait for what is being called."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _CallsHere:
+    calls: list[Future[dict[str, Any]]]
+
+    def outcomes(self) -> list[Outcome | None]:
+        return [Outcome(call.result()) for call in self.calls]
 
 
 class PooledReward:
@@ -125,6 +162,8 @@ def function_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> PooledRewar
     """
     assert cfg.function is not None
     name = f"{KEY}={cfg.function}"
+    if isinstance(cfg.function, OwnFunction):
+        return PooledReward(name, CalledHere(load_reward(cfg.function, KEY)), cfg.on_error)
     limits = WorkerLimits(cfg.workers or default_workers(), cfg.timeout_s, cfg.memory_gib, tuple(cfg.env))
     pool = pools(name, "reward", {"spec": cfg.function, "key": KEY}, limits)
     pool.check()

@@ -270,14 +270,17 @@ class VLLMEngine(Engine):
             self._asleep -= due
 
     def close(self) -> None:
-        """Free the engine. The trainer's process group stays; another engine may be started afterwards."""
-        from vllm.distributed.parallel_state import destroy_model_parallel
+        """Free the engine. The trainer's process group stays; another engine may be started afterwards, also in another one."""
+        from vllm.distributed import parallel_state
 
         self.abandon("it was closed")
         core = self._llm.llm_engine.engine_core.engine_core
         core.model_executor.shutdown()
         core.scheduler.shutdown()
-        destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
+        if (world := parallel_state._WORLD) is not None:  # vLLM's own way would destroy the trainer's group as well
+            world.destroy()
+            parallel_state._WORLD = None
         del self._llm, core
         gc.unfreeze()  # vLLM froze what was alive when it started
         gc.collect()

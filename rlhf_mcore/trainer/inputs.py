@@ -22,7 +22,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
-from rlhf_mcore.config.user_functions import is_file_spec, parse_file
+from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
 
@@ -146,6 +146,8 @@ def _companion(file: Path) -> Any:
 
 def _code_digest(spec: str) -> str:
     """Of a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
+    if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
+        return _digest([str(spec)])
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
     roots = [first.parent, Path.cwd()]

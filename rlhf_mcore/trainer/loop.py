@@ -31,22 +31,37 @@ class Trainer:
 
         Returns whether the last step was made: a signal or a time limit may end a run before, after a save.
         """
+        self.begin(num_steps, first_step)
+        for step in range(first_step, num_steps + 1):
+            if self.step(step, num_steps):
+                return False
+        self.end(num_steps)
+        return True
+
+    def begin(self, num_steps: int, first_step: int = 1) -> None:
+        """What comes before the first step. Collective over the world."""
         self.publisher.publish(first_step - 1)
         if first_step == 1 and (metrics := self._evaluate(0, num_steps)):
             self.recorder.step(0, metrics)
         self.checkpointer.begin()
-        for step in range(first_step, num_steps + 1):
-            self.recorder.begin_step(step)
-            metrics = self._step(step)
-            metrics |= self._evaluate(step, num_steps)
-            self.recorder.step(step, metrics)
-            if self.checkpointer.after_step(step, metrics):
-                return False
+
+    def step(self, step: int, num_steps: int) -> bool:
+        """Make a step, evaluate and save where that is due. Collective over the world.
+
+        Returns whether the run has to end here: it was asked to by a signal or a time limit, and is saved.
+        """
+        self.recorder.begin_step(step)
+        metrics = self._step(step)
+        metrics |= self._evaluate(step, num_steps)
+        self.recorder.step(step, metrics)
+        return self.checkpointer.after_step(step, metrics)
+
+    def end(self, num_steps: int) -> None:
+        """What comes after the last step. Collective over the world."""
         if (best := self.checkpointer.end()) is not None:
             self.publisher.withdraw()
             self.publisher.publish(num_steps + 1)
             self.recorder.final(num_steps, best, self._evaluate(num_steps, num_steps))
-        return True
 
     def save_checkpoint(self, directory: Path) -> Path:
         """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world."""

@@ -1,0 +1,15 @@
+"""The quickstart's task from Python, with a reward of one's own: python examples/from_python.py, after ./launch/quickstart.sh"""
+
+import rlhf_mcore as rm
+
+
+def right_sum(data_source, solution_str, ground_truth, extra_info):
+    """1 for the right number, and a little for looking like an answer."""
+    return 1.0 if solution_str.strip() == f"#### {ground_truth}" else 0.1 * solution_str.startswith("####")
+
+
+cfg = rm.load_config(
+    "configs/quickstart/grpo.yaml", ["experiment=from-python", "actor.layout.tp=1", "trainer.world_size=1"]
+)
+trained = rm.train(cfg, reward=right_sum, callbacks=[lambda step, metrics: print(step, metrics["reward/mean"])])
+print(trained.model)

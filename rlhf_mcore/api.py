@@ -1,0 +1,238 @@
+"""Training from Python, in a notebook or a script: ``import rlhf_mcore as rm``.
+
+    cfg = rm.load_config("configs/quickstart/grpo.yaml", ["actor.layout.tp=1", "trainer.num_steps=5"])
+    trained = rm.train(cfg, reward=lambda data_source, solution_str, ground_truth, extra_info: float("7" in solution_str))
+
+It is what ``rlhf-mcore train`` does: the same checks, run directory, checkpoints and resume. Without torchrun a run has one process,
+this one; a script that torchrun starts in several processes trains in all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rlhf_mcore.cli import rank
+from rlhf_mcore.cli.rendezvous import torchrun_world_size
+from rlhf_mcore.cli.train import quiet
+from rlhf_mcore.config.derive import default_world_size, resolve
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.user_functions import OwnFunction
+from rlhf_mcore.config.validate import validate
+from rlhf_mcore.observability.files import json_line, write_atomically
+from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
+
+if TYPE_CHECKING:
+    from rlhf_mcore.cli.compose import OpenRun
+    from rlhf_mcore.planning.plan import RunPlan
+
+__all__ = ["ConfigError", "Trained", "Trainer", "load_config", "plan", "train"]
+
+# Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
+Reward = Callable[..., "float | dict[str, float]"]
+Callback = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
+Rows = Iterable["str | Mapping[str, Any]"]  # prompts, or rows with the columns that the configuration names
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run has come to. ``model`` is a Hugging Face directory; ``metrics`` are of the steps made here, on the first rank."""
+
+    finished: bool  # or it was ended by a signal or a time limit, after a save
+    directory: Path
+    model: Path
+    metrics: list[dict[str, Any]]
+
+
+def train(
+    cfg: Config,
+    *,
+    reward: Reward | None = None,
+    prompts: Rows | None = None,
+    eval_prompts: Rows | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Trained:
+    """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
+
+    Args:
+        cfg: as ``load_config`` returns it; it is not changed.
+        reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline.
+        prompts: texts, or rows, in the place of ``data.train``; they are written to ``data/`` in the run directory.
+        eval_prompts: likewise, in the place of ``data.eval``.
+        callbacks: called after each step, on the first rank.
+
+    Raises:
+        ConfigError: a mistake in the configuration, the data or the reward.
+    """
+    with Trainer(cfg, reward=reward, prompts=prompts, eval_prompts=eval_prompts, callbacks=callbacks) as trainer:
+        while trainer.step() is not None:
+            pass
+        return trainer.trained()
+
+
+class Trainer:
+    """A run step by step: ``with rm.Trainer(cfg) as trainer: metrics = trainer.step()``. Arguments as of ``train``.
+
+    Raises:
+        ConfigError: as ``train``; the data and the models are loaded when the block begins.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        reward: Reward | None = None,
+        prompts: Rows | None = None,
+        eval_prompts: Rows | None = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.cfg = _prepared(cfg, reward, prompts, eval_prompts)
+        self._steps = _Steps(callbacks)
+        self._stack = ExitStack()
+        self._run: OpenRun | None = None
+        self._next, self._last = 1, self.cfg.trainer.num_steps
+        self._ended = False
+
+    def __enter__(self) -> Trainer:
+        with ExitStack() as stack:
+            stack.enter_context(_one_process())
+            from rlhf_mcore.cli.compose import opened
+
+            stack.enter_context(rank.no_early_exit())
+            self._run = stack.enter_context(opened(self.cfg, trackers=[self._steps]))
+            self._next = self._run.first_step
+            if self._run.trainer is not None:
+                self._run.trainer.begin(self._last, self._next)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def step(self) -> dict[str, Any] | None:
+        """Make the next step, evaluate and save where that is due. Collective over the world.
+
+        Returns its metrics, on the first rank; {} on others. None after the last step, or where a signal or a time limit has ended
+        the run.
+        """
+        assert self._run is not None, "use it as `with rm.Trainer(cfg) as trainer:`"
+        if self._ended or self._run.trainer is None or self._next > self._last:
+            return None
+        made = len(self._steps.made)
+        self._ended = self._run.trainer.step(self._next, self._last)
+        self._next += 1
+        if self._next > self._last and not self._ended:
+            self._run.trainer.end(self._last)
+            self._run.record.close_profile()
+            self._run.finish()
+        return next(iter(self._steps.made[made:]), {})
+
+    def save_checkpoint(self, directory: str | Path) -> Path:
+        """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world."""
+        assert self._run is not None and self._run.trainer is not None
+        return self._run.trainer.save_checkpoint(Path(directory).resolve())
+
+    def trained(self) -> Trained:
+        """What the run has come to so far."""
+        from rlhf_mcore.checkpoint.layout import BEST, LATEST
+
+        cfg = self.cfg
+        directory = _directory(cfg)
+        chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
+        model = directory / chosen / run_kind(cfg).saved_as
+        return Trained(self._next > self._last and not self._ended, directory, model, list(self._steps.made))
+
+
+def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
+    """Memory, traffic and time of a run, as ``rlhf-mcore plan`` shows them; ``fits`` tells whether it can be.
+
+    Raises:
+        ConfigError: a mistake in the configuration, or there is no such device.
+    """
+    from rlhf_mcore.cli.plan import device_and_assumptions
+    from rlhf_mcore.planning.inputs import GPUS
+    from rlhf_mcore.planning.plan import make_plan
+
+    if gpu not in GPUS:
+        raise ConfigError(f"gpu={gpu!r} is not known; there are: {', '.join(GPUS)}")
+    size = world_size or default_world_size(cfg)
+    validate(cfg, size, check_files=False)
+    return make_plan(resolve(cfg), size, *device_and_assumptions(gpu, []))
+
+
+@dataclass(slots=True)
+class _Steps:
+    """A tracker that keeps what it is given, and tells the callbacks."""
+
+    callbacks: Sequence[Callback]
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == 0 or "final/step" in metrics:  # evaluations that belong to no step
+            return
+        self.made.append({"step": step, **metrics})
+        for callback in self.callbacks:
+            callback(step, metrics)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _prepared(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:
+    """A resolved copy with what was given from Python."""
+    cfg = deepcopy(cfg)
+    if reward is not None:
+        cfg.reward.function = OwnFunction(reward)
+    for name, rows in (("train", prompts), ("eval", eval_prompts)):
+        if rows is not None:
+            setattr(cfg.data, name, [_written(rows, _directory(cfg) / "data" / f"{name}.jsonl", cfg.data.prompt_key)])
+    world_size = torchrun_world_size()
+    if world_size is None and default_world_size(cfg) != 1:
+        raise ConfigError(
+            f"the layouts of this configuration need {default_world_size(cfg)} processes, and this is one; set actor.layout.tp=1 and "
+            "trainer.world_size=1, or start the script with torchrun"
+        )
+    validate(cfg, world_size or 1)
+    return resolve(cfg)
+
+
+def _written(rows: Rows, path: Path, prompt_key: Any) -> str:
+    """The path of a file with rows. Ranks write the same content, each whole."""
+    key = prompt_key if isinstance(prompt_key, str) else "prompt"
+    content = b"".join(json_line({key: row} if isinstance(row, str) else row) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+    return os.path.relpath(path)
+
+
+def _directory(cfg: Config) -> Path:
+    return Path(cfg.output_dir) / cfg.project / cfg.experiment
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """What torchrun would have set for a world of one process; under torchrun nothing is changed. Libraries do not warn meanwhile."""
+    names = {}
+    if torchrun_world_size() is None:
+        sizes = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        names = {**sizes, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
+    os.environ.update(names)
+    try:
+        with warnings.catch_warnings():
+            quiet()
+            yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)

@@ -1,0 +1,71 @@
+"""Training from Python, in one process of its own, as a script or a notebook does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.commands import ROOT, environment
+from tests.tiny_training import SMALL, make_quickstart
+
+SCRIPT = """
+import json, os
+import rlhf_mcore as rm
+
+seen = []
+def tell(step, metrics):
+    seen.append((step, metrics["reward/is_seven_mean"]))
+
+def long(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) / 16, "is_seven": float(ground_truth == "7")}
+
+cfg = rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=2", "logging.console=off"])
+rows = [{"prompt": f"<|user|>{a}+1=<|end|><|assistant|>", "answer": "7"} for a in range(10, 40)]
+trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell])
+again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
+
+cfg.experiment, cfg.trainer.num_steps = "second", 3
+texts = (row["prompt"] for row in rows)
+with rm.Trainer(cfg, reward=long, prompts=texts) as trainer:
+    first = trainer.step()
+    saved = trainer.save_checkpoint("kept")
+    steps = [trainer.step(), trainer.step(), trainer.step()]
+problems = []
+for given, changes in (({"reward": lambda x: 1.0}, []), ({}, ["actor.layout.tp=2"])):
+    try:
+        rm.train(rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "experiment=third", *changes]), **given)
+    except rm.ConfigError as error:
+        problems.append(str(error))
+fits = rm.plan(cfg, world_size=1).fits
+print(json.dumps([seen, trained.finished, str(trained.model), len(trained.metrics), len(again.metrics), first["step"], str(saved),
+    [step and step["step"] for step in steps], problems, fits, "RANK" in os.environ]))
+"""
+
+
+def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
+    make_quickstart(tmp_path)
+    config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
+    script = SCRIPT.replace("CONFIG", repr(config)).replace("*SMALL", "*" + repr([*SMALL, "reward.function=null"]))
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout.splitlines()[-1])
+    seen, finished, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
+    assert seen == [[1, 1.0], [2, 1.0]] and finished and (made, made_again) == (2, 0)
+    assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
+    assert first == 1 and steps == [2, 3, None]
+    assert Path(saved) == tmp_path / "kept" / "checkpoint-1" and (Path(saved) / "manifest.json").is_file()
+    assert "let it take (data_source, solution_str, ground_truth, extra_info)" in problems[0]
+    assert "need 2 processes, and this is one" in problems[1]
+    assert fits and not leaves_rank
+    rows = (tmp_path / "outputs/quickstart/second/data/train.jsonl").read_text().splitlines()
+    assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
