@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.commands import ROOT, environment
+from tests.commands import ROOT, environment, finished
 from tests.tiny_training import SMALL, make_quickstart
 
+ENGINE = ["reward.function=null", "rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
 SCRIPT = """
 import json, os
 import rlhf_mcore as rm
@@ -33,7 +33,7 @@ with rm.Trainer(cfg, reward=long, prompts=texts) as trainer:
     saved = trainer.save_checkpoint("kept")
     steps = [trainer.step(), trainer.step(), trainer.step()]
 problems = []
-for given, changes in (({"reward": lambda x: 1.0}, []), ({}, ["actor.layout.tp=2"])):
+for given, changes in (({"reward": lambda x: 1.0}, ["trainer.world_size=1"]), ({}, ["trainer.world_size=2"])):
     try:
         rm.train(rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "experiment=third", *changes]), **given)
     except rm.ConfigError as error:
@@ -47,20 +47,12 @@ print(json.dumps([seen, trained.finished, str(trained.model), len(trained.metric
 def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     make_quickstart(tmp_path)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
-    script = SCRIPT.replace("CONFIG", repr(config)).replace("*SMALL", "*" + repr([*SMALL, "reward.function=null"]))
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    script = SCRIPT.replace("CONFIG", repr(config)).replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
+    run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
-    seen, finished, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
-    assert seen == [[1, 1.0], [2, 1.0]] and finished and (made, made_again) == (2, 0)
+    seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
+    assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 0)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
     assert first == 1 and steps == [2, 3, None]
     assert Path(saved) == tmp_path / "kept" / "checkpoint-1" and (Path(saved) / "manifest.json").is_file()
