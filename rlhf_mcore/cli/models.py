@@ -22,6 +22,7 @@ from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.planning.weights import model_flops
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
@@ -130,7 +131,15 @@ class ModelBuilder:
             assert self.sharing is not None
             model.share(self.sharing, saved_as, offloaded_parts(cfg.offload))
         return TrainedModel(
-            layout, model, spec, self.cfg.trainer, optimizer=cfg.optimizer, plan=plan, name=name, trained=trained
+            layout,
+            model,
+            spec,
+            self.cfg.trainer,
+            model_flops(spec.geometry),
+            optimizer=cfg.optimizer,
+            plan=plan,
+            name=name,
+            trained=trained,
         )
 
     def _frozen(
@@ -149,7 +158,7 @@ class ModelBuilder:
         if model is not None and offload:
             assert self.sharing is not None
             model.share(self.sharing, name, (WEIGHTS,))
-        return RoleModel(layout, model, spec, self.cfg.trainer)
+        return RoleModel(layout, model, spec, self.cfg.trainer, model_flops(spec.geometry))
 
     def _model(
         self, spec: ModelSpec, path: str, layout: ParallelLayout, options: BuildOptions, saved_as: str | None

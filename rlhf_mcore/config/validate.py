@@ -215,6 +215,11 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
 
 def _batch_problems(cfg: Config) -> Iterator[str]:
     trainer = cfg.trainer
+    if trainer.forward_tokens is not None and trainer.forward_tokens < trainer.max_tokens_per_microbatch:
+        yield (
+            f"trainer.forward_tokens={trainer.forward_tokens} is less than trainer.max_tokens_per_microbatch="
+            f"{trainer.max_tokens_per_microbatch}, though a pass without gradients needs less memory; raise it or set it to null"
+        )
     for key, size in {"trainer": trainer.minibatch_size, "critic": cfg.critic.minibatch_size}.items():
         if size is not None and trainer.prompts_per_step % size:
             yield (

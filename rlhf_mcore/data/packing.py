@@ -123,8 +123,8 @@ def _split_largest(groups: list[list[int]], lengths: Sequence[int]) -> None:
     groups[largest : largest + 1] = [groups[largest][:half], groups[largest][half:]]
 
 
-def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Partition rows into ``num_bins`` bins of nearly equal token sums; every row is in exactly one bin.
+def balance(lengths: Sequence[float], num_bins: int) -> list[list[int]]:
+    """Partition rows into ``num_bins`` bins of nearly equal sums (tokens, or costs); every row is in exactly one bin.
 
     The k-way largest differencing method (Karmarkar and Karp 1982, "The differencing method of set partitioning"):
     keep a heap of partial partitions, join the two with the largest spread, heaviest bin to lightest, until one is
@@ -151,7 +151,7 @@ def balance(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
 
 @dataclass(slots=True)
 class _Bin:
-    tokens: int
+    tokens: float
     rows: list[int] = field(default_factory=list)
 
 
@@ -169,5 +169,5 @@ def _join(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
     return first
 
 
-def _spread(bins: list[_Bin], num_bins: int) -> int:
+def _spread(bins: list[_Bin], num_bins: int) -> float:
     return bins[0].tokens - (bins[-1].tokens if len(bins) == num_bins else 0)

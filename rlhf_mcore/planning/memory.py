@@ -170,7 +170,8 @@ def _save(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
 
 
 def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    tokens, stage = _microbatch_tokens(inputs, role), _stage(role, rank)
+    stage, trainer = _stage(role, rank), inputs.cfg.trainer
+    tokens = -(-(trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch) // role.layout.cp)
     held = None
     if stage >= 0:
         held = forward_activations(role, stage, tokens, BYTES[role.dtype], inputs.assumed)

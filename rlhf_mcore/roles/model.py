@@ -24,6 +24,7 @@ from rlhf_mcore.data.packing import balance
 from rlhf_mcore.mcore.model import MegatronModel, Metrics, OutputFunction
 from rlhf_mcore.mcore.model_spec import ModelSpec
 from rlhf_mcore.mcore.optimizer import StepOutcome, learning_rate
+from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.collectives import broadcast_json, reduce_sums
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.parallel.rows import NO_ROWS, Rows, merge_rows, move_rows, rows_by_rank
@@ -44,6 +45,7 @@ class RoleModel:
     model: MegatronModel | None
     spec: ModelSpec
     trainer: TrainerConfig
+    flops: ModelFlops | None = None  # None: rows are dealt to data-parallel ranks by their tokens alone
 
     def local_parameters(self) -> list[LocalParameter]:
         """What this rank holds of the model."""
@@ -88,17 +90,18 @@ class RoleModel:
             for number, rows in enumerate(mine)
         ]
 
-    def microbatches(self, held: RowTokens, rows_per_unit: int = 1) -> list[Microbatch]:
+    def microbatches(self, held: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False) -> list[Microbatch]:
         """Rows of this rank as microbatches: limited in tokens, padded for sequence parallelism, as many as the pipeline needs.
 
         Data-parallel ranks among which experts are sharded exchange tokens in every layer, so they all run equally many.
         """
         assert self.model is not None
+        limit = self.trainer.max_tokens_per_microbatch
         split = partial(
             make_microbatches,
             held,
             rows_per_unit=rows_per_unit,
-            max_tokens=self.trainer.max_tokens_per_microbatch,
+            max_tokens=(self.trainer.forward_tokens or 2 * limit) if forward_only else limit,
             packing=self.trainer.packing,
             pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
@@ -153,7 +156,7 @@ class RoleModel:
         held = self.deliver(batch, [range(batch.num_rows)], fields or {})
         last, tokens = torch.zeros(batch.num_rows), torch.zeros(0)
         if self.model is not None:
-            microbatches = self.microbatches(held[0])
+            microbatches = self.microbatches(held[0], forward_only=True)
             outputs = self.model.forward(microbatches, function)
             if self.keeps_outputs:
                 rows, lengths = held[0].rows, held[0].lengths
@@ -162,9 +165,11 @@ class RoleModel:
         return last, tokens
 
     def _shares(self, lengths: Tensor, rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
-        """The rows of each data-parallel rank, ascending. The same on every rank of the world."""
-        units = in_units(rows, rows_per_unit)
-        sizes = lengths[torch.tensor(units, dtype=torch.int64).reshape(-1, rows_per_unit)].sum(1).tolist()
+        """The rows of each data-parallel rank, ascending: about equally much to compute. The same on every rank of the world."""
+        units, costs = in_units(rows, rows_per_unit), lengths.double()
+        if self.flops is not None:  # in units of a token without attention
+            costs = costs + costs * (costs + 1) / 2 * self.flops.pair / (self.flops.token + self.flops.logits)
+        sizes = costs[torch.tensor(units, dtype=torch.int64).reshape(-1, rows_per_unit)].sum(1).tolist()
         return [[row for place in share for row in units[place]] for share in balance(sizes, self.layout.dp)]
 
 

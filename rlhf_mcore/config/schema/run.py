@@ -112,6 +112,13 @@ class TrainerConfig:
         AT_LEAST_1,
         more="No less than the longest prompt and response together.",
     )
+    forward_tokens: Optional[int] = key(
+        None,
+        "likewise of a pass without gradients, which keeps no activations",
+        AT_LEAST_1,
+        null="twice `max_tokens_per_microbatch`",
+        more="No less than `max_tokens_per_microbatch`.",
+    )
     logit_chunk_tokens: Optional[int] = key(
         None,
         "most tokens of a rank that have logits at a time",

@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.model import scalar_outputs
+from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as module
 from rlhf_mcore.roles.model import RoleModel, minibatches
@@ -235,3 +236,27 @@ def test_outputs_of_a_scalar_head_lose_the_last_dimension() -> None:
     part = Microbatch(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64), [], [])
     found = scalar_outputs(torch.tensor([[[1.0], [2.0], [3.0]]]), part)
     assert found.tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_rows_are_dealt_by_what_they_cost_attention_included() -> None:
+    """A pair that costs a token: rows of 8, 6 and 2 tokens cost 8 + 36, 6 + 21 and 2 + 3, so the longest is as much as the rest."""
+
+    def shares(flops: ModelFlops | None) -> list[list[int]]:
+        held = RoleModel(ParallelLayout(2), None, Lookup().spec, TrainerConfig(), flops)
+        return held._shares(torch.tensor([8, 6, 2, 2, 2, 2]), range(6), 1)
+
+    assert shares(ModelFlops(token=0.6, pair=1.0, logits=0.4)) == [[0], [1, 2, 3, 4, 5]]
+    tokens = [8, 6, 2, 2, 2, 2]
+    for flops in (None, ModelFlops(token=1000.0, pair=1.0, logits=0.0)):
+        assert sorted(sum(tokens[row] for row in share) for share in shares(flops)) == [10, 12]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 2), (30, 1)])
+def test_a_pass_without_gradients_has_twice_the_tokens_unless_said_otherwise(limit: int | None, expected: int) -> None:
+    held = RowTokens([0, 1, 2], [7, 7, 7], {"token_ids": torch.zeros(21, dtype=torch.int32)})
+    which: Any = Lookup()
+    placed = RoleModel(
+        which.layout, which, which.spec, TrainerConfig(max_tokens_per_microbatch=7, forward_tokens=limit)
+    )
+    assert len(placed.microbatches(held)) == 3
+    assert len(placed.microbatches(held, forward_only=True)) == expected
