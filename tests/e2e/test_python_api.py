@@ -11,8 +11,11 @@ from tests.tiny_training import SMALL, make_quickstart
 
 ENGINE = ["reward.function=null", "rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
 SCRIPT = """
-import json, os
+import json, os, runpy, sys
 import rlhf_mcore as rm
+
+sys.argv[1:] = [*SMALL, "trainer.num_steps=1", "logging.console=off"]
+example = runpy.run_path(EXAMPLE)["trained"]
 
 seen = []
 def tell(step, metrics):
@@ -39,7 +42,8 @@ for given, changes in (({"reward": lambda x: 1.0}, ["trainer.world_size=1"]), ({
     except rm.ConfigError as error:
         problems.append(str(error))
 fits = rm.plan(cfg, world_size=1).fits
-print(json.dumps([seen, trained.finished, str(trained.model), len(trained.metrics), len(again.metrics), first["step"], str(saved),
+print(json.dumps([example.finished, str(example.model),
+    seen, trained.finished, str(trained.model), len(trained.metrics), len(again.metrics), first["step"], str(saved),
     [step and step["step"] for step in steps], problems, fits, "RANK" in os.environ]))
 """
 
@@ -47,11 +51,14 @@ print(json.dumps([seen, trained.finished, str(trained.model), len(trained.metric
 def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     make_quickstart(tmp_path)
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
-    script = SCRIPT.replace("CONFIG", repr(config)).replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    script = SCRIPT.replace("CONFIG", repr(config)).replace("EXAMPLE", repr(str(ROOT / "examples" / "from_python.py")))
+    script = script.replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
     run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
-    seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
+    shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
+    assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 0)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
     assert first == 1 and steps == [2, 3, None]
