@@ -137,7 +137,7 @@ def resume(device: str, folder: Path) -> Found:
         f"step {a['step']} {name}"
         for a, b in zip(whole, halves, strict=True)
         for name in a
-        if not name.startswith(("timing/", "memory/", "perf/")) and a[name] != b.get(name)
+        if not name.startswith(("timing/", "throughput/", "memory/")) and a[name] != b.get(name)
     ]
     weights = [
         (folder / "outputs/suite" / name / "latest/actor/model.safetensors").read_bytes()
