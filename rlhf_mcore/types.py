@@ -35,7 +35,18 @@ class ModelGeometry:
     head: str = "lm"  # lm: logits | token: a scalar per token, with a bias | sequence: a scalar per token, no bias
     experts_per_token: int = 0
     shared_expert_ffn_size: int = 0  # of the expert that sees every token; 0: there is none
+    has_qk_norm: bool = False  # where config.json decides it; some families always have norms of query and key heads
     max_positions: int = 0  # tokens of the longest sequence; 0: unknown
+    # Multi-head latent attention, where ``kv_lora_rank`` is not 0: the sizes of what keys and values, and queries (0: not), are
+    # projected to on their way. ``head_dim`` is then that of queries and keys, ``rope_head_dim`` the part of it with a rotation.
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    rope_head_dim: int = 0
+    value_head_dim: int = 0  # 0: as ``head_dim``
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_head_dim or self.head_dim
 
     @property
     def has_dense_mlp(self) -> bool:

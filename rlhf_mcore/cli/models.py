@@ -118,6 +118,7 @@ class ModelBuilder:
             trainable=True,
             aux_loss_coef=cfg.moe.aux_loss_coef,
             overrides=Overrides(f"{'critic' if cfg is self.cfg.critic else 'actor'}.megatron", cfg.megatron or {}),
+            expert_bias_rate=cfg.moe.expert_bias_rate,
         )
         trained = None
         if isinstance(cfg, ActorConfig) and cfg.freeze:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_size, needs_critic, role_layouts
 from rlhf_mcore.config.model_files import inspect_model
-from rlhf_mcore.config.schema import Config, LayoutConfig
+from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
+from rlhf_mcore.families import has_expert_bias
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -61,7 +62,7 @@ def role_problems(cfg: Config, actor: ModelGeometry | None) -> Iterator[str]:
         yield from model_problems(key, path, ("lm", "token"), "critic", cfg.critic.layout, actor)
         geometry, _ = inspect_model(path, key, ("lm", "token"))
         if geometry is not None:
-            yield from balance_problems("critic", cfg.critic.moe.aux_loss_coef, geometry, key)
+            yield from balance_problems("critic", cfg.critic.moe, geometry, key)
     if cfg.reward.model.path is not None:
         path, layout = cfg.reward.model.path, cfg.reward.model.layout
         yield from model_problems("reward.model.path", path, ("sequence",), "reward.model", layout, actor)
@@ -131,10 +132,12 @@ def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model
     yield from _stage_problems(role, layout, geometry.num_layers, model)
 
 
-def balance_problems(role: str, coef: float, geometry: ModelGeometry, model: str) -> Iterator[str]:
-    """A load-balancing loss needs experts."""
-    if coef and not geometry.num_experts:
-        yield f"{role}.moe.aux_loss_coef={coef:g}, but {model} has no experts; set it to 0"
+def balance_problems(role: str, moe: MoEConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
+    """A load-balancing loss needs experts, and a bias of experts that moves has to be there."""
+    if moe.aux_loss_coef and not geometry.num_experts:
+        yield f"{role}.moe.aux_loss_coef={moe.aux_loss_coef:g}, but {model} has no experts; set it to 0"
+    if moe.expert_bias_rate and not has_expert_bias(geometry):
+        yield f"{role}.moe.expert_bias_rate={moe.expert_bias_rate:g}, but the router of {model} has no bias per expert; set it to 0"
 
 
 def _stage_problems(role: str, layout: LayoutConfig, num_layers: int, model: str) -> Iterator[str]:

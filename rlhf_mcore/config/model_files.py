@@ -168,7 +168,7 @@ def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     rules = [
         rule for rule in family.rules if "{i}" not in rule.mcore
     ]  # without the head, which may be another one here
-    rules += family.layer_rules(is_moe=geometry.is_moe_layer(0))
+    rules += family.layer_rules(geometry, 0)
     found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
     return found | {f"model.layers.{last}.input_layernorm.weight": (geometry.hidden_size,)}
 

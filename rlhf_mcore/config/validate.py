@@ -68,7 +68,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
         problems += [*world_problems(cfg, world_size), *_schedule_problems(cfg)]
     if in_range and geometry is not None:
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
-        problems += balance_problems("actor", cfg.actor.moe.aux_loss_coef, geometry, "model.path")
+        problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
     if kind.generates:
         problems += [*algorithm_problems(cfg), *rollout_problems(cfg), *reward_problems(cfg)]
         problems += [*_ray_problems(cfg), *prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]

@@ -9,7 +9,7 @@ import pkgutil
 from dataclasses import dataclass
 from importlib import import_module
 
-from rlhf_mcore.families.base import DECODER, HIDDEN, ONE, VOCAB, Family, Rule
+from rlhf_mcore.families.base import DECODER, EXPERT_BIAS, HIDDEN, ONE, VOCAB, Family, Rule
 from rlhf_mcore.types import ModelGeometry
 
 _SCORE = Rule("output_layer.weight", "replicated", {"score.weight": (ONE, HIDDEN)})
@@ -51,6 +51,11 @@ def outer_rules(geometry: ModelGeometry, *, tied_head: bool = False) -> tuple[Ru
     head = () if geometry.tied_embeddings and not tied_head else HEADS[geometry.head].rules
     first, *last = (rule for rule in FAMILIES[geometry.family].rules + head if "{i}" not in rule.mcore)
     return first, last
+
+
+def has_expert_bias(geometry: ModelGeometry) -> bool:
+    """Whether a model has mixtures whose router adds a bias to the scores of experts."""
+    return geometry.num_experts > 0 and any(rule in FAMILIES[geometry.family].rules for rule in EXPERT_BIAS)
 
 
 def architecture_name(architecture: str, head: str) -> str:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from rlhf_mcore.families.sizes import dense_layers, head_dim, max_positions, num_experts, num_kv_heads, size
-from rlhf_mcore.foreign import Fields
+from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
+from rlhf_mcore.families.sizes import head_dim, latent_sizes, max_positions, num_kv_heads, rope_type, rotary, size
+from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.types import ModelGeometry
 
 
@@ -29,11 +30,19 @@ HIDDEN = Dim("hidden", lambda g: g.hidden_size)
 QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
 HEAD_DIM = Dim("head_dim", lambda g: g.head_dim)
+NORMED_HEAD_DIM = Dim("normed_head_dim", lambda g: g.head_dim if g.has_qk_norm else 0)
 FFN = Dim("ffn", lambda g: g.ffn_size)
 VOCAB = Dim("vocab", lambda g: g.vocab_size)
 EXPERTS = Dim("experts", lambda g: g.num_experts)
 EXPERT_FFN = Dim("expert_ffn", lambda g: g.expert_ffn_size)
 SHARED_FFN = Dim("shared_ffn", lambda g: g.shared_expert_ffn_size)
+# Of latent attention: what is projected down to, what is projected up to, and queries where they are projected at once.
+Q_RANK = Dim("q_rank", lambda g: g.q_lora_rank)
+KV_RANK = Dim("kv_rank", lambda g: g.kv_lora_rank)
+KV_DOWN = Dim("kv_down", lambda g: g.kv_lora_rank + g.rope_head_dim)
+KV_UP = Dim("kv_up", lambda g: g.num_heads * (g.head_dim - g.rope_head_dim + g.value_dim))
+VALUES = Dim("values", lambda g: g.num_heads * g.value_dim)
+DIRECT_QUERIES = Dim("direct_queries", lambda g: 0 if g.q_lora_rank else g.num_heads * g.head_dim)
 
 # How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
 # columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group.
@@ -44,10 +53,10 @@ Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: b
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where one Megatron parameter's elements are among Hugging Face tensors.
+    """Where one Megatron parameter's elements are among Hugging Face tensors. Where a dimension is 0 there is no such parameter.
 
-    ``in_memory``: the name of the same rows in a live transformers model, where it differs from that of files (since version 5 the
-    experts of a layer are one stack).
+    ``trained``: false of a buffer, which no optimizer steps. ``in_memory``: the name of the same rows in a live transformers model,
+    where it differs from that of files (since version 5 the experts of a layer are one stack).
     """
 
     mcore: str
@@ -56,6 +65,7 @@ class Rule:
     layers: Layers = "all"
     spec: Spec = "any"
     in_memory: str = ""
+    trained: bool = True
 
     def shapes(self, geometry: ModelGeometry, layer: int = 0, expert: int = 0) -> dict[str, tuple[int, ...]]:
         """Names and full shapes of its Hugging Face tensors in one layer, for one expert."""
@@ -63,6 +73,10 @@ class Rule:
             name.format(i=layer, e=expert): tuple(dim.of(geometry) for dim in dims)
             for name, dims in self.tensors.items()
         }
+
+    def exists(self, geometry: ModelGeometry) -> bool:
+        """Whether the layers of a model have this parameter."""
+        return all(dim.of(geometry) for dims in self.tensors.values() for dim in dims)
 
 
 _MEGATRON, _LAYER = "decoder.layers.{i}.", "model.layers.{i}."
@@ -88,8 +102,19 @@ def gated_mlp(
     )
 
 
-DECODER = (
+_OUTSIDE = (
     Rule("embedding.word_embeddings.weight", "vocab_parallel", {"model.embed_tokens.weight": (VOCAB, HIDDEN)}),
+    Rule("decoder.final_layernorm.weight", "replicated", {"model.norm.weight": (HIDDEN,)}),
+)
+_MLP = (
+    Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "dense", "local"),
+    # The norm before a mixture stands alone: there is no single linear layer to fuse it with.
+    Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "moe"),
+    Rule(_MEGATRON + "mlp.linear_fc1.layer_norm_weight", "replicated", _MLP_NORM, "dense", "te"),
+    *gated_mlp("mlp.linear_fc{n}.weight", "mlp", FFN, "dense"),
+)
+DECODER = (
+    _OUTSIDE[0],
     Rule(_MEGATRON + "input_layernorm.weight", "replicated", _INPUT_NORM, spec="local"),
     Rule(_MEGATRON + "self_attention.linear_qkv.layer_norm_weight", "replicated", _INPUT_NORM, spec="te"),
     Rule(
@@ -102,12 +127,31 @@ DECODER = (
         "row_parallel",
         {_ATTENTION + "o_proj.weight": (HIDDEN, QUERIES)},
     ),
-    Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "dense", "local"),
-    # The norm before a mixture stands alone: there is no single linear layer to fuse it with.
-    Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "moe"),
-    Rule(_MEGATRON + "mlp.linear_fc1.layer_norm_weight", "replicated", _MLP_NORM, "dense", "te"),
-    *gated_mlp("mlp.linear_fc{n}.weight", "mlp", FFN, "dense"),
-    Rule("decoder.final_layernorm.weight", "replicated", {"model.norm.weight": (HIDDEN,)}),
+    *_MLP,
+    _OUTSIDE[1],
+)
+
+
+def _latent(module: str, kind: Kind, name: str, *dims: Dim, spec: Spec = "any") -> Rule:
+    return Rule(f"{_MEGATRON}self_attention.{module}", kind, {f"{_ATTENTION}{name}.weight": dims}, spec=spec)
+
+
+# Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): queries (or not) and keys and values by way of a latent.
+LATENT_DECODER = (
+    _OUTSIDE[0],
+    Rule(_MEGATRON + "input_layernorm.weight", "replicated", _INPUT_NORM),
+    _latent("linear_q_proj.weight", "column_parallel", "q_proj", DIRECT_QUERIES, HIDDEN),
+    _latent("linear_q_down_proj.weight", "replicated", "q_a_proj", Q_RANK, HIDDEN),
+    _latent("q_layernorm.weight", "replicated", "q_a_layernorm", Q_RANK, spec="local"),
+    _latent("linear_q_up_proj.layer_norm_weight", "replicated", "q_a_layernorm", Q_RANK, spec="te"),
+    _latent("linear_q_up_proj.weight", "column_parallel", "q_b_proj", QUERIES, Q_RANK),
+    _latent("linear_kv_down_proj.weight", "replicated", "kv_a_proj_with_mqa", KV_DOWN, HIDDEN),
+    _latent("kv_layernorm.weight", "replicated", "kv_a_layernorm", KV_RANK, spec="local"),
+    _latent("linear_kv_up_proj.layer_norm_weight", "replicated", "kv_a_layernorm", KV_RANK, spec="te"),
+    _latent("linear_kv_up_proj.weight", "column_parallel", "kv_b_proj", KV_UP, KV_RANK),
+    _latent("linear_proj.weight", "row_parallel", "o_proj", HIDDEN, VALUES),
+    *_MLP,
+    _OUTSIDE[1],
 )
 QKV_BIAS = (
     Rule(
@@ -116,10 +160,17 @@ QKV_BIAS = (
         {f"{_ATTENTION}{x}_proj.bias": (rows,) for x, rows in _QKV.items()},
     ),
 )
-QK_NORM = tuple(
-    Rule(f"{_MEGATRON}self_attention.{x}_layernorm.weight", "replicated", {f"{_ATTENTION}{x}_norm.weight": (HEAD_DIM,)})
-    for x in "qk"
-)
+
+
+def qk_norm(size: Dim) -> tuple[Rule, ...]:
+    """Norms of query and key heads."""
+    return tuple(
+        Rule(f"{_MEGATRON}self_attention.{x}_layernorm.weight", "replicated", {f"{_ATTENTION}{x}_norm.weight": (size,)})
+        for x in "qk"
+    )
+
+
+QK_NORM = qk_norm(HEAD_DIM)
 
 
 def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
@@ -138,28 +189,23 @@ def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
     )
 
 
-def shared_expert(block: str, gate: str) -> tuple[Rule, ...]:
-    """The expert that sees every token beside a mixture, and the gate that its output is multiplied with."""
+EXPERT_BIAS = (
+    Rule(
+        _MEGATRON + "mlp.router.expert_bias",
+        "replicated",
+        {_LAYER + "mlp.gate.e_score_correction_bias": (EXPERTS,)},
+        "moe",
+        trained=False,
+    ),
+)
+
+
+def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
+    """The expert that sees every token beside a mixture, and the gate that its output is multiplied with, if there is one."""
     shared = "mlp.shared_experts."
-    return (
-        *gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe"),
-        Rule(_MEGATRON + shared + "gate_weight", "replicated", {f"{_LAYER}{gate}.weight": (ONE, HIDDEN)}, "moe"),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """How config.json describes a mixture of experts: keys, and what transformers takes where they are absent."""
-
-    ffn_key: str  # of an expert's intermediate size
-    top_k: int
-    has_dense_layers: bool = False  # given by decoder_sparse_step and mlp_only_layers
-    always_renormalises: bool = False  # otherwise norm_topk_prob decides
-    shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
-
-    def renormalises(self, hf_config: Fields) -> bool:
-        """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
-        return hf_config.flag("norm_topk_prob", default=False) or self.always_renormalises
+    mlp = gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe")
+    names = {f"{_LAYER}{gate}.weight": (ONE, HIDDEN)}
+    return (*mlp, Rule(_MEGATRON + shared + "gate_weight", "replicated", names, "moe")) if gate else mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +214,10 @@ class Family:
 
     ``architecture`` is how the names of its Hugging Face architectures begin. ``megatron``: settings that are not Megatron's defaults,
     by the names that TransformerConfig and the arguments of a Megatron-LM checkpoint share. ``head_dim``: where config.json has none
-    (None: the hidden size over the number of heads). ``flags``: the only supported values of flags in config.json, which are also
-    their defaults.
+    (None: the hidden size over the number of heads). ``latent``: attention is multi-head latent attention. ``flags``: the only
+    supported values of flags in config.json, which are also their defaults. ``texts``: the only supported values of keys that an
+    engine reads otherwise where they are absent, so that they have to be there. ``qk_norm_key``: the flag that decides whether there
+    are norms of query and key heads, where not all models of the family have them.
 
     A window of attention is refused where it is active: ``window_switch`` is the key that decides, beside ``sliding_window`` itself
     (``default_window`` where that is absent).
@@ -180,15 +228,23 @@ class Family:
     rules: tuple[Rule, ...]
     megatron: Mapping[str, bool] = field(default_factory=dict)
     head_dim: int | None = None
-    mixture: Mixture | None = None
+    latent: bool = False
+    mixture: Mixture | SigmoidMixture | None = None
     flags: Mapping[str, bool] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+    qk_norm_key: str = ""
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
 
-    def layer_rules(self, *, is_moe: bool, fused: bool = False) -> list[Rule]:
-        """Rules of the parameters of one layer; ``fused`` as Transformer Engine's layer spec names them."""
-        kinds, specs = ("all", "moe" if is_moe else "dense"), ("any", "te" if fused else "local")
-        return [rule for rule in self.rules if "{i}" in rule.mcore and rule.layers in kinds and rule.spec in specs]
+    def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
+        """Rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
+        kinds = ("all", "moe" if geometry.is_moe_layer(layer) else "dense")
+        specs = ("any", "te" if fused else "local")
+        return [
+            rule
+            for rule in self.rules
+            if "{i}" in rule.mcore and rule.layers in kinds and rule.spec in specs and rule.exists(geometry)
+        ]
 
     def geometry(self, hf_config: Fields, head: str = "lm") -> ModelGeometry:
         """The sizes in a config.json of this family, under one kind of head.
@@ -201,32 +257,42 @@ class Family:
             num_layers=size(hf_config, "num_hidden_layers"),
             hidden_size=size(hf_config, "hidden_size"),
             num_heads=size(hf_config, "num_attention_heads"),
-            num_kv_heads=num_kv_heads(hf_config),
-            head_dim=head_dim(hf_config, self.head_dim),
+            num_kv_heads=size(hf_config, "num_attention_heads") if self.latent else num_kv_heads(hf_config),
+            head_dim=0 if self.latent else head_dim(hf_config, self.head_dim),
             ffn_size=size(hf_config, "intermediate_size"),
             vocab_size=size(hf_config, "vocab_size"),
             tied_embeddings=hf_config.flag("tie_word_embeddings", default=False) and head == "lm",
             head=head,
             max_positions=max_positions(hf_config),
+            has_qk_norm=self._has_qk_norm(hf_config),
         )
-        if (mixture := self.mixture) is None:
-            return found
-        shared = size(hf_config, "shared_expert_intermediate_size", mixture.shared_ffn) if mixture.shared_ffn else 0
-        return replace(
-            found,
-            num_experts=num_experts(hf_config),
-            expert_ffn_size=size(hf_config, mixture.ffn_key),
-            shared_expert_ffn_size=shared,
-            experts_per_token=size(hf_config, "num_experts_per_tok", mixture.top_k),
-            dense_layers=dense_layers(hf_config) if mixture.has_dense_layers else (),
-        )
+        if self.latent:
+            found = replace(found, **latent_sizes(hf_config))
+        return found if self.mixture is None else replace(found, **self.mixture.sizes(hf_config))
 
-    def megatron_settings(self, hf_config: Fields) -> dict[str, bool]:
+    def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:
         """``megatron``, and what of it depends on a config.json."""
-        if self.mixture is None:
-            return dict(self.megatron)
-        # Renormalised weights of the top k are the softmax over these k alone.
-        return {**self.megatron, "moe_router_pre_softmax": not self.mixture.renormalises(hf_config)}
+        found: dict[str, Any] = dict(self.megatron)
+        if self.qk_norm_key:
+            found["qk_layernorm"] = self._has_qk_norm(hf_config)
+        if self.mixture is not None:
+            found |= self.mixture.settings(hf_config)
+        if self.latent:
+            sizes, rope, is_yarn = latent_sizes(hf_config), rotary(hf_config), rope_type(hf_config) == "yarn"
+            found |= {
+                "multi_latent_attention": True,
+                "q_lora_rank": sizes["q_lora_rank"] or None,
+                "kv_lora_rank": sizes["kv_lora_rank"],
+                "qk_head_dim": sizes["head_dim"] - sizes["rope_head_dim"],
+                "qk_pos_emb_head_dim": sizes["rope_head_dim"],
+                "v_head_dim": sizes["value_head_dim"],
+                "qk_layernorm": True,
+                "rope_type": "yarn" if is_yarn else "rope",
+                "rotary_scaling_factor": rope.number("factor", default=1.0) if is_yarn else 1.0,
+                "mscale": rope.number("mscale", default=1.0),
+                "mscale_all_dim": rope.number("mscale_all_dim", default=0.0),
+            }
+        return found
 
     def problems(self, hf_config: Fields, architecture: str) -> Iterator[str]:
         """What of a config.json this family does not support.
@@ -238,20 +304,23 @@ class Family:
             if hf_config.flag(key, default=supported) != supported:
                 asked = f"{key}=false" if supported else key
                 yield f"{asked} is not supported for {architecture}; use another model"
+        for key, needed in self.texts.items():
+            if (value := hf_config.text(key, default="")) != needed:
+                asked = (
+                    f"{key} {shorten(value)!r} is not supported for {architecture}, only {needed!r}; use another model"
+                )
+                absent = (
+                    f'config.json has no {key}, and engines take another one than {needed!r}; add "{key}": "{needed}"'
+                )
+                yield asked if value else absent
         window = self._active_window(hf_config)
         if window is not None:
             yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
-        if (mixture := self.mixture) is None:
-            return
-        top_k, found = size(hf_config, "num_experts_per_tok", mixture.top_k), num_experts(hf_config)
-        renormalises = mixture.renormalises(hf_config)
-        if top_k > found:
-            yield (f"num_experts_per_tok={top_k} is not between 1 and num_experts={found}; export the model again")
-        if top_k == 1 and renormalises:
-            yield "num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
-        shared = hf_config.integer("shared_expert_intermediate_size", default=0)
-        if shared and not mixture.shared_ffn:
-            yield "shared experts (shared_expert_intermediate_size) are not supported; use another model"
+        if self.mixture is not None:
+            yield from self.mixture.problems(hf_config)
+
+    def _has_qk_norm(self, hf_config: Fields) -> bool:
+        return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)
 
     def _active_window(self, hf_config: Fields) -> int | None:
         """The sliding window if some layer of the model really uses it."""

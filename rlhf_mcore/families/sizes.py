@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rlhf_mcore.foreign import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -18,6 +20,12 @@ MAX_SIZES = {
     "shared_expert_intermediate_size": 2**20,
     "num_experts": 4096,
     "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+    "q_lora_rank": 2**16,
+    "kv_lora_rank": 2**16,
+    "qk_nope_head_dim": 4096,
+    "qk_rope_head_dim": 4096,
+    "v_head_dim": 4096,
     "num_experts_per_tok": 4096,
     "vocab_size": 2**20,
     "max_position_embeddings": 2**31,
@@ -40,12 +48,12 @@ def size(hf_config: Fields, key: str, default: int | None = None) -> int:
 
 
 def num_experts(hf_config: Fields) -> int:
-    """Experts of a layer, under the name that transformers writes since version 5, or the one of Qwen's authors.
+    """Experts of a layer, under the name that transformers writes since version 5, or the one of DeepSeek's or Qwen's authors.
 
     Raises:
         ConfigError: as ``size``, or all layers have too many together.
     """
-    key = "num_local_experts" if "num_local_experts" in hf_config else "num_experts"
+    key = next((name for name in ("num_local_experts", "n_routed_experts") if name in hf_config), "num_experts")
     found, num_layers = size(hf_config, key), size(hf_config, "num_hidden_layers")
     if found * num_layers > MAX_EXPERTS:
         raise hf_config.wrong(
@@ -92,6 +100,24 @@ def head_dim(hf_config: Fields, default: int | None) -> int:
     if found % 2:
         raise hf_config.wrong("head_dim", "an even number, as rotary embeddings need it")
     return found
+
+
+def latent_sizes(hf_config: Fields) -> dict[str, Any]:
+    """Fields of a geometry: of multi-head latent attention, whose keys and queries have a part without and one with a rotation.
+
+    Raises:
+        ConfigError: as ``size``, or the part with a rotation is odd.
+    """
+    rope = size(hf_config, "qk_rope_head_dim")
+    if rope % 2:
+        raise hf_config.wrong("qk_rope_head_dim", "an even number, as rotary embeddings need it")
+    return dict(
+        head_dim=size(hf_config, "qk_nope_head_dim") + rope,
+        rope_head_dim=rope,
+        value_head_dim=size(hf_config, "v_head_dim"),
+        q_lora_rank=size(hf_config, "q_lora_rank") if "q_lora_rank" in hf_config else 0,
+        kv_lora_rank=size(hf_config, "kv_lora_rank"),
+    )
 
 
 def rotary(hf_config: Fields) -> Fields:

@@ -38,6 +38,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
+
 try:
     import transformer_engine  # noqa: F401
 
@@ -71,9 +73,17 @@ class SDPACoreAttention(torch.nn.Module):
     Padding is on the right, so the causal mask alone keeps real tokens from seeing it.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
+        self._scale = softmax_scale
 
     def forward(
         self,
@@ -85,10 +95,10 @@ class SDPACoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Returns [s, b, heads * d], or [N, heads * d] for packed input."""
+        """Returns [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = _causal(q, k, v)  # [b, heads, s, d]
+            out = self._attend(q, k, v)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
         borders, parts = packed_seq_params.cu_seqlens_q.tolist(), []
         lengths = [end - begin for begin, end in itertools.pairwise(borders)]
@@ -97,17 +107,17 @@ class SDPACoreAttention(torch.nn.Module):
             count = len(list(same))
             held = slice(begin, begin + count * length)
             q, k, v = (x[held].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
-            parts.append(_causal(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
+            parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
             begin = held.stop
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shares = q.size(1) != k.size(1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=shares)
 
 
 class Router(TopKRouter):
-    """Top-k softmax router with the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6).
+    """Top-k router with the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6).
 
     Of a microbatch of n tokens and E experts it is E * sum_e f_e * P_e, with f_e the fraction of the n * top_k assignments that
     went to expert e and P_e the mean router probability of e; 1 is perfect balance. Microbatches are weighted by n, padding does
@@ -115,10 +125,13 @@ class Router(TopKRouter):
 
     ``balance_weight`` (set for each update) multiplies n times the loss; ``balance_sum`` collects this rank's part of n times the
     loss, over the microbatches since it was last set.
+
+    ``assigned`` [E] counts this rank's tokens by expert over the microbatches of an update; None: they are not counted.
     """
 
     balance_weight: float = 0.0
     balance_sum: float | Tensor = 0.0
+    assigned: Tensor | None = None
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -133,8 +146,30 @@ class Router(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, self.balance_weight * weighted)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron's compiles itself at its first call, to do nothing for families without an expert bias."""
-        assert not self.enable_expert_bias
+        """Count tokens [n, E], once where activations are recomputed. Megatron's own counts in 16 bits where weights have as many."""
+        if self.assigned is not None and torch.is_grad_enabled():
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
+            self.assigned = self.assigned.to(real.device) + real.sum(dim=0)
+
+
+def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.ProcessGroup) -> None:
+    """Balancing without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1), from the tokens that routers have counted.
+
+    The bias of an expert goes up by ``rate`` where it got fewer tokens than the mean over experts, and down where it got more.
+    ``group`` joins the ranks that hold the same layers, each of which has counted its own tokens. Collective over it.
+    """
+    biases, assigned = [], []
+    for router in routers:
+        assert router.expert_bias is not None and router.assigned is not None
+        biases.append(router.expert_bias)
+        assigned.append(router.assigned)
+    if not biases:  # a stage of dense layers
+        return
+    counts = torch.stack(assigned)
+    dist.all_reduce(counts, group=group)
+    moves = rate * torch.sign(counts.mean(dim=1, keepdim=True) - counts)
+    for bias, move in zip(biases, moves, strict=True):
+        bias.add_(move)
 
 
 class ScalarHead(torch.nn.Module):
@@ -205,8 +240,13 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
 
 def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=moe, qk_layernorm=config.qk_layernorm
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=moe,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
+    if config.multi_latent_attention:
+        spec.submodules.self_attention.module = LatentAttention
     if moe:
         spec.submodules.mlp.submodules.router = Router
     return spec
@@ -220,20 +260,22 @@ def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         mlp.submodules.router = Router
     else:
         mlp = get_mlp_module_spec_for_backend(backend=backend)
-    attention = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear(),
-        core_attention=SDPACoreAttention,
-        linear_proj=backend.row_parallel_linear(),
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
-    )
+    if config.multi_latent_attention:
+        attention = local_attention_spec(RMSNorm, SDPACoreAttention)
+    else:
+        submodules = SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=SDPACoreAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        )
+        attention = ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, submodules)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
-from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, defer_logits, routers, use_te
+from rlhf_mcore.mcore.latent import set_frequencies
+from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, defer_logits, move_expert_biases, routers, use_te
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
@@ -63,6 +64,7 @@ class MegatronModel:
     platform: Platform
     chunks: list[torch.nn.Module]
     aux_loss_coef: float = 0.0  # of the load-balancing loss of a trained mixture-of-experts model
+    expert_bias_rate: float = 0.0  # by which an update moves the biases of experts
     optimizer: Optimizer | None = None
     overrides: Overrides = field(default_factory=Overrides)
     logit_chunk_tokens: int | None = None
@@ -130,6 +132,8 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()  # type: ignore[operator]
+        for router in routers(self.chunks):
+            router.assigned = torch.zeros(router.num_experts) if self.expert_bias_rate else None
         if self.aux_loss_coef:
             # The load-balancing loss is a mean over the tokens of the update, and its sums begin at zero.
             local = {"tokens": float(sum(sum(m.lengths) for m in microbatches))}
@@ -166,6 +170,8 @@ class MegatronModel:
         self.movable.ready(OPTIMIZER)
         outcome = self.optimizer.step(lr)
         self._has_stale_weights |= outcome.updated and self.overrides.wants("overlap_param_gather")
+        if outcome.updated and self.expert_bias_rate:
+            move_expert_biases(routers(self.chunks), self.expert_bias_rate, self.groups.collection.tp_dp_cp)
         return outcome
 
     def load_balance(self) -> float:
@@ -253,12 +259,16 @@ class MegatronModel:
             position_ids=microbatch.position_ids.to(device),
             attention_mask=None,
             packed_seq_params=packed,
-            padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self.aux_loss_coef else None,
+            padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self._balances else None,
         )
         return output, partial(on_outputs, microbatch)
 
+    @property
+    def _balances(self) -> bool:
+        return bool(self.aux_loss_coef or self.expert_bias_rate)
+
     def _padding(self, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
-        """True at the tokens that routers leave out of the load-balancing loss, in the shape that this chunk expects."""
+        """True at the tokens that routers leave out of the balance, in the shape that this chunk expects."""
         height, width = microbatch.token_ids.shape
         lengths = [sum(microbatch.lengths)] if microbatch.cu_seqlens is not None else microbatch.lengths
         real = torch.tensor(lengths + [0] * (height - len(lengths)))
@@ -300,6 +310,7 @@ class BuildOptions:
     overrides: Overrides = field(default_factory=Overrides)
     freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
     logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
+    expert_bias_rate: float = 0.0
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -335,6 +346,10 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         if options.freeze is not None:
             options.freeze(chunks)
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
+        for router in routers(chunks):
+            router._maintain_float32_expert_bias()
+        # Or Megatron would move it with every gradient, over its globals.
+        config.moe_router_enable_expert_bias = False
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -345,6 +360,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         platform,
         chunks,
         aux_loss_coef,
+        expert_bias_rate=options.expert_bias_rate if options.trainable else 0.0,
         overrides=options.overrides,
         logit_chunk_tokens=options.logit_chunk_tokens,
     )
@@ -372,7 +388,10 @@ def _build_chunk(
         chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
     elif last:
         defer_logits(chunk.output_layer, groups.collection.tp)
-    chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
+    if spec.geometry.kv_lora_rank:
+        set_frequencies(chunk, spec.inv_freq, spec.rope_scale)
+    else:
+        chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
     _mark_tensor_parallel(chunk)
     return chunk
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from transformers import AutoConfig, PretrainedConfig
@@ -33,8 +33,8 @@ class ModelSpec:
 
     geometry: ModelGeometry
     hf_config: PretrainedConfig
-    megatron: Mapping[str, bool]  # settings of TransformerConfig that the family needs
-    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies
+    megatron: Mapping[str, Any]  # settings of TransformerConfig that the family needs
+    inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_head_dim / 2]
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
 
     @property
@@ -82,10 +82,11 @@ def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
         inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
-        if scale < 1.0:
+        if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # of which Megatron takes the factor itself
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)
     dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    dim = int(dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return 1.0 / (hf.rope_parameters["rope_theta"] ** exponents), 1.0
 
@@ -107,16 +108,21 @@ def transformer_config(
     Raises:
         ConfigError: it refuses the user's ``overrides``.
     """
+    latent = spec.geometry.kv_lora_rank > 0
+    settings = dict(spec.megatron)
+    if latent:
+        # It asks for norms that are parts of fused layers. Of norms that stand alone it would sum gradients that are whole already.
+        settings["qk_layernorm"] = fused
     config = (overrides or Overrides()).build(
-        TransformerConfig,
+        MLATransformerConfig if latent else TransformerConfig,
         **_sizes(spec),
-        **spec.megatron,
+        **settings,
         **_parallelism(groups, dtype),
         **_experts(spec, groups, fused, aux_loss_coef),
         **_recompute(recompute),
         **_switches(fused, deterministic, on_host=platform.name == "cpu"),
     )
-    if spec.rope_scale != 1.0:
+    if spec.rope_scale != 1.0 and not latent:
         # Attention asks for a yarn scaling factor s and multiplies by 0.1 ln(s) + 1; this s gives the factor of the HF config.
         config.yarn_rotary_scaling_factor = math.exp((spec.rope_scale - 1.0) / 0.1)
     return config

@@ -107,9 +107,15 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
 
 
 def _attention(geometry: ModelGeometry) -> int:
-    """Elements a token: the fused projection, queries and keys after the rotation (and before their norms), the output."""
+    """Elements a token: the fused projection, queries and keys after the rotation (and before their norms), the output.
+
+    With latent attention what is projected up, queries and keys put together from their parts, values, the output.
+    """
+    if geometry.kv_lora_rank:
+        queries, values = geometry.num_heads * geometry.head_dim, geometry.num_heads * geometry.value_dim
+        return 4 * queries + 3 * values
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    has_norms = FAMILIES[geometry.family].megatron.get("qk_layernorm", False)
+    has_norms = geometry.has_qk_norm or FAMILIES[geometry.family].megatron.get("qk_layernorm", False)
     rotated = (queries + keys) * (2 if has_norms else 1)
     return (queries + 2 * keys) + rotated + queries
 

@@ -48,7 +48,9 @@ def engine_numel(geometry: ModelGeometry, tp: int) -> int:
 
 
 def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
-    """Keys and values of one token in all layers on one engine rank."""
+    """Keys and values of one token in all layers on one engine rank: with latent attention the latent alone, on every rank."""
+    if geometry.kv_lora_rank:
+        return geometry.num_layers * (geometry.kv_lora_rank + geometry.rope_head_dim) * width
     return 2 * geometry.num_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
 
 
@@ -58,7 +60,7 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
     for rule in (first, *last):
         yield _planned(rule, geometry, tp, rank, 0)
     for layer in range(geometry.num_layers):
-        for rule in family.layer_rules(is_moe=geometry.is_moe_layer(layer)):
+        for rule in family.layer_rules(geometry, layer):
             yield _planned(rule, geometry, tp, rank, layer)
 
 

@@ -202,9 +202,7 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
     layers = [
-        rule
-        for layer in range(geometry.num_layers)
-        for rule in FAMILIES[geometry.family].layer_rules(is_moe=geometry.is_moe_layer(layer))
+        rule for layer in range(geometry.num_layers) for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
     ]
     return sum(
         (num_experts if "{k}" in rule.mcore else 1) * sum(map(prod, rule.shapes(geometry).values()))

@@ -22,7 +22,7 @@ def trained_names(geometry: ModelGeometry, patterns: Sequence[str]) -> list[str]
     Raises:
         ConfigError: a pattern means none, or all together mean every tensor.
     """
-    known = list(hf_shapes(geometry))
+    known = list(hf_shapes(geometry, trained=True))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise ConfigError(

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -55,6 +59,27 @@ MODELS = {
     "qwen3_seven": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_hidden_layers=7)),
 }
 QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+# Head sizes that differ, groups of experts, two experts that are shared, and what vLLM reads and transformers does not.
+DEEPSEEK = dict(
+    q_lora_rank=24,
+    kv_lora_rank=40,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=20,
+    head_dim=None,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    n_shared_experts=2,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    first_k_dense_replace=1,
+    moe_intermediate_size=48,
+    routed_scaling_factor=2.5,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    rope_parameters={**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2},
+)
 MOE_MODELS = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN_EXPERTS),
     # Dense layers too, and expert weights that do not add up to one.
@@ -76,11 +101,35 @@ MOE_MODELS = {
     ),
     "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=2)),
 }
+# Families of which a few layouts are tried, and every one of them with -m matrix: see family_worker.py.
+FURTHER_MODELS = {
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, DEEPSEEK),
+    # As Moonlight: queries at once, one group, no stretched rotation.
+    "deepseek_v3_direct": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
+    ),
+    "glm4_moe": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        dict(
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            routed_scaling_factor=1.5,
+        ),
+    ),
+    # Without experts nothing asks for sequence parallelism.
+    "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),
+}
 
 
 def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.nn.Module:
     """Write a randomly initialised model and return it (fp32, eval mode). Biases and norms are randomised too."""
-    model_class, config_class, extra = {**MODELS, **MOE_MODELS}[name]
+    model_class, config_class, extra = {**MODELS, **MOE_MODELS, **FURTHER_MODELS}[name]
     settings = {**SIZES, **extra, **changes}
     if settings.get("head_dim", 0) is None:
         del settings["head_dim"]
@@ -93,5 +142,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in parameter_name else 0.0))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(directory)
     return model

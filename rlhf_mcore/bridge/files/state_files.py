@@ -3,8 +3,8 @@
 ``training/state-<rank>.safetensors`` holds the rectangles of one rank, each a tensor of its own; ``training/index.json`` names
 which rectangle of which Hugging Face tensor is in which file. Padding of the vocabulary is not stored: it is zero.
 
-An index covers all tensors of the model (format 1), or those that it declares under ``covers`` (format 2): where some weights are
-frozen, or only adapters are trained, the others have no state.
+An index covers all trained tensors of the model (format 1), or those that it declares under ``covers`` (format 2): where some
+weights are frozen, or only adapters are trained, the others have no state.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ def make_index(
 ) -> dict[str, Any]:
     """The index of what all ranks have described.
 
-    ``covers`` declares the Hugging Face tensors that have state; None: all of the model.
+    ``covers`` declares the Hugging Face tensors that have state; None: all of the model that are trained.
 
     Raises:
         ValueError: the ranks' regions do not cover a declared tensor exactly once, or are of a tensor that is not declared. This is
             ours, not the user's, to put right.
     """
-    shapes = hf_shapes(geometry)
+    shapes = hf_shapes(geometry, trained=True)
     if covers is not None:
         if unknown := set(covers) - shapes.keys():
             raise ValueError(f"{min(unknown)} is not a tensor of this model")
@@ -217,7 +217,7 @@ class StateReader:
                 raise self._damaged(f"file {name!r} is not a plain file in this directory")
             if not path.is_file():
                 raise ConfigError(f"{self.directory}: {name} is missing. {_REMEDY}")
-        shapes = hf_shapes(geometry)
+        shapes = hf_shapes(geometry, trained=True)
         self.covers = frozenset(index.texts("covers") if found == _OF_SOME else shapes)
         if unknown := sorted(self.covers - shapes.keys()):
             raise self._damaged(f"it covers {len(unknown)} tensors that are not config.json's, among them {unknown[0]}")

@@ -80,9 +80,13 @@ class Gatherer:
         self._experts = expert_group
         mine = next((astuple(p.shard) for p in parameters if is_expert(p.name)), None)
         assert mine is None or expert_group is not None, "experts are gathered over a group of their own"
+        # A stage without experts receives those of others, which are shared among the ranks of a stage as they would be in this.
+        mine = next((shard for shard in all_gather_json(mine, pp_group) if shard), None)
         self._expert_shards = [Shard(*s) for s in all_gather_json(mine, expert_group) if s] if expert_group else []
         self._local = {parameter.name: parameter.tensor for parameter in parameters}
-        stages = all_gather_json([parameter.name for parameter in parameters], pp_group)
+        types = {p.name: str(p.tensor.dtype).removeprefix("torch.") for p in parameters}
+        stages = all_gather_json(types, pp_group)
+        self._dtypes = {name: getattr(torch, dtype) for held in stages for name, dtype in held.items()}
         # A tied embedding has two owners under pipeline parallelism; the first stage's is used.
         self._owner: dict[str, int] = {}
         for stage, names in enumerate(stages):
@@ -103,7 +107,7 @@ class Gatherer:
 
     def _gather(self, name: str, stage: int, by_rank: list[list[Piece]], targets: list[str]) -> dict[str, Tensor]:
         like = next(iter(self._local.values()))
-        full = {target: like.new_empty(self._shapes[target]) for target in targets}
+        full = {target: like.new_empty(self._shapes[target], dtype=self._dtypes[name]) for target in targets}
         if self._pp.rank() == stage:
             group = self._experts if is_expert(name) else self._tp
             for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):

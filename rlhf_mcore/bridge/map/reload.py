@@ -22,8 +22,9 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
     """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
 
     Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
-    Leaving the context lets vLLM process the layer and put the result where its kernels read it. Peak extra memory is one
-    layer. Run it under vLLM's ``set_current_vllm_config``.
+    Leaving the context lets vLLM process the layer, and the modules above that keep what they make of its weights (latent attention
+    absorbs a projection), and put the result where its kernels read it. Peak extra memory is one layer. Run it under vLLM's
+    ``set_current_vllm_config``.
 
     Args:
         model: the live model.
@@ -35,12 +36,20 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
     module: Any = model.get_submodule(group[0].module)
     layerwise.initialize_layerwise_reload(module)
     info = layerwise.get_layerwise_info(module)
+    names = {name for parameter in group for name in (parameter.name, *parameter.aliases)}
+    above = {id(found): found for name in names for found in _processing_above(model, name)}
+    for parameter in group if above else ():
+        kernel = info.kernel_tensors[0][parameter.name.rpartition(".")[2]]
+        if not kernel.numel():  # the module above has emptied it, and will again
+            kernel.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=kernel.device)
     try:
         meta.materialize_layer(module, info)
         yield {p.name: getattr(module, p.name.rpartition(".")[2]).data.view(-1) for p in group}
         if current_platform.is_cpu() and getattr(module.quant_method, "moe_kernel", None) is not None:
             module.quant_method.moe_kernel = None  # vLLM 0.32 packs experts only while it builds their kernel
         layerwise._layerwise_process(module, info)
+        for processing in above.values():
+            processing.process_weights_after_loading(group[0].dtype)
     finally:
         if info.can_load():  # it was not processed: put back what was there
             layerwise._place_kernel_tensors(module, info)
@@ -49,6 +58,16 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         sharer: Any = model.get_submodule(alias.rpartition(".")[0])
         if sharer is not module:
             sharer.quant_method.process_weights_after_loading(sharer)
+
+
+def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
+    """Modules around the one that holds a parameter which process weights below them after loading."""
+    name = parameter.rpartition(".")[0].rpartition(".")[0]
+    while name:
+        module = model.get_submodule(name)
+        if hasattr(module, "process_weights_after_loading"):
+            yield module
+        name = name.rpartition(".")[0]
 
 
 @contextmanager

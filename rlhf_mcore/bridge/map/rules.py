@@ -19,12 +19,14 @@ from rlhf_mcore.types import ModelGeometry, Shard
 Shapes = dict[str, tuple[int, ...]]
 
 
-def hf_shapes(geometry: ModelGeometry) -> Shapes:
-    """Name and shape of every Hugging Face tensor of a model, in the order of the network."""
+def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
+    """Name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
     first, last = outer_rules(geometry)
     found = first.shapes(geometry)
     for layer in range(geometry.num_layers):
-        for rule in FAMILIES[geometry.family].layer_rules(is_moe=geometry.is_moe_layer(layer)):
+        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
+            if trained and not rule.trained:
+                continue
             for expert in range(geometry.num_experts if "{k}" in rule.mcore else 1):
                 found |= rule.shapes(geometry, layer, expert)
     for rule in last:
@@ -37,7 +39,7 @@ def layer_names(geometry: ModelGeometry, layer: int, num_experts: int, fused: bo
 
     ``fused`` names them as Transformer Engine's layers do: norms within linear layers, experts as one grouped product.
     """
-    for rule in FAMILIES[geometry.family].layer_rules(is_moe=geometry.is_moe_layer(layer), fused=fused):
+    for rule in FAMILIES[geometry.family].layer_rules(geometry, layer, fused=fused):
         yield from (rule.mcore.format(i=layer, k=k) for k in range(num_experts if "{k}" in rule.mcore else 1))
 
 

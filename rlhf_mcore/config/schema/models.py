@@ -155,6 +155,13 @@ class MoEConfig:
         more="The loss is that of Switch Transformers, 1 per layer at perfect balance. It is reported as `actor/load_balance` "
         "and is not part of `loss/total`.",
     )
+    expert_bias_rate: float = key(
+        0.0,
+        "models whose router has a bias per expert (DeepSeek-V3): how far an update moves it; 0: it stays as it is",
+        FROM_0_TO_1,
+        more="Balancing without a loss (arXiv 2408.15664): after each update the bias of an expert that got fewer tokens than "
+        "the mean goes up by so much, that of one that got more goes down. DeepSeek-V3 was trained with 0.001.",
+    )
 
 
 @dataclass

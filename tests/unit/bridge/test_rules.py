@@ -151,9 +151,16 @@ def test_shapes_come_in_the_order_of_the_network() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_fused_into_transformer_engines_linears_have_the_same_place(family: str) -> None:
-    geometry = replace(GEOMETRY, family=family)
+    latent = FAMILIES[family].latent
+    geometry = replace(GEOMETRY, family=family, q_lora_rank=8, kv_lora_rank=8)
+    up = "self_attention.linear_{}_up_proj.layer_norm_weight"
+    attention = [
+        (up.format("q"), "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm"),
+        (up.format("kv"), "self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm"),
+    ]
+    usual = [("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "input_layernorm")]
     for fused, alone, hf in (
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "input_layernorm"),
+        *(attention if latent else usual),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", "post_attention_layernorm"),
     ):
         expected = [Piece(f"model.layers.5.{hf}.weight", (0,), (8,), 0, (1,))]

@@ -306,7 +306,7 @@ def test_intermediate_size_against_tensor_parallel(workspace: Any) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported are: LlamaForC",
+            "architecture GPT2LMHeadModel is not supported; supported are: DeepseekV3ForC",
         ),
         ({"architectures": None}, "architecture none"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),

@@ -24,6 +24,23 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 100,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 16,
+}
 
 
 def test_no_module_but_a_familys_own_names_it() -> None:
@@ -34,7 +51,17 @@ def test_no_module_but_a_familys_own_names_it() -> None:
 
 
 def test_a_module_is_a_family_and_answers_to_every_head() -> None:
-    assert list(FAMILIES) == ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+    assert list(FAMILIES) == [
+        "deepseek_v3",
+        "glm4_moe",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")
     for name, family in FAMILIES.items():
@@ -69,7 +96,29 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         ("Mistral", {"max_position_embeddings": 8192}, "an active sliding_window 4096"),
         ("Mixtral", {"num_local_experts": 4, "sliding_window": 16}, "an active sliding_window 16"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding_window 16"),
-        ("Olmo2", {}, "architecture Olmo2ForCausalLM is not supported; supported are: LlamaForCausalLM"),
+        (
+            "DeepseekV3",
+            {**DEEPSEEK, "topk_method": None},
+            "config.json has no topk_method, and engines take another one",
+        ),
+        (
+            "DeepseekV3",
+            {**DEEPSEEK, "scoring_func": "softmax"},
+            "scoring_func 'softmax' is not supported for DeepseekV3",
+        ),
+        ("DeepseekV3", {**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob=false is not supported for DeepseekV3"),
+        ("DeepseekV3", {**DEEPSEEK, "rope_interleave": False}, "rope_interleave=false is not supported"),
+        (
+            "DeepseekV3",
+            {**DEEPSEEK, "topk_group": 3},
+            "topk_group=3 is supported with num_experts_per_tok=6 only, not 4",
+        ),
+        ("DeepseekV3", {**DEEPSEEK, "n_group": 3}, "n_group=3, topk_group=2: 4 of 8 experts cannot be taken so"),
+        ("DeepseekV3", {**DEEPSEEK, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not between 2 and"),
+        ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
+        ("DeepseekV3", {**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7, not an even number"),
+        ("DeepseekV3", {**DEEPSEEK, "first_k_dense_replace": 3}, "first_k_dense_replace=3, not an integer from 0 to 2"),
+        ("Olmo2", {}, "architecture Olmo2ForCausalLM is not supported; supported are: DeepseekV3ForCausalLM, "),
     ],
 )
 def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, Any], message: str) -> None:
@@ -87,6 +136,8 @@ def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, An
         ("Qwen2", {"sliding_window": 16, "max_window_layers": 1}),
         ("Qwen2Moe", {**EXPERTS, "qkv_bias": True, "num_experts_per_tok": 1}),
         ("Qwen3Moe", {**EXPERTS, "sliding_window": 16}),
+        ("DeepseekV3", DEEPSEEK),
+        ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}),  # as Moonlight has it
     ],
 )
 def test_what_is_not_refused(tmp_path: Path, architecture: str, change: dict[str, Any]) -> None:

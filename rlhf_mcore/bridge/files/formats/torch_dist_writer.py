@@ -162,7 +162,7 @@ def padded_vocab(geometry: ModelGeometry) -> int:
 def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dtype: torch.dtype) -> None:
     """``common.pt``: the arguments from which Megatron-LM and Megatron-Bridge build the model."""
     values = {
-        "args": Namespace(**_sizes(geometry, hf_config), **_fixed(dtype)),
+        "args": Namespace(**{**_fixed(dtype), **_sizes(geometry, hf_config)}),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "num_floating_point_operations_so_far": 0,

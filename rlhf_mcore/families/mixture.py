@@ -1,0 +1,111 @@
+"""How config.json describes a mixture of experts: sizes, what Megatron's router needs to know, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mcore.families.sizes import dense_layers, num_experts, size
+from rlhf_mcore.foreign import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts by a softmax: keys of config.json, and what transformers takes where they are absent."""
+
+    ffn_key: str  # of an expert's intermediate size
+    top_k: int
+    has_dense_layers: bool = False  # given by decoder_sparse_step and mlp_only_layers
+    always_renormalises: bool = False  # otherwise norm_topk_prob decides
+    shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
+
+    def sizes(self, hf_config: Fields) -> dict[str, Any]:
+        """Fields of a geometry."""
+        shared = size(hf_config, "shared_expert_intermediate_size", self.shared_ffn) if self.shared_ffn else 0
+        return dict(
+            num_experts=num_experts(hf_config),
+            expert_ffn_size=size(hf_config, self.ffn_key),
+            shared_expert_ffn_size=shared,
+            experts_per_token=size(hf_config, "num_experts_per_tok", self.top_k),
+            dense_layers=dense_layers(hf_config) if self.has_dense_layers else (),
+        )
+
+    def settings(self, hf_config: Fields) -> dict[str, Any]:
+        """Settings of Megatron's router. Renormalised weights of the top k are the softmax over these k alone."""
+        return {"moe_router_pre_softmax": not self._renormalises(hf_config)}
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """What of a config.json is not supported."""
+        top_k, found = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
+        if top_k > found:
+            yield (f"num_experts_per_tok={top_k} is not between 1 and num_experts={found}; export the model again")
+        if top_k == 1 and self._renormalises(hf_config):
+            yield "num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
+        shared = hf_config.integer("shared_expert_intermediate_size", default=0)
+        if shared and not self.shared_ffn:
+            yield "shared experts (shared_expert_intermediate_size) are not supported; use another model"
+
+    def _renormalises(self, hf_config: Fields) -> bool:
+        """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
+        return hf_config.flag("norm_topk_prob", default=False) or self.always_renormalises
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidMixture:
+    """Experts by a sigmoid plus a bias, out of the best groups of them, beside shared experts, after some dense layers.
+
+    DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2. The bias only decides which experts are taken.
+    """
+
+    def sizes(self, hf_config: Fields) -> dict[str, Any]:
+        """Fields of a geometry: none where all layers are dense."""
+        ffn, num_layers = size(hf_config, "moe_intermediate_size"), size(hf_config, "num_hidden_layers")
+        num_dense = hf_config.integer("first_k_dense_replace", 0, num_layers)
+        if num_dense == num_layers:
+            return {}
+        return dict(
+            num_experts=num_experts(hf_config),
+            expert_ffn_size=ffn,
+            shared_expert_ffn_size=ffn * hf_config.integer("n_shared_experts", 0, 64),
+            experts_per_token=size(hf_config, "num_experts_per_tok"),
+            dense_layers=tuple(range(num_dense)),
+        )
+
+    def settings(self, hf_config: Fields) -> dict[str, Any]:
+        """Settings of Megatron's router."""
+        groups, best = _groups(hf_config)
+        if not self.sizes(hf_config):
+            return {}
+        return {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": hf_config.number("routed_scaling_factor", 1e-6, 1e6),
+            "moe_router_num_groups": groups if groups > 1 else None,
+            "moe_router_group_topk": best if groups > 1 else None,
+        }
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """What of a config.json is not supported."""
+        top_k, found, (groups, best) = (
+            size(hf_config, "num_experts_per_tok"),
+            num_experts(hf_config),
+            _groups(hf_config),
+        )
+        hf_config.number("routed_scaling_factor", 1e-6, 1e6)
+        if not 2 <= top_k <= found:
+            yield f"num_experts_per_tok={top_k} is not between 2 and n_routed_experts={found}; use another model"
+        elif found % groups or best > groups or found // groups * best < top_k:
+            yield (
+                f"n_group={groups}, topk_group={best}: {top_k} of {found} experts cannot be taken so; export the model again"
+            )
+        elif groups > 1 and top_k // best != 2:
+            # transformers adds up the two best scores of a group, Megatron those of as many experts as are taken of one.
+            yield f"topk_group={best} is supported with num_experts_per_tok={2 * best} only, not {top_k}; use another model"
+        if (frequency := hf_config.integer("moe_layer_freq", default=1)) != 1:
+            yield f"moe_layer_freq={frequency} is not supported, only 1; use another model"
+
+
+def _groups(hf_config: Fields) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token's experts are taken from."""
+    return tuple(hf_config.integer(key, 1, 4096, default=1) for key in ("n_group", "topk_group"))  # type: ignore[return-value]

@@ -1,0 +1,117 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): Megatron's, with what it needs to learn rightly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from torch import Tensor
+
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Megatron takes Transformer Engine for installed there where only its own module of that name is.
+    multi_latent_attention.HAVE_TE = False
+
+
+class WholeLinear(torch.nn.Module):
+    """A projection without bias, whole on every tensor-parallel rank, as Transformer Engine's "duplicated" one.
+
+    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> [..., outputs], and None where a bias would be returned."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's layer, whose projections to latents are whole on every rank, and whose rotated keys get their full gradient.
+
+    Megatron's own local spec splits these projections and gathers what they return, as Hugging Face tensors never are. All heads share
+    the rotated part of the keys, and a rank has some of the heads: its gradient is a part of the sum over ranks. With sequence
+    parallelism Megatron gathers that part of the keys over tokens, which sums on the way back. Without, nothing does.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any):
+        super().__init__(config, submodules, *args, **kwargs)
+        if submodules.linear_kv_down_proj is LocalSpecProvider().column_parallel_linear():
+            hidden, rope = config.hidden_size, config.qk_pos_emb_head_dim
+            if config.q_lora_rank is not None:
+                self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
+            self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + rope)
+        if self.pg_collection.tp.size() > 1 and not config.sequence_parallel:
+            self.linear_kv_down_proj.register_forward_hook(self._sum_key_gradient)
+
+    def _sum_key_gradient(self, module: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, None]) -> tuple:
+        rope = self.config.qk_pos_emb_head_dim
+        latent, rotated = outputs[0].split([outputs[0].size(-1) - rope, rope], dim=-1)
+        return torch.cat([latent, _SummedGradient.apply(rotated, self.pg_collection.tp)], dim=-1), outputs[1]
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity, whose gradient is summed over a group. Megatron's own leaves a gradient that is not contiguous as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Rotary(RotaryEmbedding):
+    """Rotary embeddings of given frequencies; of the kind yarn Megatron asks for the factor of sines and cosines too."""
+
+    def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None):
+        super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
+        self.inv_freq = inv_freq.to(like.inv_freq.device)
+        self._scale = scale
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return found if self._scale is None else (found, self._scale)
+
+
+def set_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
+    """Give all layers of a chunk the rotary frequencies [rope_head_dim / 2] of the Hugging Face model."""
+    factor = scale if chunk.config.rope_type == "yarn" else None
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        attention.rotary_pos_emb = _Rotary(attention.rotary_pos_emb, inv_freq, factor)
+
+
+def local_attention_spec(norm: type[torch.nn.Module], core_attention: type[torch.nn.Module]) -> ModuleSpec:
+    """Latent attention of Megatron's own linear layers."""
+    backend = LocalSpecProvider()
+    column = backend.column_parallel_linear()
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=column,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=column,
+            linear_kv_up_proj=column,
+            core_attention=core_attention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )

@@ -1,0 +1,91 @@
+"""Further families on a few layouts, or one of them on all: logprobs, weights there and back, and one update, against transformers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.parallel.collectives import world_group
+from tests.difference import first_difference
+from tests.distributed import models
+from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
+from tests.distributed.setting import (
+    LAYOUTS,
+    MOE_LAYOUTS,
+    Settings,
+    build,
+    finish,
+    groups_of,
+    hf_logprobs,
+    load_hf,
+    moe_groups_of,
+    rows,
+    start,
+)
+from tests.distributed.update_worker import oracle, update
+
+# The first layout of a model is the one that its update is tried on, too.
+FEW = {
+    "deepseek_v3": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
+    "deepseek_v3_direct": ("pp2_ep2_dp2_uneven",),
+    "glm4_moe": ("tp2_sp_pp2_ep2_etp1",),
+    "deepseek_v3_dense": ("tp2_pp2",),  # without sequence parallelism
+}
+
+
+def layouts_of(model: str) -> tuple[str, ...]:
+    """All layouts of a model."""
+    return tuple(MOE_LAYOUTS if set(FEW[model]) <= set(MOE_LAYOUTS) else LAYOUTS)
+
+
+def main(directory: Path, wanted: str = "") -> None:
+    """``wanted`` names a model that is tried on every layout; without, all are on their few."""
+    platform = start()
+    groups: dict[str, ModelGroups] = {}
+    findings: dict[str, Any] = {"oracle": {}}
+    for name in [wanted] if wanted else FEW:
+        path, after = directory / name, directory / f"{name}_after"
+        if dist.get_rank() == 0:
+            models.make(name, path)
+            reference = models.make(name, directory / f"{name}_reference", seed=7)
+            findings["oracle"][name] = oracle(path, reference, after)
+        dist.barrier()
+        hf, reference = load_hf(path), load_hf(directory / f"{name}_reference")
+        with torch.no_grad():
+            expected = [hf_logprobs(hf, row) for row in rows()]
+        for layout in layouts_of(name) if wanted else FEW[name]:
+            mine = (groups_of if layout in LAYOUTS else moe_groups_of)(layout, groups)
+            model, actor = build(path, mine, platform, Settings())
+            found = findings[f"{name}/{layout}"] = {
+                "parity": {kind: distances(actor, kind == "packed", expected) for kind in ("packed", "padded")},
+                "gather": difference_from_file(model, path),
+                "names": held_and_predicted(model),
+            }
+            if wanted or layout == FEW[name][0]:
+                saved, geometry = directory / f"{name}_{layout}_saved", model.spec.geometry
+                Exporter(model.local_parameters(), geometry, [str(path)], world_group(), bucket_bytes=10_000).save(
+                    saved
+                )
+                found["saved"] = difference(saved, path)
+                weights = load_file(after / "model.safetensors")
+                found["update"] = update(path, mine, platform, Settings(max_tokens=24), reference, weights)
+    finish(findings, directory)
+
+
+def difference(saved: Path, path: Path) -> str:
+    """The first tensor of a saved directory that is not that of another, as files and as transformers reads them."""
+    files = {key: tensor for file in saved.glob("*.safetensors") for key, tensor in load_file(file).items()}
+    return first_difference(files, load_file(path / "model.safetensors")) or first_difference(
+        load_hf(saved).state_dict(), load_hf(path).state_dict()
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
