@@ -45,10 +45,7 @@ def main() -> None:
     trainer = socket.socket(fileno=0)
     order = json.loads(trainer.makefile().readline())
     parent = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp")
-    remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600)  # held until this process ends, however it does
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = make_folder(parent)
     try:
         answer = {"address": _start(folder, order["gpus"]), "folder": str(folder)}
         needed = [pid for pid in children() if Path(f"/proc/{pid}/comm").read_text().strip() in _NEEDED]
@@ -63,6 +60,14 @@ def main() -> None:
             end_all(left)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # Ray's own exit handlers would talk to what has ended
+
+
+def make_folder(parent: Path) -> Path:
+    """A folder of Ray's below ``parent``, locked until this process ends, however it does. Others that nobody holds are removed."""
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600), fcntl.LOCK_EX)
+    return folder
 
 
 def remove_abandoned(parent: Path) -> None:

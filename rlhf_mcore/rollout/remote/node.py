@@ -12,12 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from pathlib import Path
 
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import free_port, source_address
-from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS
+from rlhf_mcore.rollout.remote.head import LOOPBACK_ONLY, OBJECT_STORE_BYTES, SETTINGS, make_folder
 
 _LOOK_S = 0.5
 _JOIN_S = 120.0  # for the head to be there
@@ -40,7 +40,7 @@ def main() -> int:
     ending: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda found, _: ending.append(found))
-    folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir="/tmp")  # paths of sockets are short
+    folder = str(make_folder(Path("/tmp")))  # paths of sockets are short
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
     del environment[LOOPBACK_ONLY]
     end = time.monotonic() + _JOIN_S

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from rlhf_mcore.rollout.remote.head import remove_abandoned
+from rlhf_mcore.rollout.remote.head import make_folder, remove_abandoned
 
 
 def test_folders_that_nobody_holds_are_removed(tmp_path: Path) -> None:
@@ -21,3 +21,6 @@ def test_folders_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     os.close(held)
     remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other-dead", "rlhf-ray-new"]
+    made = make_folder(tmp_path)
+    remove_abandoned(tmp_path)  # it is held by this process
+    assert made.is_dir()
