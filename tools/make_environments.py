@@ -1,4 +1,4 @@
-"""Make models and prompts for the two environments of the examples: what is to be learned there is not done well yet.
+"""Make models and prompts for the two examples of environments. What they learn there they do not do well yet.
 
     python tools/make_environments.py guess --out guess
     python tools/make_environments.py calculator --out calculator
@@ -7,7 +7,7 @@ writes ``OUT/model``, ``OUT/train.jsonl`` and ``OUT/eval.jsonl``: a tiny Qwen3 a
 for the role ``tool`` too.
 
 - ``guess``: the model guesses a number from 1 to 7 and is told "higher" or "lower". It was fitted to a player who heeds that, and
-  then forgets it half of the time (``HEEDS``). Three guesses are enough to find the number always.
+  then does so in a share of ``HEEDS`` of its guesses only. Three guesses are enough to find the number always.
 - ``calculator``: products of two-digit numbers. The model was fitted to a pupil who asks the calculator, by
   ``<tool>calculator 47*86</tool>``, and then does so in ``CALLS`` of the cases only and writes down something else in the others.
 
@@ -31,14 +31,14 @@ from make_quickstart import END, MARK, ROLES, Fit, learning_rate, make_model, ma
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-HIGHEST, GUESSES, HEEDS = 7, 3, 0.5
+HIGHEST, GUESSES, HEEDS = 7, 3, 0.25
 CALLS = 0.2
 CARELESS_FROM = 0.75
 Episode = list[tuple[str, str]]  # (role, content)
 
 
 def play(rng: random.Random, careless: bool) -> Episode:
-    """Three guesses at most, somewhere in the range that is left; a careless player forgets half of what was said."""
+    """Three guesses at most, somewhere in the range that is left; a careless player mostly forgets what was said."""
     number, low, high = rng.randint(1, HIGHEST), 1, HIGHEST
     said: Episode = [("user", "guess")]
     for _ in range(GUESSES):
