@@ -47,6 +47,9 @@ EXTRAS_REQUIRE = {
     "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`; nothing else draws
     # Reward workers and rollout engines on other machines. Older releases have no authentication by token.
     "ray": ["ray>=2.54"],
+    # Environments of other libraries (docs/environments.md); nothing else needs them.
+    "gymnasium": ["gymnasium"],
+    "openenv": ["openenv-core>=0.2.1"],
     "dev": [
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md

@@ -159,7 +159,8 @@ class Completion:
     """What an engine drew for a request: N tokens, the last one the end-of-sequence token if ``finish_reason`` is "stop".
 
     ``logprobs`` are of the distribution that was sampled from. ``versions`` as those of a ``Trajectory``. To an ``EpisodeRequest``
-    the last turn of the policy is the answer, and the whole episode its ``trajectory``.
+    the last turn of the policy is the answer, and the whole episode its ``trajectory``. ``num_cached``: tokens before it whose keys
+    and values the engine had already; None where it does not count them.
     """
 
     request_id: int
@@ -168,6 +169,7 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
     finish_reason: str  # "stop" or "length"
     trajectory: Trajectory | None = None
+    num_cached: int | None = None
 
 
 LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of turns of the policy, of time
@@ -207,6 +209,8 @@ class Trajectory:
     response_text: str
     finish_reason: str
     score: Score | None = None  # that the environment gave
+    num_prefilled: int = 0  # tokens before each turn of the policy, where the engine counts which of them it had cached
+    num_cached: int = 0
 
     @property
     def sampled_ids(self) -> NDArray[np.int32]:

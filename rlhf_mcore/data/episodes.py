@@ -38,12 +38,15 @@ def episode(
     tokens, logprobs = [np.array(prompt.prompt_ids, np.int32)], [np.zeros(stop, np.float32)]
     given = iter(rewards)
     turns, versions, finish_reason = [Turn("prompt", 0, stop)], list[tuple[int, int]](), ""
+    num_prefilled = num_cached = 0
     for part in written:
         if isinstance(part, Completion):
             ids, values, writer, finish_reason = part.token_ids, part.logprobs, "policy", part.finish_reason
             if len(values) != len(ids):
                 raise ValueError(f"{where}: the engine gave {len(values)} logprobs for {len(ids)} response tokens")
             versions += [(stop + first, version) for first, version in part.versions]
+            if part.num_cached is not None:
+                num_prefilled, num_cached = num_prefilled + stop, num_cached + part.num_cached
         else:
             ids, values, writer = part, np.zeros(len(part), np.float32), "environment"
         start, stop = stop, stop + len(ids)
@@ -60,6 +63,8 @@ def episode(
         versions=tuple(versions),
         response_text=response_text,
         finish_reason=finish_reason,
+        num_prefilled=num_prefilled,
+        num_cached=num_cached,
     )
 
 

@@ -26,6 +26,7 @@ KEY = "environment.function"
 BUILT_IN = {
     "tools": "rlhf_mcore.environments.tools:Tools",
     "gymnasium": "rlhf_mcore.environments.gymnasium:Gymnasium",
+    "openenv": "rlhf_mcore.environments.openenv:OpenEnv",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'

@@ -159,6 +159,7 @@ class VLLMEngine(Engine):
             np.array(logprobs, np.float32),
             tuple(found.versions),
             drawn.finish_reason,
+            num_cached=output.num_cached_tokens or 0,
         )
 
     def _end(self, request_ids: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class ScoreFacts:
     failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
     unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
     num_dropped: int = 0  # prompts that have left the step
+    prefix_hit: float | None = None  # share of the tokens before turns of the policy that engines had cached; None: nobody counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ def _gather_facts(
         "places": [place for place, score in zip(positions, scores, strict=True) if score.failure is not None],
         "causes": [score.cause or score.failure for score in failed[:1]],
         "total": len(scores) + len(left_out),
+        "prefix": (sum(t.num_cached for t in trajectories), sum(t.num_prefilled for t in trajectories)),
     }
     totals, counts, failures, unread = defaultdict[str, float](float), Counter[str](), Counter[str](), Counter[str]()
     ranks = all_gather_json(mine)
@@ -226,4 +228,6 @@ def _gather_facts(
     on_error.refuse_too_many(failures.total(), sum(rank["total"] for rank in ranks), first)
     means = {name: totals[name] / counts[name] for name in counts}
     facts = ScoreFacts(means, {kind: failures[kind] for kind in FAILURES}, dict(unread))
+    if prefilled := sum(rank["prefix"][1] for rank in ranks):
+        facts.prefix_hit = sum(rank["prefix"][0] for rank in ranks) / prefilled
     return facts, {place for rank in ranks for place in rank["places"]}, first

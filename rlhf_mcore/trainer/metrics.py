@@ -31,6 +31,7 @@ def rollout_metrics(exchanged: Exchanged) -> dict[str, float]:
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_fraction": float(batch.truncated.double().mean()),
         "rollout/num_tokens": float(lengths.sum()),
+        **({"timing/prefix_hit": facts.prefix_hit} if facts.prefix_hit is not None else {}),
     }
 
 

@@ -43,17 +43,18 @@ class Counting:
         return [{"role": "tool", "content": f"{self.total} {self.random.randrange(1000)}"}], self.total / 10, self.total > 5
 
 class Waiting:
-    \"\"\"No step ends before all three sessions are in theirs.\"\"\"
+    \"\"\"No step ends before all 256 sessions are in theirs.\"\"\"
 
-    inside = 0
+    inside, together = 0, asyncio.Event()
 
     async def reset(self, row, seed):
         return None
 
     async def step(self, action):
         Waiting.inside += 1
-        while Waiting.inside < 3:
-            await asyncio.sleep(0.001)
+        if Waiting.inside == 256:
+            self.together.set()
+        await self.together.wait()
         return None, None, True
 
 class Lazy:
@@ -146,12 +147,12 @@ def test_a_step_beyond_its_deadline_costs_a_deadline_and_no_other_session(make: 
 
 def test_asynchronous_steps_of_one_process_are_under_way_at_the_same_time(make: Make) -> None:
     sessions = make("Waiting")
-    for key in (1, 2, 3):
+    for key in range(256):
         sessions.open(key, {}, seed=0)
     all_answers(sessions)
-    for key in (1, 2, 3):
+    for key in range(256):
         sessions.step(key, "")
-    assert all(answer == Answer(done=True) for answer in all_answers(sessions).values())
+    assert sessions.num_calls == 256 and all(answer == Answer(done=True) for answer in all_answers(sessions).values())
 
 
 def test_a_closed_session_is_not_answered(make: Make) -> None:

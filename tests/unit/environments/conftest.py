@@ -59,7 +59,7 @@ class Scripted:
         ids = np.array(ids[:limit], np.int32)
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         versions = ((0, 2 + text.count("<assistant>")),)  # each turn by a newer policy
-        return [Completion(request.request_id, ids, logprobs, versions, reason)]
+        return [Completion(request.request_id, ids, logprobs, versions, reason, num_cached=4)]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise NotImplementedError

@@ -87,6 +87,7 @@ def test_an_episode_is_what_was_sampled_between_the_markers_of_the_template(
         ("environment", "abc?", 0.0),
         ("policy", "bye", 0.0),  # the last reward is what is left of the score at the end
     ]
+    assert (found.num_cached, found.num_prefilled) == (8, 6 + 19)
     assert (found.response_text, found.finish_reason, found.versions) == ("bye", "stop", ((6, 3), (19, 4)))
     [score] = EnvironmentReward().score([found])
     assert (score.value, score.parts) == (pytest.approx(0.6), {"environment": pytest.approx(0.6)})

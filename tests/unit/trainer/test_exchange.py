@@ -15,6 +15,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.rows import move_rows
 from rlhf_mcore.trainer.exchange import Exchanged, RowExchange
 from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.trainer.metrics import rollout_metrics
 from rlhf_mcore.trainer.rollouts import LostTrajectory
 from rlhf_mcore.types import Score, TrainBatch, Trajectory
 from tests.episodes import single_turn
@@ -72,8 +73,10 @@ def test_a_prompt_that_a_step_holds_twice_makes_two_groups() -> None:
 def test_scores_parts_and_truncation_follow_their_rows() -> None:
     one = [prompt(0)]
     trajectories = [trajectory(one[0], 1, 5, "length"), trajectory(one[0], 0, 2)]
+    trajectories[0].num_prefilled, trajectories[0].num_cached = 40, 10  # the other one's engine does not count
     scores = [Score(0.1, {"format": 1.0, "answer": 0.0}), Score(-2.0, {"format": 0.5})]
     found = RowExchange(2)(one, [0, 0], trajectories, scores)
+    assert found.facts.prefix_hit == 0.25 and rollout_metrics(found)["timing/prefix_hit"] == 0.25
     batch = found.batch
     assert batch.scores.dtype == torch.float64 and batch.scores.tolist() == [-2.0, 0.1]
     assert batch.num_sampled.tolist() == [2, 5] and batch.truncated.tolist() == [False, True]
