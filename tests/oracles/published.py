@@ -30,6 +30,7 @@ REAL = {
         "verl.utils.device",
         "verl.utils.groupwise",
         "verl.utils.import_utils",
+        "verl.utils.seqlen_balancing",
         "verl.utils.torch_functional",
     ),
     "trl": ("trl.extras.profiling", "trl.trainer.grpo_trainer", "trl.trainer.utils"),
@@ -96,12 +97,17 @@ def _folder_of(package: str) -> Path:
 
 
 def verl() -> types.SimpleNamespace:
-    """``core_algos``, ``rollout_corr_helper`` and ``torch_functional``. Skips where verl is not installed."""
+    """``core_algos``, ``rollout_corr_helper``, ``seqlen_balancing`` and ``torch_functional``. Skips where verl is not installed."""
     with _importing("verl", _folder_of("verl")):
         utils = importlib.import_module("verl.utils")
         groupwise = importlib.import_module("verl.utils.groupwise")
         utils.as_torch_index, utils.group_mean_std = groupwise.as_torch_index, groupwise.group_mean_std  # type: ignore[attr-defined]
-        names = ("trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper", "utils.torch_functional")
+        names = (
+            "trainer.ppo.core_algos",
+            "trainer.ppo.rollout_corr_helper",
+            "utils.seqlen_balancing",
+            "utils.torch_functional",
+        )
         return types.SimpleNamespace(
             **{name.rpartition(".")[2]: importlib.import_module(f"verl.{name}") for name in names}
         )
