@@ -3,6 +3,7 @@
 #
 #   ./launch/setup.sh                            the CPU stack
 #   RLHF_MCORE_STACK=gpu ./launch/setup.sh       the GPU stack, inside NVIDIA's PyTorch container (see Dockerfile)
+#   ./launch/setup.sh --with bench               and what benchmarks/vs_trl.py compares with, in a folder of its own
 #
 # PYTHON names the interpreter to build from (3.11, for gpu 3.12; looked for when not set). Package indexes, find-links folders
 # and certificates are those of this machine's pip configuration. Delete .venv to start over.
@@ -124,6 +125,22 @@ install() {
     say "setup: done"
 }
 
+# TRL itself is among the oracles; here is what it needs beside our own packages.
+install_bench() {
+    [[ "$stack" == cpu ]] || fail "--with bench is for the CPU stack"
+    if cmp --silent "$root/requirements/bench.lock" "$venv/bench/bench.lock"; then return; fi
+    heading "setup: what TRL needs, for benchmarks/vs_trl.py"
+    export_index_settings
+    uv_install --require-hashes --target "$venv/bench" -r "$root/requirements/bench.lock"
+    cp "$root/requirements/bench.lock" "$venv/bench/bench.lock"
+}
+
+if (($#)); then
+    [[ "$*" == "--with bench" ]] || fail "setup.sh $*: the only choice is --with bench"
+    "${BASH_SOURCE[0]}"
+    install_bench
+    exit 0
+fi
 if up_to_date; then exit 0; fi
 exec 9<"${BASH_SOURCE[0]}"
 if ! flock -n 9; then
