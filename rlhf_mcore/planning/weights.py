@@ -195,7 +195,7 @@ def active_parameters(geometry: ModelGeometry) -> int:
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
-    attention = 4 * geometry.num_layers * geometry.num_heads * geometry.head_dim
+    attention = 2 * geometry.num_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     return ModelFlops(2.0 * (active_parameters(geometry) - logits), float(attention), 2.0 * logits)
 
 
