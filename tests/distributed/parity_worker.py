@@ -1,4 +1,4 @@
-"""Every family on every layout against transformers: logprobs and entropy, padded and packed, and the way back to a directory."""
+"""Every family against transformers on every kind of layout: logprobs and entropy, padded and packed, and saved directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron on four ranks says what transformers says, for every family and layout; weights make the way there and back."""
+"""Megatron on four ranks says what transformers says, for every family, on every kind of layout; weights go there and back."""
 
 from __future__ import annotations
 
