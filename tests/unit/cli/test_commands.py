@@ -102,6 +102,8 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "minibatch_size": 32,
         "ppo_epochs": 1,
         "max_tokens_per_microbatch": 8192,
+        "forward_tokens": None,
+        "logit_chunk_tokens": None,
         "packing": True,
         "world_size": None,
         "threads_per_rank": 1,
@@ -109,6 +111,7 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
         "collective_timeout_s": 1800,
         "watchdog_s": 3600,
         "max_restarts": 0,
+        "profile": {"steps": []},
     }
     assert printed["actor"]["optimizer"]["schedule"]["total_updates"] == 7
     assert printed["algorithm"]["loss_aggregation"] == "constant"

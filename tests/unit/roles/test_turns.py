@@ -62,7 +62,7 @@ def test_the_record_tells_who_wrote_what_with_which_policy() -> None:
 @pytest.mark.usefixtures("world", "rank_threads")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
-    """Without discount, what follows a token: for the first turn its own reward and the score, for the second the score."""
+    """Without discount, what follows a token: for the first turn the score with its own reward, for the second the rest."""
     first, answer, second = WRITTEN[0]
     parts = [completion(first, 3, "stop"), np.array(answer, np.int32), completion(second, 4, "stop")]
     rewarded = episode(PROMPT, 0, parts, "text", rewards=[0.5, 0.0])
@@ -77,8 +77,8 @@ def test_a_turn_may_have_a_reward_of_its_own(world_size: int) -> None:
         return rows_of_padded(batch, batch.rewards), rows_of_padded(batch, batch.advantages)
 
     for rewards, advantages in run_ranks(world_size, body):
-        assert rewards == [[0, 0.5, 0, 0, 2], [0, 0, 1]]
-        assert advantages == [[2.5, 2.5, 2, 2, 2], [1, 1, 1]]
+        assert rewards == [[0, 0.5, 0, 0, 1.5], [0, 0, 1]]
+        assert advantages == [[2, 2, 1.5, 1.5, 1.5], [1, 1, 1]]
 
 
 def actor(model: Lookup, algorithm: AlgorithmConfig, packing: bool) -> Actor:
