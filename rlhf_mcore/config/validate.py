@@ -187,7 +187,9 @@ def _environment_problems(cfg: Config) -> Iterator[str]:
     own = cfg.environment
     if own.function is None:
         return
-    if own.function not in ENVIRONMENTS:
+    if own.function not in ENVIRONMENTS and not is_file_spec(own.function):
+        yield f"environment.function={own.function} is neither path/to/file.py:Class nor one of {', '.join(ENVIRONMENTS)}; correct it"
+    elif own.function not in ENVIRONMENTS:
         yield from map(FileProblem, function_problems(own.function, "environment.function"))
     try:
         read_tools(own.tools)

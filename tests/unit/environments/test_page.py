@@ -59,3 +59,9 @@ def test_the_examples_are_configurations(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     assert list(reward_problems(load_config(f"configs/quickstart/{name}.yaml", []))) == []
     assert f"configs/quickstart/{name}.yaml" in PAGE and f"tools/make_environments.py {name}" in PAGE
+
+
+def test_a_misspelt_name_is_told_with_those_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    cfg = load_config("configs/quickstart/guess.yaml", ["environment.function=gymnasum"])
+    assert "neither path/to/file.py:Class nor one of tools, gymnasium, openenv" in str(next(iter(reward_problems(cfg))))
