@@ -31,6 +31,7 @@ from tests.distributed.setting import (
 )
 from tests.distributed.update_worker import oracle, update
 
+BIAS_RATE = 0.01
 # The first layout of a model is the one that its update is tried on, too.
 FEW = {
     "deepseek_v3": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
@@ -74,9 +75,31 @@ def main(directory: Path, wanted: str = "") -> None:
                     saved
                 )
                 found["saved"] = difference(saved, path)
-                weights = load_file(after / "model.safetensors")
-                found["update"] = update(path, mine, platform, Settings(max_tokens=24), reference, weights)
+                weights = load_file(after / "model.safetensors") | moved_biases(hf)
+                settings = Settings(max_tokens=24, packing=layout != "pp2_ep2_dp2_uneven", expert_bias_rate=BIAS_RATE)
+                found["update"] = update(path, mine, platform, settings, reference, weights)
     finish(findings, directory)
+
+
+def moved_biases(hf: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The biases of experts after an update: moved towards the mean by the tokens that transformers gave to each, of all rows."""
+    counts, moved = {}, {}
+    routers = {name: module for name, module in hf.named_modules() if hasattr(module, "e_score_correction_bias")}
+    for name, router in routers.items():
+        counts[name] = torch.zeros_like(router.e_score_correction_bias)
+
+        def count(module: torch.nn.Module, inputs: Any, outputs: Any, name: str = name) -> None:
+            counts[name] += torch.bincount(outputs[2].flatten(), minlength=len(counts[name]))
+
+        router.register_forward_hook(count)
+    for row in rows():
+        with torch.no_grad():
+            hf(torch.tensor([row.prompt_ids + row.response_ids]))
+    for name, router in routers.items():
+        direction = torch.sign(counts[name].mean() - counts[name])
+        assert direction.unique().numel() > 1, "some experts have more tokens than others"
+        moved[f"{name}.e_score_correction_bias"] = router.e_score_correction_bias + BIAS_RATE * direction
+    return moved
 
 
 def difference(saved: Path, path: Path) -> str:

@@ -149,6 +149,7 @@ class Settings:
     algorithm: AlgorithmConfig | None = None
     optimizer: OptimizerConfig | None = None
     aux_loss_coef: float = 0.0
+    expert_bias_rate: float = 0.0
     megatron: dict[str, Any] = field(default_factory=dict)
     epochs: int = 1
     logit_chunk_tokens: int | None = None
@@ -177,6 +178,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         settings.aux_loss_coef,
         Overrides("actor.megatron", settings.megatron),
         logit_chunk_tokens=settings.logit_chunk_tokens,
+        expert_bias_rate=settings.expert_bias_rate,
     )
     model = build_model(spec, groups, platform, options)
     load(model.local_parameters(), spec.geometry, HFReader(path))

@@ -23,6 +23,10 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
     "deepseek-llm-7b-chat": 6_910_365_696,
+    # Without the layer for more tokens at a time, as transformers builds them, with the biases of experts.
+    "DeepSeek-V3": 671_026_419_200,
+    "Kimi-K2": 1_026_408_232_448,
+    "GLM-4.5-Air": 106_852_251_264,
 }
 
 
@@ -42,9 +46,13 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert num_parameters(geometry) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen3-30B-A3B", 3.3), ("Qwen3-235B-A22B", 22), ("DeepSeek-V3", 37), ("Kimi-K2", 32.6)],
+)
 def test_active_parameters_are_what_the_names_say(name: str, billions: float) -> None:
-    # The reports count the embedding too (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B).
+    # The reports count the embedding too (arXiv 2505.09388, table 2 with A3B and A22B; the 30B model's card says 3.3 B; arXiv
+    # 2412.19437 and 2507.20534 say 37 and 32.6 B).
     geometry = read_geometry(MODELS / name, "lm")
     embedding = geometry.vocab_size * geometry.hidden_size
     assert (active_parameters(geometry) + embedding) / 1e9 == pytest.approx(billions, rel=0.02)
