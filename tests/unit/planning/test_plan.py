@@ -70,22 +70,25 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
 
 
+AUTO = ("actor.offload=auto", "actor.recompute.granularity=full")
+
+
 def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
     """Qwen2.5-7B on eight: 2 bytes a parameter of weights, 4 of gradients and 12 / 8 of state beside half of a device for the engine
     are too much; without gradients and state it fits. Nobody else is served by what leaves, if engines are apart or do not sleep."""
     parameters = 7_615_616_512
-    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8, "actor.offload=auto").phases}
-    plan = planned("Qwen2.5-7B", 8, "actor.offload=auto")
+    phases = {p.phase: p for p in planned("Qwen2.5-7B", 8, *AUTO).phases}
+    plan = planned("Qwen2.5-7B", 8, *AUTO)
     assert plan.fits and plan.roles[0].offload == ("gradients", "optimizer")
     assert plan.pinned_bytes == pytest.approx(12 * parameters / 8, rel=1e-3)
     assert "actor gradients" not in phases[GENERATE].parts and phases[GENERATE].parts["actor weights"] == 2 * parameters
     assert phases["actor update"].parts["actor gradients"] == pytest.approx(4 * parameters, rel=1e-3)
-    tight = planned("Qwen2.5-7B", 8, "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
+    tight = planned("Qwen2.5-7B", 8, *AUTO[1:], "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
     assert tight.fits and "actor weights" not in tight.phases[0].parts
     assert tight.phases[-1].phase == "actor save" and tight.phases[-1].parts["actor weights"] == 2 * parameters
     assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
     for key in ("rollout.sleep=false", "rollout.engine=hf", "rollout.placement=disaggregated"):
-        assert planned("Qwen2.5-7B", 8, "actor.offload=auto", key).roles[0].offload == (), key
+        assert planned("Qwen2.5-7B", 8, *AUTO, key).roles[0].offload == (), key
 
 
 def test_the_engine_hf_has_no_share_of_the_device_and_is_whole_on_every_rank() -> None:
