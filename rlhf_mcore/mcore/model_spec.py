@@ -16,7 +16,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.families import ARCHITECTURES, architecture_name
@@ -53,13 +53,19 @@ class ModelSpec:
         return {"architectures": [name], **labels, **({"classifier_dropout": 0.0} if head == "token" else {})}
 
 
-def load_spec(path: str | Path, head: str = "lm", field: str = "model.path") -> ModelSpec:
+def load_spec(
+    path: str | Path, head: str = "lm", field: str = "model.path", *, needs_weights: bool = True
+) -> ModelSpec:
     """Read ``config.json`` of a Hugging Face directory. A scalar ``head`` may also be put on a language model.
+
+    ``needs_weights``: whether the weights have to be there too.
 
     Raises:
         ConfigError: something about the model is not supported; the message names it.
     """
     _, problems = inspect_model(str(path), field, (head, "lm"))
+    if not needs_weights:
+        problems = [problem for problem in problems if not isinstance(problem, FileProblem)]
     if problems:
         raise ConfigError.many(problems)
     try:

@@ -3,8 +3,8 @@
 
 Their equation 1 has 34 h + 5 a s bytes a token of a layer. Here dropout masks are gone, the 5 a s of the score matrix is never kept
 (flash attention recomputes it; what stays is one fp32 number a head), queries, keys and values are n_q d + 2 n_kv d wide, and a gated
-MLP keeps both halves and their product. Tensor parallelism divides what is inside of attention and MLP, sequence parallelism (their
-section 4.2.2) the rest.
+MLP with a fused activation keeps both halves and their product. Tensor parallelism divides what is inside of attention and MLP,
+sequence parallelism (their section 4.2.2) the rest.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def training_activations(
     recompute = role.recompute
     unit = recompute.num_layers if recompute.method == "uniform" else 1
     recomputing = unit * full if recompute.granularity == "full" else 0.0
+    recomputing += _backward_bytes(role, width)
     return ActivationBytes(
         int(tokens * (kept * in_flight + recomputing)), head_bytes(role, pp, tokens, width, training=True)
     )
@@ -121,8 +122,16 @@ def _attention(geometry: ModelGeometry) -> int:
 
 
 def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:
-    """Gate and up halves, the activated gate, the product."""
-    return width * 4 * role.geometry.ffn_size / role.layout.tp
+    """Gate and up halves, and the product, with a fused activation."""
+    return width * 3 * role.geometry.ffn_size / role.layout.tp
+
+
+def _backward_bytes(role: PlannedRole, width: int) -> float:
+    """Bytes a token while a layer's MLP is gone through backwards: the gradients of three of its parts, and its input, gathered."""
+    geometry, layout = role.geometry, role.layout
+    routed = geometry.expert_ffn_size * geometry.experts_per_token * layout.expert_tp / _sequence_share(layout)
+    widest = max(geometry.ffn_size / layout.tp, routed / layout.expert_tp)
+    return width * (3 * widest + geometry.hidden_size)
 
 
 def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
@@ -134,8 +143,8 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
     share = _sequence_share(layout)
     # With experts split over more ranks than tokens are, a rank sees the tokens of all of them.
     copies = role.geometry.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
-    per_copy = 2 * geometry.hidden_size + 4 * geometry.expert_ffn_size / layout.expert_tp
-    shared = 4 * geometry.shared_expert_ffn_size / layout.tp
+    per_copy = 2 * geometry.hidden_size + 3 * geometry.expert_ffn_size / layout.expert_tp
+    shared = 3 * geometry.shared_expert_ffn_size / layout.tp
     if shared:
         shared += 2 * geometry.hidden_size / share
     return width * (copies * per_copy + shared) + 2 * _FP32 * geometry.num_experts / share

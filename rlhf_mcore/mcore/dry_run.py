@@ -1,0 +1,233 @@
+"""One rank's real forward, backward and optimizer step without weights, devices or other ranks, and the bytes that they allocate.
+
+Megatron's own model, schedule and optimizer run on fake tensors (shapes without data) in a fake world, whose collectives return at
+once. What a fake tensor cannot tell is answered so that every token has an equal share: experts get equally many, losses are finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakSet, finalize
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.transformer import mlp
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from rlhf_mcore.config.schema import OptimizerConfig
+from rlhf_mcore.mcore import optimizer as own_optimizer
+from rlhf_mcore.mcore.groups import build_groups
+from rlhf_mcore.mcore.layers import RMSNorm, SDPACoreAttention
+from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, build_model
+from rlhf_mcore.mcore.model_spec import ModelSpec
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import Platform
+from rlhf_mcore.types import Microbatch
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBytes:
+    """Of one rank, in bytes: what stays, and the most that a forward and backward pass needs beside it at a time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations make, while they live.
+
+    ``copies_per_token``: that a mixture of experts makes.
+    """
+
+    def __init__(self, copies_per_token: int = 1) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._copies = copies_per_token
+        self._known: WeakSet[torch.UntypedStorage] = WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is _ATEN.masked_select.default and isinstance(args[0], FakeTensor):
+            experts, tokens = args[1].shape
+            made = args[0].new_empty(tokens * min(self._copies, experts))
+        else:
+            made = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known.add(storage)
+            size = storage.nbytes()
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """A process group of ``size`` ranks of which this process is one; what the others would send is undefined."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_run(
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    platform: Platform,
+    options: BuildOptions,
+    loss: Callable[[MegatronModel], LossFunction],
+    microbatches: Sequence[Microbatch],
+) -> TracedBytes:
+    """Trace the rank of this process, in a :func:`fake_world`, over ``microbatches``. Their tensors are real ones on the host."""
+    platform.prepare_megatron()
+    groups = build_groups(layout)
+    assert groups is not None
+    counted = LiveBytes(spec.geometry.experts_per_token or 1)
+    # Weights are made on the device and in the dtype that they stay in; torch cannot convert modules of fake tensors.
+    unconverted = patch.object(torch.nn.Module, "_apply", lambda module, function, recurse=True: module)
+    alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
+    one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
+    fused = patch.multiple(mlp, bias_swiglu_impl=_swiglu, weighted_bias_swiglu_impl=_weighted_swiglu)
+    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, fused, counted:
+        model = build_model(spec, groups, platform, options)
+        model.config.variable_seq_lengths = False
+        model.config.bias_activation_fusion = True
+        buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        weights = sum(buffer.param_data.nbytes for buffer in buffers)
+        gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+        model.add_optimizer(OptimizerConfig())
+        assert model.optimizer is not None
+        optimizer = sum(tensor.nbytes for shard in model.optimizer.shards() for tensor in shard.tensors.values())
+        for chunk in model.chunks:
+            _stand_in(chunk)
+        before, counted.peak = counted.live, counted.live
+        model.forward_backward(microbatches, loss(model))
+        activations = counted.peak - before
+        model.optimizer.megatron.get_grad_norm = lambda: 1.0  # which is a number, and not a shape
+        model.step(1e-6)
+    return TracedBytes(weights, gradients, optimizer, activations)
+
+
+class _Done:
+    """Collectives that have ended."""
+
+    def wait(self) -> None: ...
+
+
+def _stand_in(chunk: torch.nn.Module) -> None:
+    """Where a GPU has a kernel, what it keeps for the backward pass is kept, and not what plain torch would."""
+    for module in chunk.modules():
+        if isinstance(module, RMSNorm):
+            module.forward = partial(_norm, module.weight)  # type: ignore[method-assign]
+        elif isinstance(module, SDPACoreAttention):
+            module.forward = _attention  # type: ignore[assignment, method-assign]
+        elif (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+            dispatcher.preprocess = partial(_balanced, dispatcher)
+
+
+def _norm(weight: Tensor, x: Tensor) -> Tensor:
+    made: Tensor = _Norm.apply(x, weight)
+    return made
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    made: Tensor = _Attention.apply(query, key, value)
+    return made
+
+
+def _swiglu(x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
+    made: Tensor = _Swiglu.apply(x, None)
+    return made
+
+
+def _weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
+    made: Tensor = _Swiglu.apply(x, weights)
+    return made
+
+
+class _Swiglu(torch.autograd.Function):
+    """A fused gated activation, times the routers' probabilities in a mixture of experts: its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weights = ctx.saved_tensors
+        return torch.empty_like(x), None if weights is None else torch.empty_like(weights)
+
+
+class _Norm(torch.autograd.Function):
+    """A fused norm: its input and one fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Attention(torch.autograd.Function):
+    """Flash attention over [s, b, heads, d]: queries, keys, values, the output and one fp32 number a row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-2], query.shape[-2] * value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in ctx.saved_tensors[:3])
+
+
+def _balanced(dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> NDArray[np.int64]:
+    """Every expert gets equally many tokens, which need not be counted."""
+    tokens, experts = routing_map.shape
+    copies = tokens * dispatcher.config.moe_router_topk
+    share, local = copies // experts, dispatcher.num_local_experts
+    ranks, tp = dispatcher.ep_size, dispatcher.tp_size
+    dispatcher.num_out_tokens = copies
+    for point in ("before_permutation_1", "before_ep_alltoall", "before_permutation_2", "before_finish"):
+        dispatcher._maybe_update_cuda_sync_point(point)
+    dispatcher.input_splits = np.full(ranks, share * local)
+    dispatcher.output_splits = np.full(ranks, share * local)
+    dispatcher.output_splits_tp = np.full(tp, share * local * ranks)
+    dispatcher.num_global_tokens_per_local_expert = np.full((tp * ranks, local), share)
+    return np.full(local, share * tp * ranks)
