@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -42,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpu", default="H100", choices=GPUS, help="kind of device (default: H100)")
     parser.add_argument("--suggest", action="store_true", help="list layouts that fit, the fastest first")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="run one rank's update through Megatron on fake tensors (no weights, no GPU), and compare its bytes with the formulas",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON; bytes and seconds")
     parser.add_argument(
         "--set",
@@ -82,6 +88,12 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         print(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
     else:
         print(as_text(plan))
+        if args.trace:
+            warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
+            from rlhf_mcore.cli.plan_trace import traced
+
+            update = next(phase for phase in plan.phases if phase.phase == "actor update")
+            print(f"\n{traced(cfg, world_size, update.rank, plan.dtype, assumed)}")
         _print_suggestions(suggestions)
     if plan.fits:
         return exit_codes.DONE

@@ -121,7 +121,7 @@ def dry_run(
         model = build_model(spec, groups, platform, options)
         model.config.variable_seq_lengths = False
         model.config.bias_activation_fusion = True
-        buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
         weights = sum(buffer.param_data.nbytes for buffer in buffers)
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
         model.add_optimizer(OptimizerConfig())
@@ -137,6 +137,11 @@ def dry_run(
     return TracedBytes(weights, gradients, optimizer, activations)
 
 
+def flat_buffers(chunk: Any) -> list[Any]:
+    """Megatron's buffers of a chunk that is trained, those of experts too."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
 class _Done:
     """Collectives that have ended."""
 
@@ -149,7 +154,7 @@ def _stand_in(chunk: torch.nn.Module) -> None:
         if isinstance(module, RMSNorm):
             module.forward = partial(_norm, module.weight)  # type: ignore[method-assign]
         elif isinstance(module, SDPACoreAttention):
-            module.forward = _attention  # type: ignore[assignment, method-assign]
+            module.forward = _attention  # type: ignore[method-assign]
         elif (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
             dispatcher.preprocess = partial(_balanced, dispatcher)
 

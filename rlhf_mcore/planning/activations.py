@@ -143,8 +143,8 @@ def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
     share = _sequence_share(layout)
     # With experts split over more ranks than tokens are, a rank sees the tokens of all of them.
     copies = role.geometry.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
-    per_copy = 2 * geometry.hidden_size + 3 * geometry.expert_ffn_size / layout.expert_tp
-    shared = 3 * geometry.shared_expert_ffn_size / layout.tp
+    per_copy = 2 * geometry.hidden_size + 4 * geometry.expert_ffn_size / layout.expert_tp
+    shared = 4 * geometry.shared_expert_ffn_size / layout.tp
     if shared:
         shared += 2 * geometry.hidden_size / share
     return width * (copies * per_copy + shared) + 2 * _FP32 * geometry.num_experts / share

@@ -1,0 +1,85 @@
+"""``rlhf-mcore plan --trace``: the planner's bytes beside those that Megatron itself allocates for one rank, on fake tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.data.collate import RowTokens, make_microbatches
+from rlhf_mcore.mcore.dry_run import TracedBytes, dry_run, fake_world
+from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, Metrics
+from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.planning.activations import training_activations
+from rlhf_mcore.planning.inputs import GIB, Assumptions, PlannedRole, rank_share, roles_of, workload
+from rlhf_mcore.planning.report import table
+from rlhf_mcore.planning.weights import BYTES, state_bytes
+from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.types import Microbatch
+
+
+def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumptions) -> str:
+    """A table: what an update of the actor takes on ``rank``, by the formulas and as Megatron allocates it."""
+    started, role = time.monotonic(), roles_of(cfg, world_size, dtype)[0]
+    layout = role.layout
+    # A stage keeps no more microbatches than there are stages: more of them change nothing.
+    count = min(rank_share(workload(cfg, assumed), role).num_microbatches, layout.pp)
+    if layout.vpp:
+        count = layout.pp
+    tokens = cfg.trainer.max_tokens_per_microbatch // layout.tp * layout.tp
+    held = _trace(cfg, role, world_size, rank, [tokens] * count)
+    state = state_bytes(role, rank)
+    stage = layout.coordinates(rank)["pp"]
+    even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others
+    kept = training_activations(role, stage, tokens, count, BYTES[dtype], even).total
+    pairs = (
+        ("weights", state.weights, held.weights),
+        ("gradients", state.gradients, held.gradients),
+        ("masters and moments", state.masters + state.moments, held.optimizer),
+        ("activations and logits", kept, held.activations),
+    )
+    rows = [
+        (name, f"{formula / GIB:.3f}", f"{found / GIB:.3f}", _difference(formula, found))
+        for name, formula, found in pairs
+    ]
+    header = (f"actor, rank {rank} (GiB)", "formula", "traced", "difference")
+    told = (
+        f"(an update over {count} microbatches of {tokens} tokens, on fake tensors; {time.monotonic() - started:.0f} s)"
+    )
+    return "\n".join([*table(header, rows), told])
+
+
+def _difference(formula: int, found: int) -> str:
+    return "none" if formula == found else f"{found / max(formula, 1) - 1:+.1%}"
+
+
+def _trace(cfg: Config, role: PlannedRole, world_size: int, rank: int, lengths: Sequence[int]) -> TracedBytes:
+    spec = load_spec(cfg.model.path, run_kind(cfg).head, needs_weights=False)
+    options = BuildOptions(role.dtype, "local", role.recompute, True, False, cfg.seed)
+    logging.disable(logging.WARNING)
+    with fake_world(rank, world_size):
+        return dry_run(
+            spec, role.layout, CpuPlatform(), options, _loss, [_microbatch(n, role.layout.tp) for n in lengths]
+        )
+
+
+def _microbatch(tokens: int, multiple: int) -> Microbatch:
+    row = RowTokens([0], [tokens], {"token_ids": torch.zeros(tokens, dtype=torch.int32)})
+    (made,) = make_microbatches(row, max_tokens=tokens, packing=False, pad_multiple=multiple)
+    return made
+
+
+def _loss(model: MegatronModel) -> LossFunction:
+    """The sum of all logprobs, or of a scalar head's numbers: what it adds to them takes little memory."""
+
+    def loss(outputs: Tensor, microbatch: Microbatch) -> tuple[Tensor, Metrics]:
+        if model.spec.geometry.head == "lm":
+            outputs, _ = model.logprobs_and_entropy(outputs, microbatch, 1.0)
+        return outputs.sum(), {}
+
+    return loss

@@ -1,0 +1,64 @@
+"""``plan --trace``: what Megatron allocates for a rank of a world that is not there, beside the formulas."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+}
+BIG = {
+    "Qwen2.5-7B": (8, "actor.layout.tp=2 actor.layout.pp=2"),
+    "Llama-3-70B": (64, "actor.layout.tp=8 actor.layout.pp=8"),
+}
+
+
+def differences(model: Path, world_size: int, overrides: str) -> dict[str, str]:
+    """By what it is of, as the table has it."""
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "plan", str(ROOT / "configs" / "base.yaml"), "--trace"]
+    keys = [f"model.path={model}", "model.dtype=bf16", "data.train=[absent.parquet]", *overrides.split()]
+    keys += ["actor.layout.sequence_parallel=true", "trainer.max_tokens_per_microbatch=2048"]
+    done = subprocess.run(
+        [*command, "--world-size", str(world_size), *keys], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert "Warning" not in done.stdout + done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
+    rows = re.findall(r"^([a-z ]+?)  +([0-9.]+)  +([0-9.]+)  +(\S+)$", done.stdout, re.MULTILINE)
+    return {name: difference for name, _, _, difference in rows}
+
+
+def check(found: dict[str, str]) -> None:
+    exact = dict.fromkeys(("weights", "gradients", "masters and moments"), "none")
+    assert {name: found[name] for name in exact} == exact
+    activations = found["activations and logits"]
+    assert activations == "none" or abs(float(activations.rstrip("%"))) <= 5
+
+
+def test_weights_gradients_and_state_to_the_byte_and_activations_nearly(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", BIG)
+def test_models_of_the_size_that_they_are_planned_in(model: str) -> None:
+    world_size, layout = BIG[model]
+    check(differences(ROOT / "configs" / "models" / model, world_size, layout))
