@@ -95,7 +95,7 @@ def make(directory: Path, row: Row) -> None:
     """Model, tokenizer of whole words, prompts and reward, for both sides."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     words = {"<eos>": 0, "<pad>": 1, "<unk>": 2} | {f"w{k}": k for k in range(3, row.vocab)}
     raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -103,20 +103,21 @@ def make(directory: Path, row: Row) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     tokenizer.save_pretrained(directory / "model")
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=row.vocab,
         hidden_size=row.hidden,
         intermediate_size=row.ffn,
         num_hidden_layers=row.layers,
         num_attention_heads=row.heads,
         num_key_value_heads=row.heads // 2,
+        head_dim=row.hidden // row.heads,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=0,
         pad_token_id=1,
         bos_token_id=None,
     )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
     model.save_pretrained(directory / "model")
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     lines = []
