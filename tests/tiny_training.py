@@ -81,7 +81,13 @@ def assert_same_end(found: Path, expected: Path) -> None:
     assert files
     for name in files:
         assert (found / "latest" / "actor" / name).read_bytes() == (expected / "latest" / "actor" / name).read_bytes()
-    assert _metrics(found) == _metrics(expected)
+    differing = [
+        (one["step"], name, one.get(name), other.get(name))
+        for one, other in zip(_metrics(found), _metrics(expected), strict=True)
+        for name in sorted(one | other)
+        if one.get(name) != other.get(name)
+    ]
+    assert not differing, differing
     assert [row["step"] for row in _metrics(found)] == list(range(STEPS + 1))
 
 
