@@ -44,7 +44,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 3) / 2  # differs between responses to two of three prompts
 """
 # Of a rank's time and of what the schedule counts; all else is what was learned.
-OWN = ("timing/", "bridge/", "rollout/in_flight", "rollout/redrawn", "rollout/staleness", "rollout/stale_")
+OWN = ("timing/", "throughput/", "bridge/", "rollout/in_flight", "rollout/redrawn", "rollout/staleness", "rollout/stale_")
 FURTHER = ["algorithm.dynamic_sampling.enabled=true", "actor.freeze=[model.embed_tokens.weight]"]
 IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6", *FURTHER]
 
