@@ -157,19 +157,22 @@ def mfu(device: str, folder: Path) -> Found:
     tokens = sum(sum(microbatch.lengths) for microbatch in microbatches)
     model.add_optimizer(_optimizer())
 
+    def loss(outputs: torch.Tensor, microbatch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -model.logprobs_and_entropy(outputs, microbatch, 1.0, with_entropy=False)[0].mean() / len(
+            microbatches
+        ), {}
+
     def step() -> None:
-        model.forward_backward(
-            microbatches, lambda outputs, microbatch: (outputs.float().logsumexp(-1).mean() * 1e-3, {})
-        )
+        model.forward_backward(microbatches, loss)
         model.step(1e-6)
 
     seconds = _timed(step, model.platform.synchronize)
     from rlhf_mcore.bridge.map.rules import hf_shapes
 
     shapes = hf_shapes(geometry)
-    matrices = sum(
-        torch.Size(shape).numel() for name, shape in shapes.items() if len(shape) == 2 and "embed_tokens" not in name
-    )
+    matrices = sum(torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 2)
+    if not geometry.tied_embeddings:  # tied, it is the output layer too
+        matrices -= torch.Size(shapes["model.embed_tokens.weight"]).numel()
     length = microbatches[0].lengths[0]
     attention = (
         2 * 2 * geometry.num_layers * geometry.num_heads * geometry.head_dim * (length / 2)
