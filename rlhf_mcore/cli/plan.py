@@ -63,6 +63,8 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.planning.known_models import described
 
+    if args.trace and args.json:
+        raise ConfigError("--trace prints a table and --json prints none; leave one of them out")
     gpu, assumed = device_and_assumptions(args.gpu, args.set)
     cfg = load_config(args.config, args.overrides)
     with described(cfg) as notes:
