@@ -190,7 +190,8 @@ def refresh(which: Team) -> dict[str, float]:
     before = distance()
     which.reference.refresh(which.actor)
     frozen = which.reference.model.model
-    held = sum(p.numel() for chunk in frozen.chunks for p in chunk.parameters()) if frozen is not None else 0
+    tensors = [p for chunk in frozen.chunks for p in chunk.parameters()] if frozen is not None else []
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     return {"before": before, "after": distance(), "held_between_uses": float(max(all_gather_json(held)))}
 
 
