@@ -60,7 +60,7 @@ def test_runs_that_do_not_generate_are_planned(run_yaml: str, kind: str, capsys:
 def test_what_does_not_fit_ends_with_code_2(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([run_yaml, "--world-size", "1", "--gpu", "A100-40"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: generate needs") and "biggest parts" in err and "--suggest" in err
+    assert err.startswith("error: actor update needs") and "biggest parts" in err and "--suggest" in err
 
 
 def test_suggestions_are_printed_as_overrides(run_yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
