@@ -68,7 +68,7 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     except ConfigError as error:
         return None, [*error.problems, *problems]
     try:
-        different = [] if problems else list(_tensor_problems(Path(path), prefix, geometry))
+        different = [] if problems else list(_tensor_problems(Path(path), prefix, geometry, hf_config))
     except ConfigError as error:
         different = error.problems
     return geometry, [*problems, *map(FileProblem, different)]
@@ -140,15 +140,19 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
         yield f"{prefix} has no *.safetensors{found}; save the model with safe_serialization=True"
 
 
-def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry) -> Iterator[str]:
-    """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers."""
+def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
+    """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers.
+
+    After the last layer there may be some that predict further tokens; they are not read.
+    """
     shard_of = _read(folder / INDEX_FILE, prefix, INDEX).table("weight_map") if isfile(folder / INDEX_FILE) else None
     files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
     if not all(isfile(folder / file) and os.path.getsize(folder / file) for file in files):
         return  # reported by others
     headers: dict[str, Fields] = {}
     names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
-    if f"model.layers.{geometry.num_layers}.input_layernorm.weight" in names:
+    number = geometry.num_layers + hf_config.integer("num_nextn_predict_layers", default=0)
+    if f"model.layers.{number}.input_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():

@@ -44,13 +44,21 @@ class ModelSpec:
 
     @property
     def config_updates(self) -> dict[str, Any]:
-        """Keys of a saved config.json that differ from the one the model came from: the head."""
-        head = self.geometry.head
+        """Keys of a saved config.json that differ from the one the model came from: the head, and layers that are not saved."""
+        head, key = self.geometry.head, "num_nextn_predict_layers"
+        without = (
+            {key: 0} if getattr(self.hf_config, key, 0) else {}
+        )  # layers that predict further tokens are not loaded
         if head == "lm":
-            return {}
+            return without
         labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         name = architecture_name(self.hf_config.architectures[0], head)
-        return {"architectures": [name], **labels, **({"classifier_dropout": 0.0} if head == "token" else {})}
+        return {
+            "architectures": [name],
+            **without,
+            **labels,
+            **({"classifier_dropout": 0.0} if head == "token" else {}),
+        }
 
 
 def load_spec(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.doctor.kernels import expected_kernels, kernels_text
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups
@@ -62,6 +65,22 @@ def test_the_kernels_of_a_built_model_are_those_that_the_doctor_expects_here(
     assert live_kernels(model) == expected_kernels(has_gpu=False)
     assert "experts one after the other, dispatcher alltoall" in kernels_text(live_kernels(model))
     assert "AdamW" not in live_kernels(build(tmp_path, groups, trainable=False))
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_config_json_says_so(tmp_path: Path) -> None:
+    make("deepseek_v3_direct", tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    more = {
+        name.replace("layers.3.", "layers.4."): tensor.clone() for name, tensor in held.items() if "layers.3." in name
+    }
+    save_file({**held, **more}, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
+    assert load_spec(tmp_path).config_updates == {"num_nextn_predict_layers": 0}
+    path.write_text(json.dumps(content | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"more layers than config\.json's num_hidden_layers=4"):
+        load_spec(tmp_path)
 
 
 def test_load_balance_by_hand(model: MegatronModel) -> None:
