@@ -12,7 +12,7 @@ from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.cli.report import add_rollouts, check_rollouts
 from rlhf_mcore.config.errors import ConfigError
 
-PORT = 8265
+PORT = 8321
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore watch",
         "Show the report of runs in a browser while they go on. It is served on the loopback interface only; from another machine "
-        "use ssh -L 8265:127.0.0.1:8265.",
+        "use ssh -L 8321:127.0.0.1:8321.",
         "examples:\n  rlhf-mcore watch outputs/quickstart/grpo\n\n" + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="directory of a run")
