@@ -24,7 +24,9 @@ from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout.remote.cluster import Cluster
+from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.types import Prompt, Score, Trajectory
+from tests.commands import wait_for
 from tests.episodes import single_turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,11 +47,11 @@ def pools() -> Iterator[RayPools]:
 def reward(tmp_path: Path, pools: RayPools) -> Iterator[Callable[..., PooledReward]]:
     made: list[PooledReward] = []
 
-    def make(body: str, **settings: Any) -> PooledReward:
+    def make(body: str, own: RayPools = pools, **settings: Any) -> PooledReward:
         path = tmp_path / "my_reward.py"
         path.write_text(HEAD + body)
         cfg = RewardConfig(function=f"{path}:grade", **{"workers": 1, "on_error": "zero", **settings})
-        made.append(function_reward(cfg, pools))
+        made.append(function_reward(cfg, own))
         return made[-1]
 
     yield make
@@ -126,6 +128,60 @@ def test_fault_32_what_an_actor_held_is_tried_on_another_one(
     found = reward(always).score(rows(4))
     assert [score.failure for score in found] == [None, None, "error", None]
     assert "lost its Ray actor" in found[2].cause
+
+
+def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
+    reward: Callable[..., PooledReward], tmp_path: Path, pools: RayPools, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A second node joins. Ray has room for one worker on each; all processes of the second end while both have responses."""
+    address = pools.connection.joined
+    cores = "65536"  # as many as the first node has
+    start = ["start", f"--address={address}", "--node-ip-address=127.0.0.1", f"--num-cpus={cores}", "--block"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", *start, "--object-store-memory=80000000"]
+    log = (tmp_path / "node.log").open("wb")
+    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as node:
+        try:
+            # A worker's parent is the actor, whose parent is the raylet of its node.
+            body = (
+                "actor = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]\n"
+                f"    open({str(tmp_path)!r} + '/on-' + actor, 'w').close()\n"
+                f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
+                "    time.sleep(0.02); return int(solution_str)"
+            )
+            graded = reward(body, RayPools(pools.connection, 40000.0), workers=2)
+            waiting = graded.submit(rows(200))
+            wait_for(
+                lambda: len(list(tmp_path.glob("on-*"))) == 2, 60, lambda: (tmp_path / "node.log").read_text()[-2000:]
+            )
+            for pid in descendants(node.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert waiting() == [Score(float(number)) for number in range(200)]
+        finally:
+            node.kill()
+    assert "lost its Ray actor" in capfd.readouterr().err
+
+
+def test_programs_run_in_the_sandbox_of_an_actor(pools: RayPools) -> None:
+    """Next to a fork bomb, a block of 100 GB and tests that nobody can read."""
+    programs = {
+        "print(int(input()) + 1)": ["1\n"],
+        "print(1)": ["2\n"],
+        "import os\nwhile True: os.fork()": ["1\n"],
+        "print(len(bytes(100 * 2**30)))": ["1\n"],
+        "print(3)": None,
+    }
+    rule = RuleConfig("code", test_s=1.0, total_s=2.0)
+    ruled = build_reward(RewardConfig(rules=[rule], workers=1), pools)
+    tests = [expected and {"inputs": ["0\n"], "outputs": expected} for expected in programs.values()]
+    scores = ruled.score(
+        [
+            trajectory(f"```python\n{code}\n```", truth=truth or "42")
+            for code, truth in zip(programs, tests, strict=True)
+        ]
+    )
+    ruled.close()
+    assert [(score.value, score.failure) for score in scores] == [(1.0, None), *[(0.0, None)] * 3, (0.0, "error")]
 
 
 def test_a_function_that_cannot_be_loaded_is_named(reward: Callable[..., PooledReward]) -> None:
