@@ -24,7 +24,6 @@ from rlhf_mcore.rewards.function import PooledReward, function_reward
 from rlhf_mcore.rewards.ray_pool import RayPools
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rollout.remote.cluster import Cluster
-from rlhf_mcore.sandbox.processes import descendants
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.commands import wait_for
 from tests.episodes import single_turn
@@ -134,31 +133,28 @@ def test_fault_32_what_a_machine_held_that_is_lost_is_tried_on_another_one(
     reward: Callable[..., PooledReward], tmp_path: Path, pools: RayPools, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A second node joins. Ray has room for one worker on each; all processes of the second end while both have responses."""
-    address = pools.connection.joined
-    cores = "65536"  # as many as the first node has
-    start = ["start", f"--address={address}", "--node-ip-address=127.0.0.1", f"--num-cpus={cores}", "--block"]
-    command = [sys.executable, "-m", "ray.scripts.scripts", *start, "--object-store-memory=80000000"]
-    log = (tmp_path / "node.log").open("wb")
-    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True) as node:
-        try:
-            # A worker's parent is the actor, whose parent is the raylet of its node.
-            body = (
-                "actor = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]\n"
-                f"    open({str(tmp_path)!r} + '/on-' + actor, 'w').close()\n"
-                f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
-                "    time.sleep(0.02); return int(solution_str)"
-            )
-            graded = reward(body, RayPools(pools.connection, 40000.0), workers=2)
-            waiting = graded.submit(rows(200))
-            wait_for(
-                lambda: len(list(tmp_path.glob("on-*"))) == 2, 60, lambda: (tmp_path / "node.log").read_text()[-2000:]
-            )
-            for pid in descendants(node.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            assert waiting() == [Score(float(number)) for number in range(200)]
-        finally:
-            node.kill()
+    from ray._private.node import Node  # as ray.cluster_utils does; `ray start` would not stay on the loopback
+    from ray._private.parameter import RayParams
+
+    cores = 65536  # as many as the first node has
+    place = RayParams(gcs_address=pools.connection.joined, node_ip_address="127.0.0.1", num_cpus=cores)
+    place.update(object_store_memory=80_000_000, include_log_monitor=False)
+    node = Node(place, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    try:
+        # A worker's parent is the actor, whose parent is the raylet of its node.
+        body = (
+            "actor = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1]\n"
+            f"    open({str(tmp_path)!r} + '/on-' + actor, 'w').close()\n"
+            f"    while len([name for name in os.listdir({str(tmp_path)!r}) if name.startswith('on-')]) < 2: time.sleep(0.01)\n"
+            "    time.sleep(0.02); return int(solution_str)"
+        )
+        graded = reward(body, RayPools(pools.connection, 40000.0), workers=2)
+        waiting = graded.submit(rows(200))
+        wait_for(lambda: len(list(tmp_path.glob("on-*"))) == 2, 60)
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
+        assert waiting() == [Score(float(number)) for number in range(200)]
+    finally:
+        node.kill_all_processes(check_alive=False, allow_graceful=False)
     assert "lost its Ray actor" in capfd.readouterr().err
 
 
