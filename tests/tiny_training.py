@@ -93,5 +93,5 @@ def assert_same_end(found: Path, expected: Path) -> None:
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    unequal = ("timing/", "bridge/")  # times, and bytes: which of them travel depends on which ranks share a node
+    unequal = ("timing/", "throughput/", "bridge/")  # rates; bytes: what travels depends on which ranks share a node
     return [{key: value for key, value in row.items() if not key.startswith(unequal)} for row in rows]

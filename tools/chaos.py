@@ -29,7 +29,7 @@ from rlhf_mcore.config.load import load_config
 
 # What tells one run from another, or takes another time, and what records it.
 UNEQUAL_FILES = ("config.yaml", "trainer_state.json")
-UNEQUAL_METRICS = ("timing/", "rollout/in_flight")
+UNEQUAL_METRICS = ("timing/", "throughput/", "rollout/in_flight")
 
 
 @dataclass(frozen=True, slots=True)
