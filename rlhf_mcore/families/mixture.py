@@ -38,9 +38,10 @@ class Mixture:
     def problems(self, hf_config: Fields) -> Iterator[str]:
         """What of a config.json is not supported."""
         top_k, found = size(hf_config, "num_experts_per_tok", self.top_k), num_experts(hf_config)
+        renormalises = self._renormalises(hf_config)
         if top_k > found:
             yield (f"num_experts_per_tok={top_k} is not between 1 and num_experts={found}; export the model again")
-        if top_k == 1 and self._renormalises(hf_config):
+        if top_k == 1 and renormalises:
             yield "num_experts_per_tok=1 with weights that add up to one cannot be learned; use another model"
         shared = hf_config.integer("shared_expert_intermediate_size", default=0)
         if shared and not self.shared_ffn:

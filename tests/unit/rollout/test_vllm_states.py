@@ -117,7 +117,8 @@ def output(number: int, prompt_ids: list[int], token: int) -> SimpleNamespace:
     """As vLLM returns it: by the number that it gave the request."""
     logprobs = [{token: SimpleNamespace(logprob=-0.5)}]
     drawn = SimpleNamespace(token_ids=[token], logprobs=logprobs, finish_reason="length")
-    return SimpleNamespace(request_id=str(number), prompt_token_ids=prompt_ids, outputs=[drawn], finished=True)
+    request = {"request_id": str(number), "prompt_token_ids": prompt_ids, "num_cached_tokens": 0}
+    return SimpleNamespace(**request, outputs=[drawn], finished=True)
 
 
 def test_fault_25_outputs_of_vllm_are_matched_by_its_own_numbers() -> None:
