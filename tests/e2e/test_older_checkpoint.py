@@ -67,6 +67,7 @@ def a_state_with_a_nan_is_passed_over(directory: Path, run: Path) -> None:
 
 
 def train(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *arguments], directory)
+    settings = ["logging.entropy_every=1", *arguments]  # as that release did always
+    done = finished([sys.executable, "-m", "rlhf_mcore.cli.main", "train", "run.yaml", *settings], directory)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
