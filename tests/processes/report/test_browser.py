@@ -154,6 +154,7 @@ def test_a_run_that_goes_on_is_seen_to(page: Any, runs: list[Path]) -> None:
             with (runs[1] / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 123, "reward/mean": 0.9}\n')
             page.get_by_text("step 123 ").wait_for()
+            assert page.get_by_text(f"step {STEPS} ").count() == 0
         finally:
             server.shutdown()
             thread.join()

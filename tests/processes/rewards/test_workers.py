@@ -318,6 +318,7 @@ def test_fault_24_children_end_with_their_worker(reward: Callable[..., PooledRew
     wait_for(lambda: len(processes_with(word)) == 1)
     failing.close()
     wait_for(lambda: not processes_with(word))
+    assert processes_with(word) == []
 
 
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
