@@ -35,14 +35,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def _power(value: float) -> str:
-    return f"{value:.0e}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s"
-
-
 FIGURES = (
     Figure("reward", "reward/mean", "{:.3f}".format, 5, worth=9),
     Figure("loss", "loss/sft", "{:.4f}".format, 6, worth=9),
@@ -54,11 +46,11 @@ FIGURES = (
     Figure("cut off", "rollout/truncated_fraction", _percent, 4, worth=1),
     Figure("grad norm", "actor/grad_norm", "{:.2f}".format, 5, worth=3),
     Figure("grad norm", "reward_model/grad_norm", "{:.2f}".format, 5, worth=3),
-    Figure("logprob diff", "rollout/logprob_diff_mean", _power, 5, worth=4),
+    Figure("logprob diff", "rollout/logprob_diff_mean", "{:.0e}".format, 5, worth=4),
     Figure("stale mean", "rollout/staleness_mean", "{:.2f}".format, 4, worth=4),
     Figure("max", "rollout/staleness_max", "{:.0f}".format, 1, worth=4),
     Figure("mfu", "throughput/mfu", _percent, 4, worth=2),
-    Figure("time", "timing/step_s", _seconds, 6, worth=7),
+    Figure("time", "timing/step_s", "{:.1f} s".format, 6, worth=7),
     Figure("accuracy", "evaluate/accuracy", "{:.3f}".format, 5, worth=8),
     Figure("held-out loss", "evaluate/loss", "{:.4f}".format, 6, worth=8),
 )

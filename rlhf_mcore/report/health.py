@@ -95,12 +95,7 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _times(value: float) -> str:
-    return f"{value:.2f} times"
-
-
-def _plain(value: float) -> str:
-    return f"{value:.3g}"
+_times, _plain = "{:.2f} times".format, "{:.3g}".format
 
 
 RULES = (

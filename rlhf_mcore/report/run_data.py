@@ -73,6 +73,10 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
         for path in directory.glob("checkpoint-*/manifest.json")
         if path.parent.name.removeprefix("checkpoint-").isdecimal()
     )
+    software = {}
+    if checkpoints:
+        manifest = directory / f"checkpoint-{checkpoints[-1]}" / "manifest.json"
+        software = read_json(manifest, remedy=_REMEDY).table("libraries")
     return RunData(
         name=directory.resolve().name,
         path=str(directory),
@@ -80,7 +84,7 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
         groups=groups,
         num_rollouts=num_rollouts,
         config=dict(_flat(_config(directory / "config.yaml"))),
-        software=_software(directory / f"checkpoint-{checkpoints[-1]}" / "manifest.json") if checkpoints else {},
+        software=software,
         checkpoints=checkpoints,
     )
 
@@ -166,10 +170,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str | int | float | None) else json.dumps(value)
-
-
-def _software(manifest: Path) -> dict[str, str]:
-    return read_json(manifest, remedy=_REMEDY).table("libraries")
 
 
 def different_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -41,7 +41,9 @@ class ScoreFacts:
     failures: dict[str, int] = field(default_factory=dict)  # how many responses got no score, by kind: error, timeout
     unread: dict[str, int] = field(default_factory=dict)  # by data source: in how many responses no answer was found
     num_dropped: int = 0  # prompts that have left the step
-    prefix_hit: float | None = None  # share of the tokens before turns of the policy that engines had cached; None: nobody counts
+    prefix_hit: float | None = (
+        None  # share of the tokens before turns of the policy that engines had cached; None: nobody counts
+    )
 
 
 @dataclass(frozen=True, slots=True)
