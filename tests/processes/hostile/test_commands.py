@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.unit.hostile.test_config_json import LLAMA, write
 from tests.unit.hostile.test_formats import zipped
@@ -20,6 +19,8 @@ SAMPLE = ROOT / "tests" / "data" / "checkpoint_v1"
 EXTRA_BYTES = 2**30  # beyond what the imports take
 RUN_ALL = f"""
 import contextlib, importlib, io, json, resource, sys
+import torch  # first: to name a dtype pickle asks every module before torch for it, and aliases in transformers import torchvision
+torch.save({{"x": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}}, sys.argv[1])
 from rlhf_mcore.cli import conversion, convert, plan, verify_checkpoint
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + {EXTRA_BYTES}, used + {EXTRA_BYTES}))
@@ -44,9 +45,6 @@ def test_commands_end_with_one_message_and_little_memory(tmp_path: Path) -> None
     shards = write(tmp_path / "shards", LLAMA)
     (shards / "model_world_size_999999999_rank_0.pt").touch()
     quantised = write(tmp_path / "quantised", LLAMA)
-    torch.save(
-        {"x": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, quantised / "model_world_size_1_rank_0.pt"
-    )
     liar = write(tmp_path / "liar", LLAMA)
     zipped(liar / "model_world_size_1_rank_0.pt", b"\x80\x02X\xff\xff\xff\x7fx.")
     index = write(tmp_path / "index", LLAMA)
@@ -72,7 +70,7 @@ def test_commands_end_with_one_message_and_little_memory(tmp_path: Path) -> None
         (["verify_checkpoint", str(manifest)], "manifest.json"),
     ]
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
+        [sys.executable, "-c", RUN_ALL, str(quantised / "model_world_size_1_rank_0.pt")],
         input=json.dumps([arguments for arguments, _ in cases]),
         capture_output=True,
         text=True,
