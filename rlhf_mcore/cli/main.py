@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": "convert a model between formats: Hugging Face, Megatron, FSDP, our checkpoints",
     "plan": "memory, traffic and time of a run, before a GPU is asked for",
     "config": "show a configuration with all that follows from it, compare two, explain a key",
+    "metrics": "what a metric means, when it is healthy, what to do where it is not",
     "simulate": "schedules of generation and training compared, over a distribution of response lengths",
     "doctor": "check versions, kernels, the machine, its disk and the network between ranks",
     "migrate": "carry a configuration of verl or OpenRLHF over",

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
+from tests.metric_names import assert_registered
 from tests.tiny_training import make_quickstart
 
 SMALL = [
@@ -44,7 +45,15 @@ def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 3) / 2  # differs between responses to two of three prompts
 """
 # Of a rank's time and of what the schedule counts; all else is what was learned.
-OWN = ("timing/", "throughput/", "bridge/", "rollout/in_flight", "rollout/redrawn", "rollout/staleness", "rollout/stale_")
+OWN = (
+    "timing/",
+    "throughput/",
+    "bridge/",
+    "rollout/in_flight",
+    "rollout/redrawn",
+    "rollout/staleness",
+    "rollout/stale_",
+)
 FURTHER = ["algorithm.dynamic_sampling.enabled=true", "actor.freeze=[model.embed_tokens.weight]"]
 IN_ORDER = ["trainer.max_staleness=2", "rollout.deterministic_order=true", "trainer.num_steps=6", *FURTHER]
 
@@ -110,6 +119,8 @@ def whole(workspace: Path) -> list[dict[str, Any]]:
     """The metrics of a run in order that nothing has happened to."""
     ended = run(workspace, "async.yaml", "experiment=whole", *IN_ORDER)
     assert ended.returncode == 0, ended.stderr
+    run_directory = workspace / "outputs" / "quickstart" / "whole"
+    assert_registered(run_directory, "rollout/staleness_mean", "rollout/in_flight", "bridge/sent_bytes")
     return metrics(workspace, "whole")
 
 

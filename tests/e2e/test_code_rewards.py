@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.metric_names import assert_registered
+
 ROOT = Path(__file__).resolve().parents[2]
 READ = "a,b=map(int,input().split())\n"
 ADDS, SUBTRACTS = READ + "print(a+b)", READ + "print(a-b)"
@@ -76,6 +78,7 @@ def test_fault_24_programs_of_a_policy_are_graded_and_harm_nothing(
     known = [record for record in records if record["response"] in (ADDS, SUBTRACTS, BOMB, HOARD)]
     assert [record["score"] for record in known] == [float(record["response"] == ADDS) for record in known]
     assert all(record["failure"] is None for record in records)  # a program that fails is a wrong answer
+    assert_registered(run, "reward/parse_failures")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     assert [(line["reward/errors"], line["reward/timeouts"]) for line in steps] == [(0, 0)] * 2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.commands import ROOT, finished, started
+from tests.metric_names import assert_registered
 
 TRAIN = [sys.executable, "-m", "rlhf_mcore.cli.train"]
 SMALL = [
@@ -126,6 +127,7 @@ def test_an_engine_of_two_ranks_takes_turns_with_a_tool(workspace: Path) -> None
         said, answer = (turn["text"] for turn in record["turns"][:2])
         if record["prompt"][8:].startswith(said.removeprefix("<tool>calculator ").removesuffix("</tool>")):
             assert answer == str(eval(answer)) and record["finish_reason"] in ("stop", "turns", "length")
+    assert_registered(run, "timing/prefix_hit")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert called and max(line.get("timing/prefix_hit", 0) for line in lines) > 0  # of the turns after a call
     assert all(abs(line["rollout/logprob_diff_max"]) < 1e-3 for line in lines if "rollout/logprob_diff_max" in line)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.rollout.tiny import save_model
 from tests.e2e.test_train_command import lines, run
+from tests.metric_names import assert_registered
 
 LETTERS = "abcd"
 CHAIN = """\
@@ -44,12 +45,20 @@ def write_data(directory: Path) -> None:
             (directory / f"{kind}-{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+EMITTED = {  # entries of the table of metrics that each link has
+    "sft": ("loss/sft", "actor/perplexity", "evaluate/perplexity", "throughput/<phase>_tokens_per_s"),
+    "reward": ("loss/reward_model", "reward_model/accuracy", "reward_model/score_mean", "<role>/grad_norm"),
+    "ppo": ("critic/explained_variance", "critic/clip_fraction", "loss/value", "<role>/lr", "reward/<part>_mean"),
+}
+
+
 def train(directory: Path, name: str, model: str, steps: int, lr: str, *overrides: str) -> list[dict[str, Any]]:
     """Run one link of the chain; returns its metrics."""
     (directory / f"{name}.yaml").write_text(CHAIN.format(model=model, kind=name, steps=steps, lr=lr))
     done = run(directory, "-m", "rlhf_mcore.cli.main", "train", f"{name}.yaml", f"experiment={name}", *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stdout
+    assert_registered(directory / "outputs" / "toy" / name, *EMITTED[name])
     return lines(directory / "outputs" / "toy" / name / "metrics.jsonl")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.commands import ROOT, finished
+from tests.metric_names import assert_registered
 from tests.tiny_training import make_quickstart
 
 STEPS = 2
@@ -75,6 +76,7 @@ def test_what_is_printed(trained: tuple[str, Path, str]) -> None:
 
 def test_metrics(trained: tuple[str, Path, str]) -> None:
     _, directory, _ = trained
+    assert_registered(directory, "kl/coef", "loss/kl", "bridge/local_bytes", "timing/<phase>_s", "reward/timeouts")
     metrics = lines(directory / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [0, 1, 2]
     for row in metrics[1:]:

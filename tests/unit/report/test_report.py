@@ -16,7 +16,8 @@ import pytest
 from rlhf_mcore.cli.report import main
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS
-from rlhf_mcore.report.health import RULES, Series, verdicts
+from rlhf_mcore.config.metric_rules import RULES, Series
+from rlhf_mcore.report.health import verdicts
 from rlhf_mcore.report.page import page
 from rlhf_mcore.report.run_data import different_keys, read_run
 from rlhf_mcore.report.server import ReportServer

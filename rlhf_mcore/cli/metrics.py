@@ -1,0 +1,66 @@
+"""``rlhf-mcore metrics [NAME]``: what a metric means, its unit, what is healthy, and what to do where it is not. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.metrics import GROUPS, Metric, matching, nearest_metric
+from rlhf_mcore.foreign import shorten
+
+_EXAMPLES = """\
+examples:
+  rlhf-mcore metrics
+  rlhf-mcore metrics kl/mean
+  rlhf-mcore metrics entropy
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what is asked for. Returns the exit code."""
+    parser = command_parser("rlhf-mcore metrics", "What the metrics of a run mean.", _EXAMPLES + exit_codes.TOOL_EPILOG)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric, or a part of its name; without it all")
+    name = parser.parse_args(argv).name
+    try:
+        print("\n".join(_all() if name is None else _named(name)))
+    except ConfigError as error:
+        return exit_codes.report_of_tool(error)
+    return exit_codes.DONE
+
+
+def _all() -> Iterator[str]:
+    width = max(len(metric.name) for metrics in GROUPS.values() for metric in metrics)
+    for title, metrics in GROUPS.items():
+        yield f"{title}:"
+        yield from (f"  {metric.name:<{width}}  {metric.meaning}" for metric in metrics)
+
+
+def _named(name: str) -> Iterator[str]:
+    """
+    Raises:
+        ConfigError: no metric has such a name.
+    """
+    found = list(matching(name))
+    if not found:
+        meant = nearest_metric(name)
+        raise ConfigError(
+            f"there is no metric {shorten(name)}; "
+            + (f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all")
+        )
+    for metric in found:
+        yield from _entry(metric)
+
+
+def _entry(metric: Metric) -> Iterator[str]:
+    yield f"{metric.name}: {metric.meaning}"
+    for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.what_to_do)):
+        if text:
+            yield f"  {label:<8} {text}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

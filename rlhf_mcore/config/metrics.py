@@ -1,0 +1,243 @@
+"""Every metric that a run writes: what it means, its unit, and what is healthy. docs/metrics.md and ``rlhf-mcore metrics`` show it.
+
+Names are the same in metrics.jsonl, in trackers, on the console and in the report. ``<...>`` in a name stands for a part that differs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from rlhf_mcore.config.metric_rules import MEASURES, RULES, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """``healthy`` and ``remedy`` are for people, where no rule judges the metric."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+    healthy: str = ""
+    remedy: str = ""
+
+    @property
+    def rule(self) -> Rule | None:
+        """What judges it, in the report and by default as an alarm."""
+        return next((rule for rule in RULES if rule.metric == self.name), None)
+
+    @property
+    def range(self) -> str:
+        """What is healthy, in words; "" where every value may be."""
+        rule = self.rule
+        if rule is None:
+            return self.healthy
+        side, share = ("above", "below") if rule.bad < rule.watch else ("below", "from"), rule.counts
+        of = f"{MEASURES[rule.measure].text}{', as a share of the responses,' if share else ''}"
+        return f"{of} {side[0]} {rule.shown(rule.watch)}; in trouble {side[1]} {rule.shown(rule.bad)}"
+
+    @property
+    def what_to_do(self) -> str:
+        """Where it is not healthy."""
+        return self.rule.remedy if self.rule is not None else self.remedy
+
+
+S, TOKENS, SHARE, BYTES, NATS = "s", "tokens", "share, 0 to 1", "bytes", "nats per token"
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "Rewards": (
+        Metric("reward/mean", "mean score of the step's responses, before shaping and KL", healthy="rises, then levels off"),
+        Metric("reward/std", "standard deviation of the scores", healthy="above 0", remedy="see reward/share_same"),
+        Metric("reward/max", "highest score of the step"),
+        Metric("reward/min", "lowest score of the step"),
+        Metric("reward/share_zero", "responses that score exactly 0", SHARE),
+        Metric("reward/share_max", "responses with the highest score of the step, where scores differ", SHARE),
+        Metric("reward/share_same", "prompts whose responses all score the same, so that a group teaches nothing", SHARE),
+        Metric("reward/errors", "responses whose reward raised an error", "responses"),
+        Metric("reward/timeouts", "responses whose reward was not there in time", "responses"),
+        Metric("reward/parse_failures", "responses in which the rules found no answer", "responses"),
+        Metric(
+            "reward/dropped_prompts",
+            "prompts that left the step because a response got no score (reward.on_error: drop)",
+            "prompts",
+            "0",
+            "look at reward/errors and reward/timeouts",
+        ),
+        Metric("reward/<part>_mean", "mean of a named part of the score: a rule, the reward model, what a function returns"),
+        Metric(
+            "reward/overlong_mean",
+            "mean penalty for responses close to the limit (algorithm.overlong)",
+            healthy="close to 0",
+            remedy="responses are too long: see rollout/response_length_mean",
+        ),
+        Metric("reward/mean/<source>", "mean score of a data source, where a step has several"),
+        Metric("reward/share_zero/<source>", "reward/share_zero of a data source", SHARE),
+        Metric("reward/share_max/<source>", "reward/share_max of a data source", SHARE),
+        Metric("reward/share_same/<source>", "reward/share_same of a data source", SHARE),
+        Metric("reward/parse_failures/<source>", "reward/parse_failures of a data source", "responses"),
+    ),
+    "Responses": (
+        Metric("rollout/response_length_mean", "mean length of responses", TOKENS),
+        Metric("rollout/response_length_max", "longest response", TOKENS),
+        Metric("rollout/truncated_fraction", "responses that were cut off at the limit", SHARE),
+        Metric("rollout/num_tokens", "tokens that the policy has sampled for the step", TOKENS),
+        Metric("rollout/num_batches", "batches of prompts that dynamic sampling has drawn for the step", "batches", "1 to 3"),
+        Metric(
+            "rollout/informative_fraction",
+            "prompts that dynamic sampling has drawn and whose responses differ in score",
+            SHARE,
+            "above 0.3",
+            "use prompts that are neither too easy nor too hard",
+        ),
+    ),
+    "Engines and trainer": (
+        Metric("rollout/logprob_diff_mean", "mean of |logprob of the trainer - logprob of the engine| of sampled tokens", NATS),
+        Metric("rollout/logprob_diff_max", "largest of these differences", NATS, "below 1", "see rollout/logprob_diff_mean"),
+        Metric("rollout/ratio_mean", "mean of exp(trainer - engine), of tokens or responses", "", "0.98 to 1.02"),
+        Metric("rollout/ratio_max", "largest of these ratios"),
+        Metric("rollout/ratio_min", "smallest of these ratios"),
+        Metric("rollout/clipped_fraction", "ratios above algorithm.rollout_correction.cap", SHARE, "below 0.01"),
+        Metric("rollout/masked_fraction", "ratios outside of the band, whose tokens are left out", SHARE, "below 0.05"),
+        Metric(
+            "rollout/effective_sample_size",
+            "(sum w)^2 / (n sum w^2) of the correction's factors w: 1 where all are equal",
+            SHARE,
+            "above 0.9",
+            "engine and trainer are too far apart: see rollout/logprob_diff_mean and rollout/staleness_mean",
+        ),
+        Metric("rollout/staleness_mean", "mean age of tokens, between sampling and learning", "policy versions"),
+        Metric("rollout/staleness_max", "age of the oldest token", "policy versions"),
+        Metric("rollout/stale_fraction", "tokens that are left out for their age", SHARE, "below 0.1", "lower trainer.max_staleness"),
+        Metric("rollout/in_flight", "requests that engines are answering when a step begins to learn", "requests"),
+        Metric("rollout/redrawn", "responses that were drawn again because their engine was lost", "responses", "0", "read the log"),
+        Metric("bridge/received_bytes", "weights that the first rank has received for its engine", BYTES),
+        Metric("bridge/local_bytes", "weights that the first rank has copied without a message", BYTES),
+        Metric("bridge/sent_bytes", "weights that the first rank has sent to engines of their own", BYTES),
+    ),
+    "KL and loss": (
+        Metric("kl/mean", "KL of the policy before the step to the reference (algorithm.kl.estimator)", NATS),
+        Metric("kl/coef", "weight of the KL, as the controller has set it"),
+        Metric("loss/total", "what the actor's update minimises"),
+        Metric("loss/policy", "its policy-gradient term"),
+        Metric("loss/kl", "KL to the reference in the update's forward pass", NATS),
+        Metric("loss/value", "loss of the critic", "", "falls", "see critic/explained_variance"),
+        Metric("loss/sft", "negative log-likelihood of given responses", NATS, "falls"),
+        Metric("loss/reward_model", "loss over pairs of a better and a worse response", "", "below 0.69, which is chance"),
+    ),
+    "Actor": (
+        Metric("actor/entropy", "mean entropy of the next token (every logging.entropy_every steps)", NATS),
+        Metric("actor/approx_kl", "k3 estimate of the KL between the policy before the step and in its updates", NATS),
+        Metric("actor/importance_ratio", "mean of exp(logprobs - old_logprobs)", "", "0.99 to 1.01", "see actor/approx_kl"),
+        Metric("actor/clip_fraction_high", "tokens whose gradient the upper bound removes", SHARE),
+        Metric("actor/clip_fraction_low", "tokens whose gradient the lower bound removes", SHARE, "below 0.2"),
+        Metric("actor/clip_fraction_dual", "tokens at which algorithm.dual_clip acts", SHARE, "below 0.01"),
+        Metric("actor/perplexity", "exp of the mean negative log-likelihood per token (sft)", "", "falls"),
+        Metric("actor/old_logprobs_of_update", "1 where old logprobs come from the update's own forward pass"),
+        Metric("actor/grad_norm", "norm of the gradient before clipping, mean over the step's updates"),
+        Metric("actor/skipped_updates", "updates that were not made, because loss or gradient were not finite", SHARE),
+    ),
+    "Critic": (
+        Metric(
+            "critic/explained_variance",
+            "1 - Var(returns - values) / Var(returns) before the step: 1 is a perfect critic, 0 one that knows the mean only",
+            "",
+            "rises above 0.3",
+            "raise critic.optimizer.lr, or let the critic learn first (critic.warmup_steps)",
+        ),
+        Metric("critic/values", "mean value of the critic in its update"),
+        Metric("critic/returns", "mean return, which the critic learns"),
+        Metric("critic/clip_fraction", "values outside of the clip range around the old ones", SHARE, "below 0.3"),
+    ),
+    "Reward model": (
+        Metric("reward_model/accuracy", "pairs whose better response scores higher", SHARE, "above 0.6, rising"),
+        Metric("reward_model/margin", "mean difference of the scores of a pair", "", "above 0, rising"),
+        Metric("reward_model/score_mean", "mean score of all responses", "", "close to 0", "set algorithm.centering"),
+    ),
+    "Every trained model": (
+        Metric("<role>/grad_norm", "norm of the gradient before clipping: actor, critic or reward_model"),
+        Metric("<role>/lr", "learning rate of the step"),
+        Metric("<role>/skipped_updates", "updates that were not made, because loss or gradient were not finite", SHARE),
+        Metric(
+            "<role>/bad_updates_in_a_row",
+            "updates in a row without a finite loss and gradient; trainer.max_bad_updates of them end the run",
+            "updates",
+            "0",
+            "lower the learning rate, look at the data and the rewards of the last steps",
+        ),
+        Metric("<role>/not_finite", "1 where updates have left a weight not finite, which ends the run"),
+        Metric("<role>/load_balance", "auxiliary loss of a mixture's router: 1 where all experts get equally much", "", "1 to 1.5"),
+    ),
+    "Evaluation": (
+        Metric("evaluate/accuracy", "held-out prompts answered rightly, or held-out pairs in the right order", SHARE, "rises"),
+        Metric("evaluate/accuracy/<source>", "accuracy of a data source", SHARE, "rises"),
+        Metric("evaluate/reward", "mean score on held-out prompts", "", "rises with reward/mean", "use more prompts"),
+        Metric("evaluate/pass_at_<k>", "probability that one of k responses is right", SHARE, "rises"),
+        Metric("evaluate/majority_at_<k>", "accuracy of the most frequent answer of k responses", SHARE, "rises"),
+        Metric("evaluate/response_length_mean", "mean length of responses to held-out prompts", TOKENS),
+        Metric("evaluate/truncated_fraction", "responses to held-out prompts that were cut off", SHARE, "below 0.2"),
+        Metric("evaluate/without_score", "held-out responses whose reward failed", "responses", "0", "see reward/errors"),
+        Metric("evaluate/loss", "loss on held-out examples", "", "falls", "where it rises again, train no longer"),
+        Metric("evaluate/perplexity", "exp of the held-out loss (sft)", "", "falls"),
+        Metric("evaluate/margin", "mean difference of the scores of held-out pairs", "", "above 0, rising"),
+        Metric("final/<evaluation>", "the same, of the best model, with which the run ends (checkpoint.load_best_model_at_end)"),
+        Metric("final/step", "step of the best model", "steps"),
+    ),
+    "Progress": (
+        Metric("progress/prompts", "prompts of all steps so far", "prompts"),
+        Metric("progress/samples", "responses of all steps so far", "responses"),
+        Metric("progress/tokens", "response tokens of all steps so far", TOKENS),
+    ),
+    "Time and throughput": (
+        Metric("timing/step_s", "the whole step", S, "steady", "rlhf-mcore report shows which phase has grown"),
+        Metric("timing/<phase>_s", "a phase of the step, such as generate, score, exchange, reference, values, update, sync", S),
+        Metric("timing/tokens_per_s", "response tokens learned from, of all ranks, per second without evaluation", "tokens/s"),
+        Metric("timing/prefix_hit", "prompt tokens that the engine's cache had", SHARE),
+        Metric("timing/unix_time", "when the step ended, since the epoch", S),
+        Metric("throughput/tflops", "operations of the models in the step, of all devices", "TFLOP/s"),
+        Metric("throughput/mfu", "share of the devices' peak (logging.peak_tflops)", SHARE, "0.2 to 0.5", "see docs/performance.md"),
+        Metric("throughput/<phase>_tokens_per_s", "tokens of a phase", "tokens/s"),
+        Metric("throughput/<phase>_tflops", "operations of a phase", "TFLOP/s"),
+        Metric("throughput/<phase>_mfu", "share of the peak in a phase", SHARE),
+    ),
+    "Memory": (
+        Metric("memory/<phase>_bytes", "most that the parts that move have had on the first rank's device in a phase", BYTES),
+        Metric("memory/<phase>_allocated_bytes", "most that torch has allocated on the first rank's GPU in a phase", BYTES),
+    ),
+}  # fmt: skip
+METRICS: dict[str, Metric] = {metric.name: metric for metrics in GROUPS.values() for metric in metrics}
+_ANY = {"<source>": ".+", "<k>": r"\d+", "<role>": "(actor|critic|reward_model)"}
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
+    """Of names with parts that differ, the longest names first."""
+    return [
+        (
+            re.compile("".join(_ANY.get(part, ".+" if part.startswith("<") else re.escape(part)) for part in parts)),
+            metric,
+        )
+        for metric in sorted(METRICS.values(), key=lambda metric: -len(metric.name))
+        if len(parts := re.split(r"(<\w+>)", metric.name)) > 1
+    ]
+
+
+def find_metric(name: str) -> Metric | None:
+    """The entry of a metric that a run writes under that name."""
+    known = METRICS.get(name)
+    return known or next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+
+
+def matching(text: str) -> Iterator[Metric]:
+    """The metric of that name; else those with the text in their names."""
+    exact = find_metric(text)
+    yield from [exact] if exact is not None else [metric for name, metric in METRICS.items() if text in name]
+
+
+def nearest_metric(name: str) -> str | None:
+    """The name that a misspelt one most likely means."""
+    by_last = {known.rpartition("/")[2]: known for known in METRICS}
+    close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.7)
+    last = difflib.get_close_matches(name.rpartition("/")[2], by_last, n=1, cutoff=0.75)
+    return close[0] if close else by_last[last[0]] if last else None

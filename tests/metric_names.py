@@ -1,0 +1,17 @@
+"""Every metric that a real run has written is in the table of metrics: for the runs of tests/e2e."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlhf_mcore.config.metrics import find_metric
+
+
+def assert_registered(run: Path, *wanted: str) -> None:
+    """Of a run directory: no metric without an entry, and one of each entry ``wanted`` is there."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = {name for line in lines for name in line} - {"step"}
+    entries = {name: entry.name if (entry := find_metric(name)) else None for name in names}
+    assert names and not (unknown := sorted(name for name, entry in entries.items() if entry is None)), unknown
+    assert not (missing := set(wanted) - set(entries.values())), missing
