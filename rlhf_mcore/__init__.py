@@ -6,10 +6,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_mcore.api import ConfigError, Trained, Trainer, load_config, plan, train
+    from rlhf_mcore.api import (
+        Callback,
+        ConfigError,
+        Evaluation,
+        Trained,
+        Trainer,
+        convert,
+        evaluate,
+        load_config,
+        plan,
+        train,
+    )
 
 __version__ = "0.1.0.dev0"
-__all__ = ["ConfigError", "Trained", "Trainer", "load_config", "plan", "train"]
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Evaluation",
+    "Trained",
+    "Trainer",
+    "convert",
+    "evaluate",
+    "load_config",
+    "plan",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

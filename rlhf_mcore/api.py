@@ -1,10 +1,10 @@
-"""Training from Python, in a notebook or a script: ``import rlhf_mcore as rm``.
+"""The commands from Python, in a notebook or a script: ``import rlhf_mcore as rm``.
 
     cfg = rm.load_config("configs/quickstart/grpo.yaml", ["actor.layout.tp=1", "trainer.num_steps=5"])
     trained = rm.train(cfg, reward=lambda data_source, solution_str, ground_truth, extra_info: float("7" in solution_str))
 
-It is what ``rlhf-mcore train`` does: the same checks, run directory, checkpoints and resume. Without torchrun a run has one process,
-this one; a script that torchrun starts in several processes trains in all of them.
+It is what ``rlhf-mcore train`` does: the same checks, run directory, checkpoints and resume; ``evaluate``, ``convert`` and ``plan``
+likewise. Without torchrun a run has one process, this one; a script that torchrun starts in several processes trains in all of them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,42 @@ from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
+    from rlhf_mcore.cli.conversion import Converted
     from rlhf_mcore.planning.plan import RunPlan
 
-__all__ = ["ConfigError", "Trained", "Trainer", "load_config", "plan", "train"]
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Evaluation",
+    "Trained",
+    "Trainer",
+    "convert",
+    "evaluate",
+    "load_config",
+    "plan",
+    "train",
+]
 
 # Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
 Reward = Callable[..., "float | dict[str, float]"]
-Callback = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
+OnStep = Callable[[int, Mapping[str, Any]], None]  # a step, and its metrics under the names of metrics.jsonl
 Rows = Iterable["str | Mapping[str, Any]"]  # prompts, or rows with the columns that the configuration names
+
+
+class Callback:
+    """What a run calls on its way, on the first rank. Override what is wanted; what is raised ends the run."""
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step was made. ``metrics`` have the names of metrics.jsonl."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The held-out prompts were scored: ``evaluate/*``, of step 0 too, before ``on_step``; ``final/*`` at the end of some runs."""
+
+    def on_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """A step's responses were scored. ``rollouts`` are as in rollouts/step-*.jsonl, whether that is written or not."""
+
+    def on_end(self, trained: Trained) -> None:
+        """The last step was made, or a signal or a time limit has ended the run after a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +88,7 @@ def train(
     reward: Reward | None = None,
     prompts: Rows | None = None,
     eval_prompts: Rows | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback | OnStep] = (),
 ) -> Trained:
     """Train to ``trainer.num_steps``, from the last checkpoint of the run directory if there is one.
 
@@ -69,7 +97,7 @@ def train(
         reward: scores a response, in the place of ``reward.function``. It is called in this process and has no deadline.
         prompts: texts, or rows, in the place of ``data.train``; they are written to ``data/`` in the run directory.
         eval_prompts: likewise, in the place of ``data.eval``.
-        callbacks: called after each step, on the first rank.
+        callbacks: functions of a step and its metrics, called after each step on the first rank, or ``Callback`` objects.
 
     Raises:
         ConfigError: a mistake in the configuration, the data or the reward.
@@ -94,10 +122,10 @@ class Trainer:
         reward: Reward | None = None,
         prompts: Rows | None = None,
         eval_prompts: Rows | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback | OnStep] = (),
     ) -> None:
         self.cfg = _prepared(cfg, reward, prompts, eval_prompts)
-        self._steps = _Steps(callbacks)
+        self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in callbacks])
         self._stack = ExitStack()
         self._run: OpenRun | None = None
         self._next, self._last = 1, self.cfg.trainer.num_steps
@@ -109,7 +137,9 @@ class Trainer:
             from rlhf_mcore.cli.compose import opened
 
             stack.enter_context(rank.no_early_exit())
-            self._run = stack.enter_context(opened(self.cfg, trackers=[self._steps]))
+            listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
+            on_rollouts = self._steps.rollouts if listens else None
+            self._run = stack.enter_context(opened(self.cfg, trackers=[self._steps], on_rollouts=on_rollouts))
             self._next = self._run.first_step
             if self._run.trainer is not None:
                 self._run.trainer.begin(self._last, self._next)
@@ -137,6 +167,9 @@ class Trainer:
             self._run.trainer.end(self._last)
             self._run.record.close_profile()
             self._run.finish()
+        if (self._ended or self._next > self._last) and self._run.record.directory is not None:
+            for callback in self._steps.callbacks:
+                callback.on_end(self.trained())
         return next(iter(self._steps.made[made:]), {})
 
     def save_checkpoint(self, directory: str | Path) -> Path:
@@ -153,6 +186,103 @@ class Trainer:
         chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
         model = directory / chosen / run_kind(cfg).saved_as
         return Trained(self._next > self._last and not self._ended, directory, model, list(self._steps.made))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation has come to, on the first rank; empty on others.
+
+    ``results`` are figures over all prompts: a number, or a dict of ``value``, ``low`` and ``high`` (95 % interval). ``samples`` are
+    the graded responses. ``comparison`` is that with ``evaluate.compare``, as in comparison.json. ``directory`` holds all of it.
+    """
+
+    results: dict[str, Any]
+    samples: list[dict[str, Any]]
+    comparison: dict[str, Any]
+    directory: Path | None
+
+
+def evaluate(
+    cfg: Config,
+    checkpoint: str | Path | None = None,
+    compare: str | Path | None = None,
+    *,
+    reward: Reward | None = None,
+    prompts: Rows | None = None,
+) -> Evaluation:
+    """Score a model on held-out prompts, as ``rlhf-mcore evaluate`` does. Collective over the world.
+
+    Args:
+        cfg: of the training run, or a shorter one; it is not changed.
+        checkpoint: in the place of ``evaluate.checkpoint``; without both the latest checkpoint of the configuration's own run.
+        compare: in the place of ``evaluate.compare``: an improvement on it is positive.
+        reward: as of ``train``. Responses that it has scored are scored again where its name or its code has changed.
+        prompts: texts, or rows, in the place of ``data.eval``.
+
+    Raises:
+        ConfigError: a mistake in the configuration, the data, the reward or the checkpoint.
+    """
+    from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
+
+    cfg = _with_given(cfg, reward, None, prompts)
+    cfg.evaluate.checkpoint = str(checkpoint) if checkpoint else cfg.evaluate.checkpoint or default_checkpoint(cfg)
+    cfg.evaluate.compare = str(compare) if compare else cfg.evaluate.compare
+    validate_evaluation(cfg, _world_size(cfg))
+    with _one_process():
+        from rlhf_mcore.cli.evaluation import run
+
+        with rank.no_early_exit():
+            made, comparison = run(cfg)
+    if not made:
+        return Evaluation({}, [], {}, None)
+    return Evaluation(made[0].content["results"]["all"], made[0].samples, comparison, made[0].directory)
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    source_format: str = "checkpoint",
+    target_format: str = "hf",
+    role: str = "actor",
+    dtype: str | None = None,
+    hf_config: str | Path | None = None,
+    average: Sequence[str | Path] = (),
+    shard_size: str = "4GiB",
+    verify: bool = False,
+    overwrite: bool = False,
+) -> Converted:
+    """Convert a model between formats, as ``rlhf-mcore convert`` does with options of these names, in this process.
+
+    Raises:
+        ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
+    """
+    from rlhf_mcore.cli.conversion import Conversion, run
+    from rlhf_mcore.cli.convert import DTYPES, FORMATS, ROLES, TARGETS, check_destination, num_bytes
+
+    allowed = {"source_format": FORMATS, "target_format": TARGETS, "role": ROLES, "dtype": (None, *DTYPES)}
+    given = {"source_format": source_format, "target_format": target_format, "role": role, "dtype": dtype}
+    for name, choices in allowed.items():
+        if given[name] not in choices:
+            raise ConfigError(f"{name}={given[name]!r} is not a choice; there are: {', '.join(map(str, choices))}")
+    check_destination(Path(destination), Path(source), may_exist=overwrite)
+    made = run(
+        Conversion(
+            source_format=source_format,
+            target_format=target_format,
+            source=Path(source),
+            destination=Path(destination),
+            role=role,
+            dtype=dtype,
+            shard_bytes=num_bytes(shard_size),
+            average=list(map(Path, average)),
+            hf_config=Path(hf_config) if hf_config else None,
+            verify=verify,
+            overwrite=overwrite,
+        )
+    )
+    assert made is not None, "this is no dry run"
+    return made
 
 
 def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPlan:
@@ -172,6 +302,14 @@ def plan(cfg: Config, world_size: int | None = None, gpu: str = "H100") -> RunPl
     return make_plan(resolve(cfg), size, *device_and_assumptions(gpu, []))
 
 
+class _StepFunction(Callback):
+    def __init__(self, function: OnStep) -> None:
+        self._function = function
+
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._function(step, metrics)
+
+
 @dataclass(slots=True)
 class _Steps:
     """A tracker that keeps what it is given, and tells the callbacks."""
@@ -180,11 +318,19 @@ class _Steps:
     made: list[dict[str, Any]] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == 0 or "final/step" in metrics:  # evaluations that belong to no step
-            return
-        self.made.append({"step": step, **metrics})
+        evaluation = {name: value for name, value in metrics.items() if name.startswith(("evaluate/", "final/"))}
+        is_step = step > 0 and "final/step" not in metrics  # and not an evaluation that belongs to none
+        if is_step:
+            self.made.append({"step": step, **metrics})
         for callback in self.callbacks:
-            callback(step, metrics)
+            if evaluation:
+                callback.on_evaluation(step, evaluation)
+            if is_step:
+                callback.on_step(step, metrics)
+
+    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        for callback in self.callbacks:
+            callback.on_rollouts(step, rollouts)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -192,20 +338,34 @@ class _Steps:
 
 def _prepared(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:
     """A resolved copy with what was given from Python."""
+    cfg = _with_given(cfg, reward, prompts, eval_prompts)
+    validate(cfg, _world_size(cfg))
+    return resolve(cfg)
+
+
+def _with_given(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:
     cfg = deepcopy(cfg)
     if reward is not None:
         cfg.reward.function = OwnFunction(reward)
     for name, rows in (("train", prompts), ("eval", eval_prompts)):
         if rows is not None:
             setattr(cfg.data, name, [_written(rows, _directory(cfg) / "data" / f"{name}.jsonl", cfg.data.prompt_key)])
+    return cfg
+
+
+def _world_size(cfg: Config) -> int:
+    """torchrun's, else one.
+
+    Raises:
+        ConfigError: the configuration needs more than this process.
+    """
     world_size = torchrun_world_size()
     if world_size is None and default_world_size(cfg) != 1:
         raise ConfigError(
             f"the layouts of this configuration need {default_world_size(cfg)} processes, and this is one; set actor.layout.tp=1 and "
             "trainer.world_size=1, or start the script with torchrun"
         )
-    validate(cfg, world_size or 1)
-    return resolve(cfg)
+    return world_size or 1
 
 
 def _written(rows: Rows, path: Path, prompt_key: Any) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,15 @@ def run(cfg: Config, announced: int = 0) -> bool:
 
 
 @contextmanager
-def opened(cfg: Config, announced: int = 0, trackers: Sequence[Tracker] = ()) -> Iterator[OpenRun]:
-    """A run between its beginning and its end. Collective over the world. ``trackers`` get its metrics too, on the first rank.
+def opened(
+    cfg: Config,
+    announced: int = 0,
+    trackers: Sequence[Tracker] = (),
+    on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
+) -> Iterator[OpenRun]:
+    """A run between its beginning and its end. Collective over the world.
+
+    On the first rank ``trackers`` get its metrics too, and ``on_rollouts`` every step's rollouts.
 
     Raises:
         ConfigError: as ``run``.
@@ -96,6 +104,7 @@ def opened(cfg: Config, announced: int = 0, trackers: Sequence[Tracker] = ()) ->
         sharing = DeviceSharing(process.platform)
         record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog, memory=sharing)
         device = torch.cuda.get_device_name() if process.platform.name == "cuda" else ""
+        record.on_rollouts = on_rollouts
         record.throughput = Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device))
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":

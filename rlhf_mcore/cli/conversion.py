@@ -54,8 +54,18 @@ class Conversion:
     check_records: bool = True
 
 
-def run(request: Conversion) -> None:
-    """Convert, or print the map.
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A directory that was made."""
+
+    directory: Path
+    num_tensors: int
+    num_parameters: int
+    num_bytes: int
+
+
+def run(request: Conversion) -> Converted | None:
+    """Convert, or print the map and return None.
 
     Raises:
         ConfigError: the source is not a whole, safe model of a known family, or the destination cannot be made.
@@ -74,12 +84,12 @@ def run(request: Conversion) -> None:
     companions = _companions(request)
     geometry = read_geometry(companions)
     with ExitStack() as cleanup:
-        _convert(request, companions, geometry, console, cleanup)
+        return _convert(request, companions, geometry, console, cleanup)
 
 
 def _convert(
     request: Conversion, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack
-) -> None:
+) -> Converted | None:
     sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = checked_types(source, geometry)
@@ -87,7 +97,7 @@ def _convert(
         types = {name: (DTYPES[request.dtype], shape) for name, (_, shape) in types.items()}
     if request.dry_run:
         _print_map(request, source, geometry, types)
-        return
+        return None
     assert request.destination is not None
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
     with whole_directory(request.destination, overwrite=request.overwrite) as directory:
@@ -107,12 +117,14 @@ def _convert(
                 f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
             )
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
+    made = Converted(request.destination, len(types), num_parameters(types), total)
     console.print(
-        f"{request.destination}: {len(types)} tensors, {num_parameters(types):,} parameters, {size}"
+        f"{made.directory}: {made.num_tensors} tensors, {made.num_parameters:,} parameters, {size}"
         f"{', verified' if request.verify else ''}",
         soft_wrap=True,
         highlight=False,
     )
+    return made
 
 
 def _companions(request: Conversion) -> Path:

@@ -16,6 +16,8 @@ from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
+TARGETS = ("hf", "megatron")
+ROLES = ("actor", "critic")
 DTYPES = ("fp32", "bf16", "fp16")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -25,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _stop)
     try:
-        shard_bytes, destination = _size(args.shard_size), _destination(args)
+        shard_bytes = num_bytes(args.shard_size)
+        destination = Path(args.destination) if args.destination is not None else None
+        if destination is not None:
+            check_destination(destination, Path(args.source), may_exist=args.overwrite or args.dry_run)
         from rlhf_mcore.cli.conversion import Conversion, run  # imports torch
 
         run(
@@ -67,10 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="format of SRC")
-    parser.add_argument("--to", dest="target_format", choices=("hf", "megatron"), required=True, help="format of DST")
+    parser.add_argument("--to", dest="target_format", choices=TARGETS, required=True, help="format of DST")
     parser.add_argument("source", metavar="SRC", help="directory to read")
     parser.add_argument("destination", metavar="DST", nargs="?", help="directory to make; not needed with --dry-run")
-    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="which model of a checkpoint")
+    parser.add_argument("--role", choices=ROLES, default="actor", help="which model of a checkpoint")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write; without it every tensor keeps its own")
     parser.add_argument("--shard-size", default="4GiB", metavar="SIZE", help="largest file, as 500MB or 4GiB (default)")
     parser.add_argument(
@@ -93,27 +98,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _destination(args: argparse.Namespace) -> Path | None:
-    """DST, before the source is read: whether it is free is found out again where it is made.
+def check_destination(destination: Path, source: Path, *, may_exist: bool) -> None:
+    """Before the source is read: whether DST is free is found out again where it is made.
 
     Raises:
         ConfigError: it is there already, or is a link, or replacing it would remove SRC or the working directory.
     """
-    if args.destination is None:
-        return None
-    path = Path(os.path.abspath(args.destination))
+    path = Path(os.path.abspath(destination))
     if path.is_symlink():
-        raise ConfigError(f"{args.destination} is a link to {path.readlink()}; give a directory as DST")
-    if path.exists() and not (args.overwrite or args.dry_run):
-        raise ConfigError(f"{args.destination} is there already; give another DST or --overwrite")
-    held = {"SRC": Path(os.path.realpath(args.source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
+        raise ConfigError(f"{destination} is a link to {path.readlink()}; give a directory as DST")
+    if path.exists() and not may_exist:
+        raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
+    held = {"SRC": Path(os.path.realpath(source)).parents, "the working directory": Path(os.getcwd(), "x").parents}
     for name, parents in held.items():
         if path in parents:
-            raise ConfigError(f"{args.destination} holds {name}, which would be replaced with it; give another DST")
-    return Path(args.destination)
+            raise ConfigError(f"{destination} holds {name}, which would be replaced with it; give another DST")
 
 
-def _size(text: str) -> int:
+def num_bytes(text: str) -> int:
+    """Of a size as 500MB or 4GiB.
+
+    Raises:
+        ConfigError: it is none.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", text.strip().upper())
     size = float(found.group(1)) * _UNITS[found.group(2)] if found else 0.0
     if not 1 <= size <= 2**63:

@@ -26,6 +26,7 @@ from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_m
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.tokenizer_files import token_problems
 from rlhf_mcore.config.tool_schemas import read_tools
+from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.data.source import load_prompts
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.build import build_graders, check_environment, episode_worker
@@ -79,6 +80,15 @@ _SERVICES = ("remote", "judge")
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What the evaluation of a checkpoint has come to, on the first rank."""
+
+    directory: Path  # with samples.jsonl and results.json
+    content: dict[str, Any]  # of results.json
+    samples: list[Sample]
+
+
 @dataclass(slots=True)
 class _Task:
     """One checkpoint to evaluate. ``cfg.model`` is that checkpoint."""
@@ -93,8 +103,10 @@ class _Task:
     directory: EvaluationDirectory | None = None
 
 
-def run(cfg: Config) -> None:
+def run(cfg: Config) -> tuple[list[Evaluated], dict[str, Any]]:
     """Evaluate, and compare. Every rank of the world calls it, under torchrun.
+
+    Returns what each checkpoint has come to and the content of comparison.json, both empty where there is none, and on other ranks.
 
     Raises:
         ConfigError: what only the loaded data and models can show; raised on every rank.
@@ -111,8 +123,7 @@ def run(cfg: Config) -> None:
         if cfg.reward.model.path is not None:
             engines.close()  # it has the memory that the reward model needs
             samples = _score_by_model(tasks, samples, process.platform)
-        if dist.get_rank() == 0:
-            _report(cfg, tasks, samples)
+        return _report(cfg, tasks, samples) if dist.get_rank() == 0 else ([], {})
 
 
 def _model_folders(cfg: Config) -> dict[str, str]:
@@ -261,7 +272,11 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
             reward[name] = {key: value for key, value in service.items() if key not in _HOW_TO_ASK}
     if cfg.reward.judge.rubric_file is not None:
         reward["judge"]["rubric_file"] = digest_of_file(Path(cfg.reward.judge.rubric_file))
-    code = cfg.reward.function and digest_of_file(Path(cfg.reward.function.rpartition(":")[0]))
+    function = cfg.reward.function
+    if isinstance(function, OwnFunction):
+        code: str | None = function.fingerprint()
+    else:
+        code = function and digest_of_file(Path(function.rpartition(":")[0]))
     environment = None
     if cfg.environment.function is not None:
         file = cfg.environment.function.rpartition(":")[0]
@@ -318,13 +333,18 @@ def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[
         yield lambda count: bar.advance(row, count * engine.num_engines)
 
 
-def _report(cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]) -> None:
+def _report(
+    cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
+) -> tuple[list[Evaluated], dict[str, Any]]:
+    """Write and show the results. Returns them."""
+    made, compared = [], {}
     console = Console(cfg.logging.console, 0, "evaluate")
     graded = [[graded_of(sample) for sample in held] for held in samples]
     for task, held, rows in zip(tasks, samples, graded, strict=True):
         assert task.directory is not None and len(rows) == len(task.prompts) * cfg.evaluate.samples
         content = results(task.given, task.settings, rows, cfg.seed)
         task.directory.finish(held, content)
+        made.append(Evaluated(task.directory.path, content, held))
         _show(console, f"{task.given} on {', '.join(cfg.data.eval)}", results_table(content))
         if (by_source := sources_table(content))[1]:
             _show(console, "by data source", by_source)
@@ -333,11 +353,12 @@ def _report(cfg: Config, tasks: Sequence[_Task], samples: Sequence[list[Sample]]
         ours, other = tasks
         assert ours.directory is not None
         # What is evaluated comes second, so that an improvement on what it is compared with is positive.
-        content = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
+        compared = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
         file = ours.directory.path / f"comparison-{other.subject.name}.json"
-        write_atomically(file, pretty_json(content))
-        _show(console, f"{ours.given} (second) against {other.given} (first)", comparison_table(content))
+        write_atomically(file, pretty_json(compared))
+        _show(console, f"{ours.given} (second) against {other.given} (first)", comparison_table(compared))
         console.note(f"written   {os.path.relpath(file)}")
+    return made, compared
 
 
 def _show(console: Console, title: str, table: Table) -> None:

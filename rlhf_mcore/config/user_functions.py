@@ -32,6 +32,13 @@ class OwnFunction(str):
     def __deepcopy__(self, memo: object) -> OwnFunction:
         return self
 
+    def fingerprint(self) -> str:
+        """Of its name and its code, not of what it reads besides."""
+        code = getattr(self.function, "__code__", None)
+        plain = [value for value in code.co_consts if isinstance(value, str | int | float)] if code else []
+        content = [str(self), *((code.co_code.hex(), code.co_names, plain) if code else ())]
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
 
 def is_file_spec(text: str) -> bool:
     """Whether a value names a function of a file, rather than one of ours."""

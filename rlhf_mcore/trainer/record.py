@@ -47,6 +47,8 @@ class RunRecord:
     without_score: str = "count as 0"  # what becomes of responses without a score
     profiler: StepProfiler | None = None
     mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
+    # Gets every step's rollouts, on the first rank. Set on every rank or on none.
+    on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def note(self, text: str) -> None:
@@ -84,14 +86,18 @@ class RunRecord:
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         """Show how many responses have no score, and write the step's rollouts when they are due. Collective."""
         self._note_failures(step, scores)
-        if not self.rollouts_every or step % self.rollouts_every:
+        is_due = self.rollouts_every > 0 and step % self.rollouts_every == 0
+        if not is_due and self.on_rollouts is None:
             return
         mine = [rollout_record(t, s, step) for t, s in zip(trajectories, scores, strict=True)]
         gathered = gather_json(mine)
         if self.directory is not None:
             records = [record for part in gathered for record in part]
             records.sort(key=lambda record: (record["prompt_id"], record["sample"]))
-            write_rollouts(self.directory.rollouts_path(step), records)
+            if is_due:
+                write_rollouts(self.directory.rollouts_path(step), records)
+            if self.on_rollouts is not None:
+                self.on_rollouts(step, records)
 
     def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
         """One line for all ranks, with the first problem of the first rank that has one."""

@@ -6,6 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+from safetensors.torch import load_file
+
 from tests.commands import ROOT, environment, finished
 from tests.tiny_training import SMALL, make_quickstart
 
@@ -21,13 +24,35 @@ seen = []
 def tell(step, metrics):
     seen.append((step, metrics["reward/is_seven_mean"]))
 
+class Watcher(rm.Callback):
+    def __init__(self):
+        self.told = []
+    def on_evaluation(self, step, metrics):
+        self.told.append(["evaluation", step, "evaluate/accuracy" in metrics])
+    def on_rollouts(self, step, rollouts):
+        self.told.append(["rollouts", step, len(rollouts), rollouts[0]["parts"]["is_seven"], "response" in rollouts[0]])
+    def on_end(self, trained):
+        self.told.append(["end", trained.finished])
+
 def long(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 16, "is_seven": float(ground_truth == "7")}
 
 cfg = rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=2", "logging.console=off"])
 rows = [{"prompt": f"<|user|>{a}+1=<|end|><|assistant|>", "answer": "7"} for a in range(10, 40)]
-trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell])
+watcher = Watcher()
+trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
+
+cfg.rollout.engine = "hf"  # starts faster
+evaluated = rm.evaluate(cfg, compare="quickstart/model", reward=long, prompts=rows[:6])
+converted = rm.convert(trained.directory, "flat", dtype="bf16", verify=True)
+refused = []
+for call in (lambda: rm.convert(trained.directory, "flat"), lambda: rm.convert(trained.directory, "other", target_format="onnx"),
+             lambda: rm.evaluate(cfg, "nowhere")):
+    try:
+        call()
+    except rm.ConfigError as error:
+        refused.append(str(error))
 
 cfg.experiment, cfg.trainer.num_steps = "second", 3
 texts = (row["prompt"] for row in rows)
@@ -44,7 +69,10 @@ for given, changes in (({"reward": lambda x: 1.0}, ["trainer.world_size=1"]), ({
 fits = rm.plan(cfg, world_size=1).fits
 print(json.dumps([example.finished, str(example.model),
     seen, trained.finished, str(trained.model), len(trained.metrics), len(again.metrics), first["step"], str(saved),
-    [step and step["step"] for step in steps], problems, fits, "RANK" in os.environ]))
+    [step and step["step"] for step in steps], problems, fits, "RANK" in os.environ,
+    watcher.told, [evaluated.results["reward"]["value"], len(evaluated.samples), evaluated.comparison["num_prompts"],
+        evaluated.comparison["reward"]["difference"]["value"], str(evaluated.directory)],
+    [str(converted.directory), converted.num_parameters, converted.num_bytes], refused]))
 """
 
 
@@ -57,7 +85,7 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
-    shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank = told
+    shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank, *rest = told
     assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 0)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()
@@ -68,3 +96,15 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert fits and not leaves_rank
     rows = (tmp_path / "outputs/quickstart/second/data/train.jsonl").read_text().splitlines()
     assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
+    heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused = rest
+    steps_heard = [["rollouts", step, 8, 1.0, True] for step in (1, 2)]
+    assert heard == [["evaluation", 0, True], *steps_heard[:1], *steps_heard[1:], ["evaluation", 2, True], ["end", True]]
+    scored = [json.loads(line) for line in (Path(tmp_path, place) / "samples.jsonl").read_text().splitlines()]
+    assert num_samples == len(scored) == num_compared == 6
+    assert reward == pytest.approx(sum(sample["score"] for sample in scored) / 6)
+    (untrained,) = (tmp_path / "quickstart" / "evaluations").glob("*/results.json")
+    assert difference == pytest.approx(reward - json.loads(untrained.read_text())["results"]["all"]["reward"]["value"])
+    saved_numbers = sum(tensor.numel() for tensor in load_file(tmp_path / flat / "model.safetensors").values())
+    assert flat == "flat" and num_parameters == saved_numbers and num_bytes == 2 * num_parameters
+    assert "flat is there already" in refused[0] and "there are: hf, megatron" in refused[1]
+    assert "evaluate.checkpoint=nowhere is not a directory" in refused[2]
