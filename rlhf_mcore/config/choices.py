@@ -94,7 +94,7 @@ GRADERS = {
 }
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.
-ENVIRONMENTS = ("tools", "gymnasium", "openenv")  # that need no file of the user's
+ENVIRONMENTS = ("tools", "gymnasium", "openenv", "verifiers")  # that need no file of the user's
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), eq. 3-4: group-normalised advantage, mean per sequence, k3 KL

@@ -27,6 +27,7 @@ BUILT_IN = {
     "tools": "rlhf_mcore.environments.tools:Tools",
     "gymnasium": "rlhf_mcore.environments.gymnasium:Gymnasium",
     "openenv": "rlhf_mcore.environments.openenv:OpenEnv",
+    "verifiers": "rlhf_mcore.environments.verifiers:Verifiers",
 }
 _RECEIVE_BYTES = 2**16
 _MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'

@@ -14,7 +14,7 @@ class EnvironmentConfig:
 
     function: Optional[str] = key(
         None,
-        "`path/to/file.py:Class` with reset(row, seed) and step(action), `tools`, `gymnasium` or `openenv`",
+        "`path/to/file.py:Class` with reset(row, seed) and step(action), `tools`, `gymnasium`, `openenv` or `verifiers`",
         null="a response is one turn",
         more="One instance for each episode, in worker processes ([environments](environments.md)).",
     )

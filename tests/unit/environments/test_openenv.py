@@ -11,6 +11,7 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.openenv import OpenEnv
+from rlhf_mcore.environments.verifiers import Verifiers
 
 ROW = {"prompt": "guess", "ground_truth": "5", "extra_info": {}, "data_source": "numbers"}
 
@@ -66,8 +67,16 @@ def test_an_episode_is_a_session_on_a_server_of_openenv() -> None:
         thread.join(20)
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("openenv", "openenv.core.generic_client"):  # a test before may have imported it
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"environment.function=openenv: .*install it \(pip install openenv-core\)"):
         OpenEnv("http://localhost:1")
+    with pytest.raises(
+        ConfigError, match=r"environment.options.packages=/nowhere is no folder; .*pip install --target"
+    ):
+        Verifiers({"id": "wordle"}, packages="/nowhere")
+    with pytest.raises(
+        ConfigError, match=r"environment.function=verifiers: .*pip install --target FOLDER verifiers==0.4.0"
+    ):
+        Verifiers({"id": "wordle"})
