@@ -50,6 +50,8 @@ EXTRAS_REQUIRE = {
     # Environments of other libraries (docs/environments.md); nothing else needs them.
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],
+    # The documentation as a site (./launch/docs.sh, which installs it locked and apart): search, diagrams, links that are checked.
+    "docs": ["mkdocs-material>=9.5"],
     "dev": [
         "hypothesis",
         "import-linter>=2",  # the floors of docs/architecture.md

@@ -19,6 +19,7 @@ compile=("$venv/bin/uv" pip compile --quiet --python "$venv/bin/python" --genera
 # Without dependencies: only modules that need none of them are loaded (tests/oracles/published.py).
 "${compile[@]}" "$@" --no-deps requirements/oracles.in --output-file requirements/oracles.lock
 "${compile[@]}" "$@" --no-deps requirements/bench.in --output-file requirements/bench.lock
+"${compile[@]}" "$@" requirements/docs.in --output-file requirements/docs.lock
 # The GPU stack is for the Python and the platform of NVIDIA's container. vLLM is a lock of its own because it is built last.
 for_container=(--python-version 3.12 --python-platform x86_64-manylinux_2_28)
 "${compile[@]}" "$@" "${for_container[@]}" --override requirements/gpu-overrides.txt --no-emit-package vllm \

@@ -2,7 +2,8 @@
 # Installs what is missing, then lints and runs every tier of tests.
 #
 #   ./launch/test.sh                     everything
-#   ./launch/test.sh --with slurm --with browser   everything; first SLURM and Chromium, where apt can, so that nothing skips
+#   ./launch/test.sh --with slurm --with browser --with docs   everything; first SLURM and Chromium, where apt can, so that
+#                                        nothing skips; the documentation is built as a site too
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 #
 # The last lines name every test that failed, with the first line of its message, and then add up all tiers:
@@ -32,12 +33,13 @@ from_apt() {
     rm -f "$log"
 }
 
-extras=()
+extras=() builds_docs=""
 while [[ "${1:-}" == --with ]]; do
     case "${2:-}" in
         slurm) from_apt slurm slurmctld slurm-wlm munge ;;
         browser) from_apt browser chromium chromium && extras+=("playwright==1.65.2") ;;
-        *) fail "--with ${2:-}: slurm and browser can be installed" ;;
+        docs) builds_docs=yes ;;
+        *) fail "--with ${2:-}: slurm, browser and docs can be installed" ;;
     esac
     shift 2
 done
@@ -48,6 +50,11 @@ cd "$root"
 export PATH="$venv/bin:$PATH"
 if ((${#extras[@]})) && ! python -m pip install --quiet --disable-pip-version-check "${extras[@]}"; then
     say "${extras[*]} could not be installed (above); what needs it will be skipped"
+fi
+
+if [[ -n "$builds_docs" ]] && ! "$root/launch/docs.sh" install; then
+    say "--with docs: mkdocs-material could not be installed (above); the site will not be built"
+    builds_docs=""
 fi
 
 if (($#)); then exec python -m pytest "$@"; fi
@@ -122,6 +129,7 @@ memory_gib() {
 section "ruff" ruff check .
 section "mypy" mypy
 section "import-linter" lint-imports
+if [[ -n "$builds_docs" ]]; then section "docs (mkdocs, strict)" "$root/launch/docs.sh"; fi
 failed_lints=${#failed[@]}
 section "tests/gpu (skipped without a GPU)" tier gpu tests/gpu -n 1
 section "tests/unit (on $workers cores)" tier unit tests/unit -n "$workers" --dist worksteal

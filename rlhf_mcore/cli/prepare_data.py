@@ -1,4 +1,4 @@
-"""``python tools/prepare_data.py SOURCE ... --out DIR``: data sets of other shapes -> parquet files in our schema."""
+"""``rlhf-mcore prepare-data SOURCE ... --out DIR``: data sets of other shapes -> parquet files in our schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
-        "prepare_data.py",
+        "rlhf-mcore prepare-data",
         "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
         exit_codes.TOOL_EPILOG,
     )

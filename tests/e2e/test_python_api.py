@@ -98,7 +98,13 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
     heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused = rest
     steps_heard = [["rollouts", step, 8, 1.0, True] for step in (1, 2)]
-    assert heard == [["evaluation", 0, True], *steps_heard[:1], *steps_heard[1:], ["evaluation", 2, True], ["end", True]]
+    assert heard == [
+        ["evaluation", 0, True],
+        *steps_heard[:1],
+        *steps_heard[1:],
+        ["evaluation", 2, True],
+        ["end", True],
+    ]
     scored = [json.loads(line) for line in (Path(tmp_path, place) / "samples.jsonl").read_text().splitlines()]
     assert num_samples == len(scored) == num_compared == 6
     assert reward == pytest.approx(sum(sample["score"] for sample in scored) / 6)

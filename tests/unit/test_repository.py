@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rlhf_mcore"
 COMMANDS = ["./launch/quickstart.sh", "./launch/test.sh"]
 SCRIPTS = [
-    *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "multinode", "node")),
+    *(f"launch/{name}.sh" for name in ("setup", "quickstart", "test", "lock", "local", "multinode", "node", "docs")),
     ".ci/run",
 ]
 SCRIPTS += ["launch/slurm/submit.sh", "launch/slurm/chain.sh", "launch/slurm/train.sbatch"]
@@ -167,7 +167,7 @@ def lock_entries(name: str) -> dict[str, str]:
     return entries
 
 
-@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap", "oracles"])
+@pytest.mark.parametrize("name", ["cpu", "gpu", "bootstrap", "oracles", "docs"])
 def test_every_requirement_is_locked_with_hashes(name: str) -> None:
     entries = lock_entries(f"{name}.lock")
     for requirement, details in entries.items():

@@ -1,0 +1,238 @@
+"""Code of the documentation: commands name what there is, YAML is a configuration, Python compiles and imports what there is.
+
+What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/algorithms/test_documented_example.py,
+tests/unit/environments/test_page.py, tests/processes/config/test_recipes.py, tests/processes/launch/test_submit.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlhf_mcore
+from rlhf_mcore.cli.main import COMMANDS
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_OTHERS = ("from-verl.md", "from-openrlhf.md", "from-megatron-lm.md")  # name the keys of others
+GROUPS = [field.name for field in fields(Config) if is_dataclass(getattr(Config(), field.name))]
+FOLDERS = ("configs/", "tools/", "examples/", "launch/", "tests/", "benchmarks/", "requirements/", "./launch/")
+RUNNERS = ("rlhf-mcore", "python", "torchrun", "srun")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.strip().splitlines()[0][:50]}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Fenced code, and indented code with the language that its first line has."""
+    text = page.read_text(encoding="utf-8")
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    for language, code in fence.findall(text):
+        yield Block(page.name, language or language_of(code), code)
+    for code in re.findall(r"(?:(?<=\n\n)|\A)((?:    .*\n|\n(?=    ))+)", fence.sub("\n", text)):
+        yield Block(page.name, language_of(textwrap.dedent(code)), textwrap.dedent(code))
+
+
+def language_of(code: str) -> str:
+    first = next((line for line in code.splitlines() if line.strip() and not line.startswith("#")), "")
+    if re.match(r"(import|from|def|class|@)\b", first):
+        return "python"
+    if first.partition(":")[0] in [field.name for field in fields(Config)]:
+        return "yaml"
+    return "bash"
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Its lines that call something of ours, in words. What comes after three blanks tells what it does."""
+    for line in re.sub(r" *\\\n\s*", " ", block.text).splitlines():
+        line = re.split(r"   | +#", line.strip())[0]
+        words = shlex.split(line.translate(str.maketrans("", "", "[]"))) if re.match(r"[.\w/-]+( |$)", line) else []
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words and (words[0].startswith("./launch/") or Path(words[0]).name in RUNNERS):
+            yield words
+
+
+@cache
+def options(module: str) -> frozenset[str]:
+    """Of a command and its subcommands."""
+
+    def of(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in action.choices.values():
+                    yield from of(inner)
+
+    return frozenset(of(import_module(module)._parser()))
+
+
+@cache
+def keys() -> frozenset[str]:
+    def below(node: Any, prefix: str) -> Iterator[str]:
+        for field in fields(node):
+            yield prefix + field.name
+            if is_dataclass(value := getattr(node, field.name)):
+                yield from below(value, f"{prefix}{field.name}.")
+
+    return frozenset(below(Config(), ""))
+
+
+def is_key(name: str) -> bool:
+    """Whether a configuration has it; below ``environment.options`` anything goes."""
+    return name in keys() or name.startswith(("environment.options.", "model.megatron.", "actor.megatron."))
+
+
+def module_of(words: list[str]) -> str | None:
+    """The module that a command line starts, None where that is not ours."""
+    if Path(words[0]).name == "rlhf-mcore":
+        if len(words) == 1 or words[1].startswith("-") or words[1] == "COMMAND":
+            return None
+        assert words[1] in COMMANDS, f"there is no command {words[1]}"
+        return f"rlhf_mcore.cli.{words[1].replace('-', '_')}"
+    if "-m" in words and words[words.index("-m") + 1].startswith("rlhf_mcore."):
+        return words[words.index("-m") + 1]
+    return None
+
+
+def problems(words: list[str]) -> Iterator[str]:
+    """What a command line names that there is not."""
+    for word in words:
+        path = word.removeprefix("./").partition(":")[0].partition("=")[2] or word.removeprefix("./").partition(":")[0]
+        if path.startswith(FOLDERS) and not any(letter in path for letter in "*<$"):
+            if not (ROOT / path).exists():
+                yield f"no file {path}"
+        if (found := re.match(r"([a-z_]+(?:\.[a-z0-9_]+)+)=", word)) and found[1] not in ("a.b", "key.value"):
+            if not is_key(found[1]):
+                yield f"no key {found[1]}"
+    module = module_of(words)
+    own = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    if module is not None:
+        after = words[words.index("-m") + 2 :] if "-m" in words else words[2:]
+        own = [word.partition("=")[0] for word in after if re.match(r"--[a-z]", word)]
+        yield from (f"{module} has no {option}" for option in own if option not in options(module))
+    elif words[0].startswith("./launch/") and "pytest" not in words and words[0] != "./launch/test.sh":
+        known = (ROOT / words[0]).read_text() + "".join(
+            file.read_text() for file in (ROOT / "rlhf_mcore/cli").glob("*.py")
+        )
+        known += "".join(file.read_text() for file in (ROOT / "launch/slurm").iterdir())
+        yield from (f"{words[0]} has no {option}" for option in own if option not in known)
+
+
+def test_there_are_blocks_of_every_language() -> None:
+    lines = [words for block in BLOCKS if block.language in ("bash", "") for words in commands(block)]
+    assert len(lines) > 80 and {"train", "plan", "report", "config"} <= {words[1] for words in lines if len(words) > 1}
+    assert min(sum(block.language == name for block in BLOCKS) for name in ("yaml", "python")) > 5
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("rlhf-mcore train configs/quickstart/grpo.yml", "no file configs/quickstart/grpo.yml"),
+        ("rlhf-mcore train run.yaml --print", "rlhf_mcore.cli.train has no --print"),
+        ("torchrun --nproc-per-node 2 -m rlhf_mcore.cli.train run.yaml actor.lr=1", "no key actor.lr"),
+        ("rlhf-mcore config explain --why", "rlhf_mcore.cli.config has no --why"),
+        ("./launch/slurm/submit.sh CONFIG --knodes 2", "./launch/slurm/submit.sh has no --knodes"),
+        ("rlhf-mcore train run.yaml reward.function=examples/reward.py:grade", "no file examples/reward.py"),
+    ],
+)
+def test_what_there_is_not_is_found(line: str, problem: str) -> None:
+    [words] = commands(Block("page", "bash", f"    {line}   # told\n"))
+    assert list(problems(words)) == [problem]
+
+
+def test_commands_name_what_there_is() -> None:
+    found = [
+        f"{block.page}: {' '.join(words)}: {problem}"
+        for block in BLOCKS
+        if block.language in ("bash", "")
+        for words in commands(block)
+        for problem in problems(words)
+    ]
+    assert found == []
+
+
+@cache
+def untouched() -> Config:
+    return load_config(ROOT / "configs" / "base.yaml", without_model=True)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_yaml_is_a_configuration(block: Block, tmp_path: Path) -> None:
+    if block.page in OF_OTHERS:
+        return
+    (tmp_path / "run.yaml").write_text(block.text)
+    assert load_config(tmp_path / "run.yaml", without_model=True) != untouched(), "it sets nothing"
+
+
+def top_level(module: str) -> set[str]:
+    """Names that a module of ours binds, by its source."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, f"there is no module {module}"
+    found: set[str] = set(rlhf_mcore.__all__) if module == "rlhf_mcore" else set()
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python" and b.page != "CONTRIBUTING.md"], ids=str
+)
+def test_python_compiles_and_imports_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            assert all(find_spec(alias.name.partition(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rlhf_mcore"):
+            assert {alias.name for alias in node.names} <= top_level(node.module)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert find_spec(node.module.partition(".")[0])
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "rm":
+            assert node.attr in rlhf_mcore.__all__
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("rm."):
+            given = [ast.unparse(argument) for argument in node.args]
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg}
+            inspect.signature(getattr(rlhf_mcore, ast.unparse(node.func)[3:])).bind(*given, **named)
+
+
+def test_keys_in_the_text_are_keys() -> None:
+    found = []
+    for page in PAGES:
+        if page.name in (*OF_OTHERS, "configuration.md", "metrics.md"):  # the last two are made of what there is
+            continue
+        for span in re.findall(r"(?<!`)`([a-z_]+(?:\.[a-z_0-9]+)+)(?=[`:=])", page.read_text(encoding="utf-8")):
+            is_file = span.rpartition(".")[2] in ("py", "yaml", "yml", "json", "jsonl", "md", "sh")
+            if span.partition(".")[0] in GROUPS and not is_file and not is_key(span):
+                found.append(f"{page.name}: {span}")
+    assert found == []
