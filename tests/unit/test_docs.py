@@ -1,7 +1,7 @@
 """Code of the documentation: commands name what there is, YAML is a configuration, Python compiles and imports what there is.
 
-What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/algorithms/test_documented_example.py,
-tests/unit/environments/test_page.py, tests/processes/config/test_recipes.py, tests/processes/launch/test_submit.py.
+What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/environments/test_page.py,
+tests/unit/algorithms/test_documented_example.py, tests/processes/config/test_recipes.py, tests/processes/launch/test_submit.py.
 """
 
 from __future__ import annotations
@@ -123,13 +123,12 @@ def module_of(words: list[str]) -> str | None:
 def problems(words: list[str]) -> Iterator[str]:
     """What a command line names that there is not."""
     for word in words:
-        path = word.removeprefix("./").partition(":")[0].partition("=")[2] or word.removeprefix("./").partition(":")[0]
-        if path.startswith(FOLDERS) and not any(letter in path for letter in "*<$"):
-            if not (ROOT / path).exists():
-                yield f"no file {path}"
-        if (found := re.match(r"([a-z_]+(?:\.[a-z0-9_]+)+)=", word)) and found[1] not in ("a.b", "key.value"):
-            if not is_key(found[1]):
-                yield f"no key {found[1]}"
+        path = (word.partition("=")[2] or word).partition(":")[0]
+        if path.startswith(FOLDERS) and not re.search(r"[*<$]", path) and not (ROOT / path).exists():
+            yield f"no file {path}"
+        key = re.match(r"([a-z_]+(?:\.[a-z0-9_]+)+)=", word)
+        if key and key[1] != "a.b" and not is_key(key[1]):
+            yield f"no key {key[1]}"
     module = module_of(words)
     own = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     if module is not None:
