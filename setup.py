@@ -47,6 +47,12 @@ EXTRAS_REQUIRE = {
     "plot": ["matplotlib"],  # `rlhf-mcore simulate --png`; nothing else draws
     # Reward workers and rollout engines on other machines. Older releases have no authentication by token.
     "ray": ["ray>=2.54"],
+    # Trackers (logging.trackers); nothing else needs them. mlflow with its store of a single file.
+    "wandb": ["wandb>=0.19"],
+    "mlflow": ["mlflow>=2.10"],
+    "trackio": ["trackio>=0.5"],
+    "comet": ["comet_ml>=3.47"],
+    "swanlab": ["swanlab>=0.5"],
     # Environments of other libraries (docs/environments.md); nothing else needs them.
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],

@@ -157,11 +157,11 @@ def _open_record(
     elif (earlier := directory.set_aside_metrics()) is not None:
         notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
     record.directory = directory
-    own = build_trackers(cfg.logging, directory, start.step if start.continues else None)
-    record.tracker = stack.enter_context(closing(MultiTracker([own, *trackers])))
     title = f"{cfg.project} / {cfg.experiment}"
     console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
     record.console = stack.enter_context(console)
+    own = build_trackers(cfg, directory, start.step if start.continues else None, record.note)
+    record.tracker = stack.enter_context(closing(MultiTracker([own, *trackers])))
     for note in notes:
         record.console.note(note)
     return replace(start, is_over=over)

@@ -61,6 +61,14 @@ class Grader:
     options: tuple[str, ...] = ()  # keys of a rule that only this one reads
 
 
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A place where metrics go beside metrics.jsonl (``observability/trackers.py``)."""
+
+    package: str = ""  # that has to be installed, by ``pip install rlhf_mcore[<name of the tracker>]``
+    module: str = ""  # that is imported, where it is not the package
+
+
 ADVANTAGES = {
     "gae": Estimator(needs_values=True, whitens=True, discounts=True),
     "grpo": Estimator(compares_group=True),
@@ -91,6 +99,14 @@ GRADERS = {
     "length": Grader(needs_answer=False, options=("min_chars", "max_chars", "margin_chars")),
     "language": Grader(needs_answer=False, options=("scripts",)),
     "code": Grader(options=("partial", "max_tests", "test_s", "total_s")),
+}
+TRACKERS = {
+    "tensorboard": Tracker("tensorboard", "torch.utils.tensorboard"),
+    "wandb": Tracker("wandb"),
+    "mlflow": Tracker("mlflow"),
+    "trackio": Tracker("trackio"),
+    "comet": Tracker("comet_ml"),
+    "swanlab": Tracker("swanlab"),
 }
 
 # What algorithm.preset sets in the group algorithm: for each algorithm the choices of its paper.

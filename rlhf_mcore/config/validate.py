@@ -6,15 +6,17 @@ description (``schema.key``).
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
-from rlhf_mcore.config.choices import ENVIRONMENTS
+from rlhf_mcore.config.choices import ENVIRONMENTS, TRACKERS
 from rlhf_mcore.config.data_files import example_problems, prompt_problems
 from rlhf_mcore.config.derive import (
     default_world_size,
@@ -34,8 +36,9 @@ from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.schema import Config, LoggingConfig
 from rlhf_mcore.config.schema.key import Choices, Range
+from rlhf_mcore.config.schema.run import wanted_trackers
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
 from rlhf_mcore.config.tool_schemas import read_tools
 from rlhf_mcore.config.user_functions import function_problems, is_file_spec
@@ -56,6 +59,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     out_of_range = list(range_problems(cfg))
     problems = [*choice_problems(cfg), *out_of_range, *unused_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
+    problems += tracker_problems(cfg.logging)
     problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
@@ -154,6 +158,20 @@ def _path_problems(cfg: Config) -> Iterator[str]:
         yield f"output_dir={cfg.output_dir}: {existing} is a file, not a directory; choose another output_dir"
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f"output_dir={cfg.output_dir}: {existing} is not writable; choose another output_dir"
+
+
+def tracker_problems(cfg: LoggingConfig) -> Iterator[str]:
+    """Trackers that there are not, or whose package is not installed."""
+    for name in wanted_trackers(cfg):
+        if (declared := TRACKERS.get(name)) is None:
+            meant = difflib.get_close_matches(name, TRACKERS, n=1, cutoff=0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(TRACKERS)}"
+            yield f"logging.trackers has {name!r}, which is no tracker; {hint}"
+        elif declared.package and find_spec(declared.package) is None:
+            yield FileProblem(
+                f"logging.trackers has {name!r}, and its package {declared.package} is not installed; "
+                f"pip install 'rlhf_mcore[{name}]', or remove it from logging.trackers"
+            )
 
 
 def reward_and_data_problems(cfg: Config) -> Iterator[str]:

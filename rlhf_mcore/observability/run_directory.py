@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import read_bytes
+from rlhf_mcore.foreign import SMALL, read_bytes
 from rlhf_mcore.observability.files import json_line, keep_steps, read_lines, write_atomically
-from rlhf_mcore.observability.trackers import TRACKERS
 from rlhf_mcore.own_files import open_own, own_directory, refuse_link
 from rlhf_mcore.types import Score, Trajectory
 
@@ -26,6 +28,7 @@ LOCK = "run.lock"
 ROLLOUTS = "rollouts"
 LOGS = "logs"
 PROFILE = "profile"
+TRACKED_AS = "tracker_run_id"  # what trackers know the run by: in a file, for a run that is resumed
 MAX_METRICS_BYTES = 4 * 2**30  # about a million steps
 _REMEDY = "move the file away: the run's record then begins anew"
 OWN_DIRECTORIES = (ROLLOUTS, *TRACKERS, LOGS, PROFILE, "archive", "quarantine", "pins")
@@ -131,6 +134,7 @@ class RunDirectory:
 
         Returns where the metrics went; None where there were none. A start that ended before its first record leaves nothing.
         """
+        (self.path / TRACKED_AS).unlink(missing_ok=True)
         if self.metrics_path.exists() and not self.metrics_path.stat().st_size:
             self.metrics_path.unlink()
             for name in TRACKERS:
@@ -163,6 +167,19 @@ class RunDirectory:
         if os.path.lexists(self.metrics_path):
             for line in read_lines(self.metrics_path, _REMEDY):
                 yield {**line.content, "step": line.integer("step")}
+
+    def tracker_run_id(self) -> str:
+        """What trackers know this run by: the same after a restart, another one for a run that begins anew."""
+        path = self.path / TRACKED_AS
+        if os.path.lexists(path):
+            found = read_bytes(path, limit=SMALL.num_bytes, remedy="remove it: trackers then begin another run").decode(
+                "ascii", "replace"
+            )
+            if re.fullmatch("[0-9a-f]{32}", found.strip()):
+                return found.strip()
+        made = uuid.uuid4().hex
+        write_atomically(path, f"{made}\n".encode())
+        return made
 
     def close(self) -> None:
         """Let go of the lock. A second call does nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from rlhf_mcore.config.choices import TRACKERS
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, group, key, one_of
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
@@ -277,12 +278,20 @@ class EvaluateConfig:
 
 @dataclass
 class LoggingConfig:
-    """The record of a run, beside ``metrics.jsonl``. A tracker is switched on by the key of its name."""
+    """The record of a run, beside ``metrics.jsonl``."""
 
     console: str = key(
         "auto", "", one_of(auto="rich on a terminal, else plain", rich="live display", plain="a line per step", off="")
     )
-    tensorboard: bool = key(True, "write TensorBoard events")
+    trackers: list[str] = key(
+        ["tensorboard"],
+        f"where metrics go too: {', '.join(TRACKERS)}",
+        more="A tracker can neither stop nor delay a run. See [metrics](metrics.md#trackers).",
+    )
+    offline: bool = key(False, "`wandb`, `comet` and `swanlab` write to the run's directory alone, for a later upload")
+    tensorboard: Optional[bool] = key(
+        None, "the earlier way to add `tensorboard` to `trackers`, or to remove it", null="`trackers` tells"
+    )
     peak_tflops: Optional[float] = key(
         None,
         "peak of a device for the MFU in the metrics",
@@ -297,3 +306,9 @@ class LoggingConfig:
         more="With `algorithm.entropy_coef` it is computed in every step.",
     )
     rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)
+
+
+def wanted_trackers(cfg: LoggingConfig) -> list[str]:
+    """Names of the trackers of a run, each once."""
+    names = [name for name in cfg.trackers if name != "tensorboard" or cfg.tensorboard is not False]
+    return list(dict.fromkeys([*names, *["tensorboard"] * bool(cfg.tensorboard)]))

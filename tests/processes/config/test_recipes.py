@@ -17,17 +17,18 @@ ROOT = Path(__file__).resolve().parents[3]
 _BLOCK = re.compile(r"^`(\S+\.py)`(?:, in `(\w+)`)?:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 USE_ALL = """
-import json, pathlib, sys, types
+import json, pathlib
 import torch
 import rlhf_mcore
 from rlhf_mcore.algorithms.interfaces import LossInputs
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
+from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.trackers import build_trackers
 from rlhf_mcore.rewards.graders import GRADERS
 
-chosen = ["algorithm.policy_loss=vanilla", "reward.rules=[{name: contains}]", "logging.csv=true", "logging.tensorboard=false"]
+chosen = ["algorithm.policy_loss=vanilla", "reward.rules=[{name: contains}]", "logging.trackers=[csv]"]
 cfg = load_config("run.yaml", chosen)
 validate(cfg)
 logprobs = torch.tensor([[-1.0, -2.0, 7.0]], requires_grad=True)
@@ -39,15 +40,15 @@ inputs = LossInputs(
 loss, _ = find_policy_loss(cfg.algorithm.policy_loss)(inputs, cfg.algorithm)
 loss.backward()
 grade = GRADERS[cfg.reward.rules[0].name]
-run = types.SimpleNamespace(path=pathlib.Path("."), metrics_path=pathlib.Path("metrics.jsonl"))
-tracker = build_trackers(cfg.logging, run, None)
+run = RunDirectory.create(".", "p", "e")
+tracker = build_trackers(cfg, run, None, print)
 tracker.log(3, {"loss/total": 0.5})
 tracker.close()
 print(json.dumps({
     "package": rlhf_mcore.__file__,
     "loss": loss.item(), "gradient": logprobs.grad.tolist()[0],
     "grades": [grade("it is 42.", "42"), grade("it is 41.", "42")],
-    "csv": pathlib.Path("csv/metrics.csv").read_text(),
+    "csv": pathlib.Path("p/e/csv/metrics.csv").read_text(),
 }))
 """
 
@@ -117,7 +118,7 @@ def test_the_pages_name_what_is_added(copy: Path) -> None:
         "  # policy_loss: ppo_clip # loss of the policy: ppo_clip | gspo | cispo | vanilla | path/to/file.py:name\n"
         in base
     )
-    assert "  csv: false # write metrics to csv/metrics.csv\n" in base
+    assert "where metrics go too: tensorboard, wandb, mlflow, trackio, comet, swanlab, csv" in base
     assert "`cispo`, `vanilla` or `path/to/file.py:name`" in page
     assert "`contains`" in next(line for line in page.splitlines() if line.startswith("| `reward.rules[*].name` |"))
-    assert "| `logging.csv` | `false` | true or false | write metrics to `csv/metrics.csv` |\n" in page
+    assert "swanlab, csv" in next(line for line in page.splitlines() if line.startswith("| `logging.trackers` |"))

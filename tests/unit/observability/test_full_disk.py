@@ -11,7 +11,7 @@ import pytest
 from rlhf_mcore.observability.evaluations import PartFile
 from rlhf_mcore.observability.files import FullDiskError, keep_steps
 from rlhf_mcore.observability.run_directory import RunDirectory, write_rollouts
-from rlhf_mcore.observability.trackers import JsonlTracker, TensorboardTracker
+from rlhf_mcore.observability.trackers import JsonlTracker, TensorboardTracker, TrackedRun
 from tests.small_disk import small_disk
 
 SIZE = 256 * 1024
@@ -65,7 +65,7 @@ def test_fault_28_what_an_evaluation_has_scored(disk: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own writer
 def test_fault_28_tensorboard(disk: Path) -> None:
-    tracker = TensorboardTracker(disk / "tensorboard")
+    tracker = TensorboardTracker(TrackedRun(disk / "tensorboard"))
     scalars = {f"metric {number}": 1.0 for number in range(200)}
     try:
         error = until_it_is_full(lambda: tracker.log(1, scalars))

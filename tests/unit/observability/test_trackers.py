@@ -1,16 +1,33 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from rlhf_mcore.config.choices import TRACKERS as DECLARED
+from rlhf_mcore.config.choices import Tracker
+from rlhf_mcore.config.schema import Config, LoggingConfig
+from rlhf_mcore.config.schema.run import wanted_trackers
+from rlhf_mcore.config.validate import tracker_problems
 from rlhf_mcore.observability.files import FullDiskError
-from rlhf_mcore.observability.trackers import JsonlTracker, MultiTracker, TensorboardTracker
+from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.observability.trackers import (
+    TRACKERS,
+    BackgroundTracker,
+    JsonlTracker,
+    MultiTracker,
+    TensorboardTracker,
+    TrackedRun,
+    build_trackers,
+)
 
 
 class FakeTracker:
@@ -71,7 +88,7 @@ def scalars(directory: Path) -> list[tuple[int, float]]:
 
 def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     for last_step, steps in ((None, (1, 2, 3)), (2, (3, 4)), (0, ())):
-        tracker = TensorboardTracker(tmp_path, last_step)
+        tracker = TensorboardTracker(TrackedRun(tmp_path, last_step))
         for step in steps:
             tracker.log(step, {"reward/mean": step + (0.5 if last_step else 0.0)})
         tracker.close()
@@ -81,26 +98,123 @@ def test_tensorboard_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> Non
 
 
 def test_tensorboard_events_that_a_crash_cut_short_are_dropped(tmp_path: Path) -> None:
-    tracker = TensorboardTracker(tmp_path)
+    tracker = TensorboardTracker(TrackedRun(tmp_path))
     tracker.log(1, {"a": 1.0})
     tracker.log(2, {"a": 2.0})
     tracker.close()
     (path,) = tmp_path.glob("*tfevents*")
     path.write_bytes(path.read_bytes()[:-3])
-    TensorboardTracker(tmp_path, 9).close()
+    TensorboardTracker(TrackedRun(tmp_path, 9)).close()
     assert scalars(tmp_path) == [(1, 1.0)]
 
 
-def test_tensorboard_gets_finite_numbers_under_their_names(tmp_path: Path) -> None:
+def test_a_tracker_in_its_thread_gets_finite_numbers_under_their_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorboardTracker(tmp_path)
+    warnings: list[str] = []
+    tracker = BackgroundTracker("tensorboard", TrackedRun(tmp_path / "tensorboard"), warnings.append)
     tracker.log(3, {"reward/mean": torch.tensor(0.25), "loss/kl": float("inf"), "name": "x", "rollout/n": 4})
     tracker.log(4, {"reward/mean": 0.5})
     tracker.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["reward/mean", "rollout/n"]
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(3, 0.25), (4, 0.5)]
+    assert not warnings
+
+
+class Misbehaving:
+    """Fails where its class attribute tells; ``released`` ends a hang."""
+
+    fails_in = ""
+    released = Event()
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._in("init")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._in("log")
+
+    def close(self) -> None:
+        self._in("close")
+
+    def _in(self, place: str) -> None:
+        if self.fails_in == place:
+            raise ConnectionError("the server\nis away")
+        if self.fails_in == f"exit in {place}":
+            sys.exit(3)
+        if self.fails_in == f"hang in {place}":
+            self.released.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "why"),
+    [
+        ("init", "ConnectionError: the server"),
+        ("log", "ConnectionError: the server"),
+        ("close", "ConnectionError: the server"),
+        ("exit in log", "SystemExit: 3"),
+        ("hang in init", "it has not answered for 0 s"),
+        ("hang in log", "it has not answered for 0 s"),
+        ("hang in close", "it has not finished within 0 s"),
+        ("import", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_whatever_a_tracker_does_is_one_warning(
+    fails_in: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DECLARED, "bad", Tracker("no_such_package" if fails_in == "import" else ""))
+    monkeypatch.setitem(TRACKERS, "bad", Misbehaving)
+    monkeypatch.setattr(Misbehaving, "fails_in", fails_in)
+    monkeypatch.setattr(Misbehaving, "released", Event())
+    warnings: list[str] = []
+    tracker = BackgroundTracker("bad", TrackedRun(tmp_path), warnings.append, hangs_s=0.05, close_s=0.2)
+    for step in range(4):
+        tracker.log(step, {"reward/mean": 1.0})
+        time.sleep(0.03)
+    tracker.close()
+    Misbehaving.released.set()
+    told = f"warning: the tracker bad gets no more metrics ({why}); the run continues, and metrics.jsonl has them all"
+    assert warnings == [told]
+
+
+def test_a_run_keeps_its_id_until_it_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TrackedRun] = []
+
+    class Noting(Misbehaving):
+        def __init__(self, run: TrackedRun) -> None:
+            made.append(run)
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Noting)
+    cfg, run = (
+        Config(project="p", experiment="e", output_dir=str(tmp_path)),
+        RunDirectory.create(str(tmp_path), "p", "e"),
+    )
+    cfg.reward.remote.url = "https://user:word@host/score"
+    for last_step in (None, 7):
+        build_trackers(cfg, run, last_step, print).close()
+    run.set_aside_metrics()
+    build_trackers(cfg, run, None, print).close()
+    run.close()
+    first, resumed, anew = made
+    assert first.id == resumed.id != anew.id and (first.last_step, resumed.last_step) == (None, 7)
+    assert (first.project, first.experiment, first.directory) == ("p", "e", tmp_path / "p" / "e" / "tensorboard")
+    assert first.config["trainer.num_steps"] == cfg.trainer.num_steps and "word" not in str(first.config)
+
+
+def test_trackers_are_known_and_their_packages_are_installed_before_anything_starts() -> None:
+    assert set(TRACKERS) == set(DECLARED)
+    logging = LoggingConfig(trackers=["tensorboard", "wandbb", "swanlab"])
+    assert list(tracker_problems(logging)) == [
+        "logging.trackers has 'wandbb', which is no tracker; did you mean wandb?",
+        "logging.trackers has 'swanlab', and its package swanlab is not installed; pip install 'rlhf_mcore[swanlab]', "
+        "or remove it from logging.trackers",
+    ]
+    earlier = [
+        wanted_trackers(LoggingConfig(trackers=["wandb"], tensorboard=True)),
+        wanted_trackers(LoggingConfig(tensorboard=False)),
+    ]
+    assert earlier == [["wandb", "tensorboard"], []]
 
 
 def test_several_trackers_are_all_told_and_all_closed() -> None:
