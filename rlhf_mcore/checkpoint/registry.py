@@ -27,11 +27,14 @@ class Registry:
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
+        self._added_later: set[str] = set()
 
-    def register(self, name: str, holder: Stateful) -> None:
-        """Have the state of ``holder`` saved and loaded under ``name``."""
+    def register(self, name: str, holder: Stateful, *, added_later: bool = False) -> None:
+        """Have the state of ``holder`` saved and loaded under ``name``. ``added_later``: checkpoints of earlier releases have none."""
         assert name not in self._objects, f"{name} is registered already"
         self._objects[name] = holder
+        if added_later:
+            self._added_later.add(name)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The states of all objects by name."""
@@ -46,9 +49,11 @@ class Registry:
         """
         if unknown := sorted(states.keys() - self._objects.keys()):
             raise ConfigError(f"{source} holds the state of {unknown}, which this run does not have. {_REMEDY}")
-        if missing := sorted(self._objects.keys() - states.keys()):
+        if missing := sorted(self._objects.keys() - states.keys() - self._added_later):
             raise ConfigError(f"{source} does not hold the state of {missing}. {_REMEDY}")
         for name, holder in self._objects.items():
+            if name not in states:
+                continue
             if not isinstance(states[name], Mapping):
                 raise ConfigError(f"{source}: the state of {name!r} is no mapping. {_REMEDY}")
             watched = _Watched(states[name])

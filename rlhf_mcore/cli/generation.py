@@ -20,6 +20,7 @@ from rlhf_mcore.data.source import PromptBatches
 from rlhf_mcore.environments.build import EpisodeOrder, episode_worker
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.addresses import LOOPBACK, source_address
+from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank, world_group
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.protocols import EngineRank, RewardFunction, SyncStats, WeightBridge, WeightTarget
@@ -36,6 +37,7 @@ from rlhf_mcore.rollout.remote.parts import FleetPlan
 from rlhf_mcore.rollout.tool_calls import ToolCallParser
 from rlhf_mcore.trainer.ahead import SamplingAhead, Schedule
 from rlhf_mcore.trainer.canary import NUM_TOKENS, TOLERANCE, Canary, canary_prompts
+from rlhf_mcore.trainer.dealing import SHARED_QUEUE, Dealer
 from rlhf_mcore.trainer.dynamic_sampling import Collector, DynamicSampling, PlainSampling
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.failures import OnError
@@ -94,6 +96,8 @@ def _colocated(
     canary = _build_canary(run, actor, worker, engine)
     if cfg.environment.function is not None:
         worker = episode_worker(cfg, engine, engine.rank, data.decode, ToolCallParser)
+    claims = StoreClaims(engine.rank) if cfg.rollout.order == SHARED_QUEUE else None
+    worker = replace(worker, dealer=Dealer(cfg.rollout.order, cfg.rollout.max_num_seqs, claims=claims))
     sampling = Sampling(**vars(cfg.rollout.sampling), seed=cfg.seed)
     on_error = OnError.of(cfg.reward)
     source = SampledBatches(

@@ -38,6 +38,7 @@ from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
+from rlhf_mcore.trainer.dealing import ExpectedLengths
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.run_state import RunState
 
@@ -119,11 +120,12 @@ def build_checkpointer(
     holders: Mapping[str, Stateful],
     sampler: ResumableSampler,
     ahead: SamplingAhead | None = None,
+    lengths: ExpectedLengths | None = None,
 ) -> RunCheckpointer:
     """What saves the run from here on, after everything was restored from the checkpoint that it begins with.
 
     ``holders`` are the objects with a state, beside models and sampler; ``ahead`` is what is sampled for coming steps, on the first
-    rank. Collective over the world.
+    rank; ``lengths`` are those of the responses so far. Collective over the world.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
     files = [RoleFiles(saved.name, saved.model, _exporter(cfg, saved)) for saved in models]
@@ -139,6 +141,8 @@ def build_checkpointer(
     for name, holder in holders.items():
         registry.register(name, holder)
     data.register("sampler", sampler)
+    if lengths is not None:
+        data.register("response_lengths", lengths, added_later=True)
     if cfg.rollout.placement == "disaggregated" and run.kind.generates:
         data.register("ahead", ahead or _OnFirstRank())
     state = RunState(

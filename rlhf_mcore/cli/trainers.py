@@ -101,7 +101,8 @@ def rl_trainer(run: RunContext) -> Trainer:
         saved.append(SavedModel("reference", reference.model, cfg.reference.path or cfg.model.path))
     rewards = Rewards(graders, keep_scores if model_reward is None else model_reward.add)
     generation = build_generation(run, actor, rewards, sampler, data, fleet)
-    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead)
+    lengths = generation.worker.dealer.lengths if cfg.rollout.placement == "colocated" else None
+    checkpointer = build_checkpointer(run, saved, holders, sampler, generation.ahead, lengths)
 
     assert record.throughput is not None
     work = StepWork(

@@ -37,6 +37,11 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
             f"trainer.max_staleness={cfg.trainer.max_staleness}: colocated engines sleep while the trainer learns; set it to 0, or "
             "set rollout.placement=disaggregated"
         )
+    if cfg.rollout.order == "shared_queue" and cfg.deterministic:
+        yield (
+            "rollout.order=shared_queue: which engine draws which response depends on the time, which deterministic=true excludes; "
+            "use longest_first, or set deterministic=false"
+        )
     if cfg.rollout.deterministic_order and cfg.rollout.at_publish not in (None, "drain"):
         yield (
             f"rollout.at_publish={cfg.rollout.at_publish}: what a response gets of new weights depends on the time, which "

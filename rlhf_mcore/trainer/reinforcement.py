@@ -64,11 +64,15 @@ class SampledBatches:
                 return rollouts, self.add_model(rollouts.trajectories, scores)
 
         collected = self.collector.collect(lambda _missing: self.prompt_source.next_batch(), attempt)
-        return scored_batch(step, collected, self.exchange, self.recorder)
+        return scored_batch(step, collected, self.exchange, self.recorder, self.worker.dealer.note)
 
 
 def scored_batch(
-    step: int, collected: Collected, exchange: RowExchange, recorder: Recorder
+    step: int,
+    collected: Collected,
+    exchange: RowExchange,
+    recorder: Recorder,
+    note_lengths: Callable[[Sequence[Prompt], Sequence[int], Sequence[int]], None] = lambda *_: None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """The rows of a step from what every rank has drawn and scored, and metrics of them. Collective over the world."""
     rollouts, scores = collected.rollouts, collected.scores
@@ -76,6 +80,8 @@ def scored_batch(
     with recorder.phase("exchange"):
         given = rollouts.positions, rollouts.trajectories, scores, collected.left_out
         exchanged = exchange(collected.prompts, *given)
+    rows, places = exchanged.batch, exchanged.batch.group_ids.tolist()
+    note_lengths(exchanged.prompts, places, rows.num_sampled.tolist())
     metrics = collected.metrics() | rollout_metrics(exchanged) | source_metrics(exchanged)
     return exchanged.batch, metrics
 

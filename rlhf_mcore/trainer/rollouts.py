@@ -7,13 +7,14 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rlhf_mcore.config.errors import shortened
 from rlhf_mcore.data.episodes import episode
 from rlhf_mcore.protocols import EngineRank, StreamingGenerator
+from rlhf_mcore.trainer.dealing import Dealer
 from rlhf_mcore.types import Completion, EpisodeRequest, Prompt, Request, Sampling, Trajectory
 
 # Number, prompt, sample, sampling, step -> what an engine is asked for.
@@ -74,6 +75,7 @@ class RolloutWorker:
     engine: EngineRank
     decode: Decode
     make_request: MakeRequest = request_of
+    dealer: Dealer = field(default_factory=Dealer)
 
     def rollouts(
         self,
@@ -83,7 +85,7 @@ class RolloutWorker:
         step: int,
         finished: Callable[[int, list[Trajectory]], None] = lambda position, trajectories: None,
     ) -> Rollouts:
-        """Every engine takes each ``num_engines``-th prompt with all its samples, so that they share the prompt's cache.
+        """An engine draws all samples of a prompt, so that they share the prompt's cache; ``dealer`` decides which engine.
 
         ``prompts`` are those of the whole step. One that comes again is numbered, and gets other responses. ``finished`` gets the
         position of a prompt and its trajectories while those of others are still drawn.
@@ -92,26 +94,33 @@ class RolloutWorker:
             LostTrajectory: a response is missing, doubled, or was not asked for.
             RuntimeError: a response that must not be trained on.
         """
-        numbered = number_occurrences(prompts)
-        mine = list(range(self.engine.engine_index, len(prompts), self.engine.num_engines))
-        requests = self._requests([numbered[place] for place in mine], sampling, step)
-        self.generator.submit(requests)
+        numbered, share = number_occurrences(prompts), self.dealer.share(prompts, sampling.n, self.engine)
+        asked: dict[int, list[Request]] = {}  # by the places of their prompts in the step
+        open_groups: dict[int, list[Completion]] = {}
         completions: list[Completion] = []
-        groups: dict[int, list[Completion]] = {}  # by their place in ``mine``
         rollouts: dict[int, list[Trajectory]] = {}
-        while self.generator.num_in_flight:
+        while True:
+            begun = {
+                place: self._requests([numbered[place]], sampling, step, place)
+                for place in share.take(self.generator.num_in_flight)
+            }
+            asked |= begun
+            if begun:
+                self.generator.submit([request for requests in begun.values() for request in requests])
+            if not self.generator.num_in_flight:
+                break
             for completion in self.generator.collect(math.inf):
                 completions.append(completion)
                 place = completion.request_id // sampling.n
-                groups.setdefault(place, []).append(completion)
-                if len(groups[place]) == sampling.n and place < len(mine):
-                    own = requests[place * sampling.n : (place + 1) * sampling.n]
-                    position = mine[place]
-                    rollouts[position] = self._trajectories([numbered[position]], own, groups.pop(place))
-                    finished(position, rollouts[position])
+                group = open_groups.setdefault(place, [])
+                group.append(completion)
+                if len(group) == sampling.n and place in asked:
+                    rollouts[place] = self._trajectories([numbered[place]], asked[place], open_groups.pop(place))
+                    finished(place, rollouts[place])
+        requests = [request for requests in asked.values() for request in requests]
         matched(requests if self.engine.is_lead else [], completions)
-        positions = [position for position in mine for _ in rollouts.get(position, ())]
-        return Rollouts(positions, [t for position in mine for t in rollouts.get(position, ())])
+        places = sorted(rollouts)
+        return Rollouts([p for p in places for _ in rollouts[p]], [t for p in places for t in rollouts[p]])
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, step: int) -> list[Trajectory]:
         """``sampling.n`` responses to each prompt, in this order; [] on ranks that do not lead their engine.
@@ -132,10 +141,12 @@ class RolloutWorker:
         asked = [(prompts[number // num_samples], number % num_samples) for number in range(len(requests))]
         return trajectories_of(asked, found, self.decode)
 
-    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int) -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], sampling: Sampling, step: int, first: int = 0) -> list[Request]:
+        """Their ids: the place of the prompt, counted from ``first``, times the number of samples, plus that of the sample."""
         samples = [(prompt, sample) for prompt in prompts for sample in range(sampling.n)]
         return [
-            self.make_request(number, prompt, sample, sampling, step) for number, (prompt, sample) in enumerate(samples)
+            self.make_request(number, prompt, sample, sampling, step)
+            for number, (prompt, sample) in enumerate(samples, first * sampling.n)
         ]
 
 

@@ -17,7 +17,9 @@ from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.state_files import STATE_INDEX, RankState, StateReader, gather_index, state_file
 from rlhf_mcore.bridge.run.sync import NoTarget, PlannedBridge
 from rlhf_mcore.bridge.run.transports import GroupLinks
+from rlhf_mcore.parallel.claims import StoreClaims
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.protocols import EngineRank
 from rlhf_mcore.types import LocalParameter, Shard, StateShard
 from tests.distributed.setting import finish, start
 from tests.unit.bridge.engine import Engine
@@ -118,6 +120,18 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
     )
 
 
+def claims(rank: int) -> list[list[int]]:
+    """What the engine of this rank gets of a counter in two rounds; the second has a counter of its own beside it."""
+    engine = EngineRank.of(rank, 4, TP)
+    counter, other = StoreClaims(engine), StoreClaims(engine)
+    rounds = []
+    for count in (3, 2):
+        counter.begin()
+        rounds.append([counter.claim(count) for _ in range(4)])
+    other.begin()
+    return [*rounds, [other.claim(1)]]
+
+
 def main(directory: Path) -> None:
     start()
     world, rank = world_group(), dist.get_rank()
@@ -131,4 +145,5 @@ def main(directory: Path) -> None:
         found = [sync(groups[mine], 5.0 + mine), save(groups[mine], 5.0 + mine, directory / f"messages{mine}")]
     findings["pairs, by messages"] = all_gather_json(found)
     findings["apart"] = all_gather_json(sync_apart(world))
+    findings["claims"] = all_gather_json(claims(rank))
     finish(findings, directory)

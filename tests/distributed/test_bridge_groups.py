@@ -49,3 +49,11 @@ def test_trainers_and_engines_may_be_on_ranks_of_their_own(findings: Any) -> Non
     for found in findings["apart"]:
         assert found["wrong"] == [] and "no whole weights" in found["refused"]
         assert found["bytes"] == [0 if found["is_trainer"] else num_bytes, 0]
+
+
+def test_engines_get_different_numbers_of_a_counter_and_ranks_of_an_engine_the_same(findings: Any) -> None:
+    lead, follower, other_lead, other_follower = findings["claims"]
+    assert (follower, other_follower) == (lead, other_lead)
+    for mine, theirs, count in zip(lead, other_lead, (3, 2, 1), strict=True):
+        assert sorted(mine + theirs) == [count * number for number in range(len(mine + theirs))]
+        assert mine == sorted(mine) and theirs == sorted(theirs)

@@ -100,6 +100,19 @@ class RolloutConfig:
         "CUDA, `colocated`: give the memory of the engine's weights and cache back while training",
         only_with="rollout.placement=colocated",
     )
+    order: str = key(
+        "in_order",
+        "`colocated`: which engine draws the responses to which prompt of a step, and when",
+        one_of(
+            in_order="each engine every so-many-th prompt, as they come",
+            longest_first="engines expect equally much, and begin with what takes longest",
+            shared_queue="the same order, but an engine that has room takes the next prompt that waits",
+        ),
+        more="What takes longest is known from a prompt's last responses, or from those of its data source. Seeds do not depend on "
+        "the order. With `shared_queue` which engine draws what depends on the time, so a resumed run equals the uninterrupted one "
+        "only up to rounding; prompts wait where a step has more than `rollout.max_num_seqs` responses for an engine.",
+        only_with="rollout.placement=colocated",
+    )
     at_publish: Optional[str] = key(
         None,
         "`trainer.max_staleness`: responses that are not finished when new weights come",

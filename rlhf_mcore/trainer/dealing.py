@@ -1,0 +1,149 @@
+"""Which engine draws the responses to which prompt of a step, and in which order.
+
+The seeds of responses do not depend on either. What does, by rounding alone, is the batch that an engine computes them in.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlhf_mcore.protocols import EngineRank
+from rlhf_mcore.types import Prompt
+
+IN_ORDER, LONGEST_FIRST, SHARED_QUEUE = "in_order", "longest_first", "shared_queue"
+_ROWS = 65536  # whose lengths are known: a checkpoint has them in JSON
+
+
+class Claims(Protocol):
+    """Counts for all ranks together."""
+
+    def begin(self) -> None:
+        """Count from 0 again. Every rank calls it equally often."""
+        ...
+
+    def claim(self, count: int) -> int:
+        """The first of ``count`` numbers that no other engine gets; the same on every rank of an engine."""
+        ...
+
+
+class ExpectedLengths:
+    """Tokens of the longest response to a prompt: as many as last time, or as the mean over prompts of its data source.
+
+    Equal on all ranks, which get the same prompts and lengths.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}  # the last ones seen
+        self._sources: dict[str, tuple[int, int]] = {}  # sum and count
+
+    def note(self, prompts: Sequence[Prompt], group_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Responses of ``lengths`` tokens were drawn, each to the prompt with its number in ``prompts``."""
+        longest = [0] * len(prompts)
+        for place, length in zip(group_ids, lengths, strict=True):
+            longest[place] = max(longest[place], length)
+        for prompt, length in zip(prompts, longest, strict=True):
+            self._rows.pop(prompt.index, None)
+            self._rows[prompt.index] = length
+            total, count = self._sources.get(prompt.data_source, (0, 0))
+            self._sources[prompt.data_source] = total + length, count + 1
+        for index in list(self._rows)[: max(len(self._rows) - _ROWS, 0)]:
+            del self._rows[index]
+
+    def of(self, prompt: Prompt) -> float:
+        """A source that nobody knows may be as long as the longest. Before the first step prompts' lengths count."""
+        if prompt.index in self._rows:
+            return float(self._rows[prompt.index])
+        if prompt.data_source in self._sources:
+            return _mean(self._sources[prompt.data_source])
+        return max(map(_mean, self._sources.values()), default=float(len(prompt.prompt_ids)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :class:`rlhf_mcore.checkpoint.registry.Stateful`."""
+        return {"rows": list(map(list, self._rows.items())), "sources": {k: list(v) for k, v in self._sources.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`rlhf_mcore.checkpoint.registry.Stateful`."""
+        self._rows = {int(index): int(length) for index, length in state["rows"]}
+        self._sources = {str(name): (int(total), int(count)) for name, (total, count) in state["sources"].items()}
+
+
+def _mean(found: tuple[int, int]) -> float:
+    return found[0] / found[1]
+
+
+class Share(Protocol):
+    """Prompts of a step for one engine."""
+
+    def take(self, num_in_flight: int) -> list[int]:
+        """The places of those that it begins now, beside so many responses that it draws already; [] when there are no more for it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Fixed:
+    places: list[int]
+
+    def take(self, num_in_flight: int) -> list[int]:
+        taken, self.places = self.places, []
+        return taken
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What waits is taken by the engine that has room first."""
+
+    waiting: deque[int]
+    claims: Claims
+    num_samples: int
+    most: int  # responses that an engine draws at a time
+    first: int = 0  # the number of ``waiting[0]``
+
+    def take(self, num_in_flight: int) -> list[int]:
+        room = (self.most - num_in_flight) // self.num_samples
+        count = room if num_in_flight else max(room, 1)
+        if count < 1 or not self.waiting:
+            return []
+        claimed = self.claims.claim(count)
+        for _ in range(min(claimed - self.first, len(self.waiting))):  # which others have
+            self.waiting.popleft()
+        taken = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        self.first = claimed + count
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """``order``: ``rollout.order``. ``max_in_flight``: responses that an engine draws at a time. ``claims``: for a shared queue."""
+
+    order: str = IN_ORDER
+    max_in_flight: int = 1
+    lengths: ExpectedLengths = field(default_factory=ExpectedLengths)
+    claims: Claims | None = None
+
+    def note(self, prompts: Sequence[Prompt], group_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """See :meth:`ExpectedLengths.note`."""
+        if self.order != IN_ORDER:
+            self.lengths.note(prompts, group_ids, lengths)
+
+    def share(self, prompts: Sequence[Prompt], num_samples: int, engine: EngineRank) -> Share:
+        """What this engine draws of a step. Every rank calls it, with the same prompts."""
+        if self.order == IN_ORDER:
+            return _Fixed(list(range(engine.engine_index, len(prompts), engine.num_engines)))
+        expected = list(map(self.lengths.of, prompts))
+        longest_first = sorted(range(len(prompts)), key=lambda place: -expected[place])
+        if self.order == LONGEST_FIRST:
+            loads: list[tuple[float, int]] = [(0.0, index) for index in range(engine.num_engines)]
+            shares: list[list[int]] = [[] for _ in loads]
+            for place in longest_first:
+                load, index = loads[0]
+                shares[index].append(place)
+                heapq.heapreplace(loads, (load + expected[place], index))
+            return _Fixed(shares[engine.engine_index])
+        assert self.claims is not None
+        self.claims.begin()
+        even = -(-len(prompts) // engine.num_engines) * num_samples
+        return _Taken(deque(longest_first), self.claims, num_samples, min(self.max_in_flight, even))
