@@ -176,6 +176,21 @@ LIMITS = ("length", "turns", "seconds")  # that end an episode: of tokens, of tu
 
 
 @dataclass(frozen=True, slots=True)
+class EngineWork:
+    """What engines have done: ``steps`` of decoding, the tokens that these drew, and the seconds that they took."""
+
+    steps: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+
+    def __add__(self, other: EngineWork) -> EngineWork:
+        return EngineWork(self.steps + other.steps, self.tokens + other.tokens, self.busy_s + other.busy_s)
+
+    def __sub__(self, other: EngineWork) -> EngineWork:
+        return EngineWork(self.steps - other.steps, self.tokens - other.tokens, self.busy_s - other.busy_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """Tokens ``start`` to ``stop`` of an episode, by who wrote them: "prompt", "policy" or "environment".
 

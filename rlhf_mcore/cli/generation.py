@@ -138,7 +138,7 @@ def _disaggregated(
         begin_scores = rewards.graders.submit
         ahead = SamplingAhead(data.train, sampler, fleet, data.decode, sampling, schedule, begin_scores, make_request)
         run.stack.enter_context(ahead.run())
-        first = FirstRank(ahead, fleet.needs_weights, fleet.begin)
+        first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
     live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
     remote = RemoteBridge(
         Side(actor.model.local_parameters(), NoTarget()),

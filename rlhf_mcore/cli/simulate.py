@@ -44,14 +44,15 @@ def _parser() -> argparse.ArgumentParser:
         "--lengths",
         metavar="LENGTHS",
         help="lognormal(mu,sigma,max) or geometric(mean,max) in tokens, a file of numbers (text, jsonl, parquet), or the "
-        "directory of a run (default: those of --run)",
+        "directory of a run (default: those of the first synchronous --run)",
     )
     parser.add_argument(
         "--run",
         action="append",
         default=[],
         metavar="DIR",
-        help="directory of a synchronous run: its measured times instead of the planner's estimates; of several runs all steps count",
+        help="directory of a synchronous run: its measured times instead of the planner's estimates; of several runs all steps count. "
+        "Beside it, of a run that samples ahead: how much trainer and engines slow each other",
     )
     parser.add_argument(
         "--devices", type=int, metavar="N", help="engines' and trainer's together (default: those of the configuration)"
@@ -88,17 +89,24 @@ def _simulate(args: argparse.Namespace) -> int:
     from rlhf_mcore.observability.files import pretty_json, write_atomically
     from rlhf_mcore.planning.simulate.compare import as_json, compare, configured, schedules
     from rlhf_mcore.planning.simulate.lengths import read_lengths
+    from rlhf_mcore.planning.simulate.measured import fit_runs
     from rlhf_mcore.planning.simulate.picture import check_can_draw, draw
     from rlhf_mcore.planning.simulate.report import WIDTH, tables
-    from rlhf_mcore.planning.simulate.times import configured_split, splits
+    from rlhf_mcore.planning.simulate.times import MeasuredTimes, PlannedTimes, configured_split, splits
     from rlhf_mcore.planning.sync import num_devices
 
     bounds = _checked(args)
     if args.png:
         check_can_draw()
     cfg, world_size = _configuration(args)
-    lengths = read_lengths(args.lengths or args.run[0], cfg.rollout.sampling.max_new_tokens)
-    times = _times(args, cfg, lengths.mean)
+    fit = fit_runs([Path(run) for run in args.run]) if args.run else None
+    source = args.lengths or (fit.source if fit is not None else "")
+    lengths = read_lengths(source, cfg.rollout.sampling.max_new_tokens)
+    times: Times
+    if fit is not None:
+        times = MeasuredTimes(cfg, fit, args.run)
+    else:
+        times = PlannedTimes(cfg, *device_and_assumptions(args.gpu, args.set), lengths.mean)
     own, devices = configured(cfg), args.devices or num_devices(cfg, world_size)
     own_split = configured_split(cfg, world_size)
     wanted = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
@@ -164,15 +172,6 @@ def _configuration(args: argparse.Namespace) -> tuple[Config, int]:
     world_size = default_world_size(cfg)
     validate(cfg, world_size, check_files=False)
     return resolve(cfg), world_size
-
-
-def _times(args: argparse.Namespace, cfg: Config, mean: float) -> Times:
-    from rlhf_mcore.planning.simulate.measured import fit_runs
-    from rlhf_mcore.planning.simulate.times import MeasuredTimes, PlannedTimes
-
-    if args.run:
-        return MeasuredTimes(cfg, fit_runs([Path(run) for run in args.run]), args.run)
-    return PlannedTimes(cfg, *device_and_assumptions(args.gpu, args.set), mean)
 
 
 if __name__ == "__main__":

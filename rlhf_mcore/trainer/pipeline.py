@@ -11,6 +11,7 @@ from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.dynamic_sampling import Collector, PlainSampling
 from rlhf_mcore.trainer.reinforcement import AddScores, keep_scores, scored_batch
 from rlhf_mcore.trainer.rollouts import Rollouts
+from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import WeightBridge
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 # Other ranks than the first wait in collectives that are at most so far apart, however long responses take.
 TURN_S = 10.0
+_COUNTED = (
+    "rollout/in_flight",
+    "rollout/redrawn",
+    *(f"throughput/engine_{name}" for name in ("steps", "tokens", "busy_s")),
+)
 
 
 # Waits so many seconds for what was asked for; None: it is not there yet, or weights have to come first.
@@ -35,6 +41,7 @@ class FirstRank:
     ahead: SamplingAhead
     needs_weights: Callable[[], bool]  # whether engines wait for weights, and none has any
     begin: Callable[[Sequence[Request]], Wait]  # to generate
+    pop_work: Callable[[], EngineWork]  # what all engines have done since the last call
 
 
 def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
@@ -86,9 +93,12 @@ class PipelinedBatches:
                 return Rollouts(positions, trajectories), self.add_model(trajectories, scores)
 
         batch, metrics = scored_batch(step, self.collector.collect(draw, attempt), self.exchange, self.recorder)
-        counted = (first.ahead.num_in_flight, first.ahead.redrawn) if first is not None else None
-        in_flight, redrawn = broadcast_json(counted, 0)
-        return batch, {**metrics, "rollout/in_flight": float(in_flight), "rollout/redrawn": float(redrawn)}
+        counted: list[float] = []
+        if first is not None:
+            work = first.pop_work()
+            counted = [first.ahead.num_in_flight, first.ahead.redrawn, work.steps, work.tokens, work.busy_s]
+        found = map(float, broadcast_json(counted, 0))
+        return batch, {**metrics, **dict(zip(_COUNTED, found, strict=True))}
 
     def drain(self, version: int) -> None:
         """Wait until nothing is being sampled, before the trainer's weights, of ``version``, are published. Collective."""

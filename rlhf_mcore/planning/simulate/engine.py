@@ -70,8 +70,10 @@ class Engine:
     running: list[tuple[int, int, Request]] = field(default_factory=list)  # a heap by the step of the last token
     waiting: deque[Request] = field(default_factory=deque)
     publishes: list[int] = field(default_factory=list)  # the count of decode steps at each new version
+    slowdown: float = 1.0  # of everything that it computes
     _begun: int = 0
     _next_steps: int = 0
+    _next_slowdown: float = 1.0
     _pausing: bool = False
     _stale: bool = False  # some of its requests are cancelled
 
@@ -101,6 +103,12 @@ class Engine:
             self.paused = not self._pausing
             self._plan(now)
 
+    def slow(self, now: float, slowdown: float) -> None:
+        """From the next border on everything takes ``slowdown`` times as long."""
+        if slowdown != self._next_slowdown:
+            self._next_slowdown = slowdown
+            self._plan(now)
+
     def resume(self, now: float, version: int, *, resubmit: bool) -> None:
         """Continue with new weights, and with keys and values of the old ones unless the tokens so far are computed again."""
         self.paused, self.version, self.at = False, version, now
@@ -119,6 +127,7 @@ class Engine:
             self.busy_s += seconds
             self.sequence_seconds += seconds * len(self.running)
         self.at, self.steps = self.next_at, self.steps + self._next_steps
+        self.slowdown = self._next_slowdown
         finished = []
         while self.running and self.running[0][0] == self.steps:
             finished.append(heapq.heappop(self.running)[2])
@@ -135,14 +144,17 @@ class Engine:
 
     def _plan(self, now: float) -> None:
         """Choose the next event: the first completion, or before it the next border where something waits for one."""
+        if self.paused or not self.running:
+            self.slowdown = self._next_slowdown
         if self.paused:
             self.next_at = math.inf
             return
         if not self.running:
             self._next_steps, self.next_at = 0, max(self.at, now) if self.waiting else math.inf
             return
-        step_s, steps = self.times.decode_s(len(self.running)), self.running[0][0] - self.steps
-        if self._pausing or self._stale or (self.waiting and len(self.running) < self.times.slots):
+        step_s, steps = self.slowdown * self.times.decode_s(len(self.running)), self.running[0][0] - self.steps
+        changes = self._pausing or self._stale or self.slowdown != self._next_slowdown
+        if changes or (self.waiting and len(self.running) < self.times.slots):
             passed = math.ceil((now - self.at) / step_s - _ROUNDING) if step_s > 0 else 0
             steps = min(steps, max(0, passed))
         self._next_steps, self.next_at = steps, self.at + steps * step_s
@@ -160,6 +172,7 @@ class Engine:
 
     def _compute(self, seconds: float) -> None:
         """Forward passes over prompts; decoding waits."""
+        seconds *= self.slowdown
         self.at += seconds
         self.busy_s += seconds
         self.sequence_seconds += seconds * len(self.running)

@@ -48,6 +48,17 @@ class TrainTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Contention:
+    """How many times as long training takes while all engines compute, and their work while the trainer learns.
+
+    Both share a machine's memory, and the trainer's first rank takes in what engines draw; 1: they do not slow each other.
+    """
+
+    train: float = 1.0
+    decode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """A step's work and how long its parts take."""
 
@@ -57,6 +68,7 @@ class Scenario:
     engine: EngineTimes
     train: TrainTimes
     sync_s: float
+    contention: Contention = Contention()
 
     @property
     def responses(self) -> int:
@@ -140,6 +152,7 @@ class _Run:
         self.batch: list[Group] = []  # of the step that is trained
         self.version = self.drawn = self.started = 0
         self.trainer_at = math.inf  # when the trainer is done with what it does
+        self.slowdown = 1.0  # of the trainer, while it learns
         self.state = _Trainer.WAITING
         self.training_s = self.token_staleness = 0.0
         self.redrawn = self.tokens = 0
@@ -163,6 +176,7 @@ class _Run:
             if self.version <= uncounted + TRACED_STEPS:
                 self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
             self._trainer(now)
+            self._slow_each_other(now)
         assert before is not None
         return self._outcome(before, self._totals(now), steps)
 
@@ -207,6 +221,7 @@ class _Run:
     # ------------------------------------------------------------------------------------------------ the trainer
     def _trainer(self, now: float) -> None:
         if self.state is _Trainer.TRAINING and self.trainer_at <= now:
+            self.trace.training[-1] = (self.trace.training[-1][0], now)
             self.state = _Trainer.DRAINING if self.schedule.at_publish == DRAIN else _Trainer.PAUSING
             self.trainer_at = math.inf
         if self.state is _Trainer.DRAINING and not self.unfinished:
@@ -230,8 +245,20 @@ class _Run:
         self.batch, self.finished = by_age[: self.scenario.prompts], by_age[self.scenario.prompts :]
         self.state = _Trainer.TRAINING
         tokens = sum(group.tokens for group in self.batch)
+        self.slowdown = 1.0  # until ``_slow_each_other``
         self.trainer_at = now + self.scenario.train.step_s + self.scenario.train.token_s * tokens
         self.trace.training.append((now, self.trainer_at))
+
+    def _slow_each_other(self, now: float) -> None:
+        """From now on, by who computes: what is left of the trainer's work, and the engines' steps that follow."""
+        contention, learns = self.scenario.contention, self.state is _Trainer.TRAINING
+        if learns and contention.train != 1:
+            busy = sum(bool(engine.running) and not engine.paused for engine in self.engines) / len(self.engines)
+            slowdown = 1 + (contention.train - 1) * busy
+            self.trainer_at = now + (self.trainer_at - now) * slowdown / self.slowdown
+            self.slowdown = slowdown
+        for engine in self.engines if contention.decode != 1 else ():
+            engine.slow(now, contention.decode if learns else 1.0)
 
     def _published(self, now: float) -> None:
         self.training_s += self.trace.training[-1][1] - self.trace.training[-1][0]

@@ -16,7 +16,7 @@ from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
 from rlhf_mcore.planning.simulate.engine import EngineTimes
 from rlhf_mcore.planning.simulate.measured import PhaseFit
-from rlhf_mcore.planning.simulate.schedule import Scenario, Schedule, TrainTimes
+from rlhf_mcore.planning.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
 from rlhf_mcore.planning.sync import estimate_seconds
 from rlhf_mcore.planning.timing import decode_step_s, most_running, optimizer_s, phase_seconds, prefill_token_s
 
@@ -140,7 +140,10 @@ class MeasuredTimes:
 
     @property
     def source(self) -> str:
-        return f"measured in {', '.join(self.runs)}: {self.fit.steps} steps, half of them within {self.fit.error:.1%} of the fit"
+        runs = f"measured in {', '.join(self.runs)}: {self.fit.steps} steps, half of them within {self.fit.error:.1%} of the fit"
+        if (both := self.fit.contention) is None:
+            return runs
+        return f"{runs}; while both compute training takes {both.train:.2f} times as long, decoding {both.decode:.2f}"
 
     def scenario(self, split: Split) -> Scenario:
         """See ``Times``."""
@@ -153,4 +156,5 @@ class MeasuredTimes:
             EngineTimes(fit.step_s, fit.sequence_s, fit.prompt_s, prefix_token_s, cfg.rollout.max_num_seqs),
             TrainTimes(fit.train_step_s, fit.train_token_s / split.training),
             fit.sync_s,
+            fit.contention or Contention(),
         )

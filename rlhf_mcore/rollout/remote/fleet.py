@@ -8,14 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
 from rlhf_mcore.rollout.remote.host import Meeting, Report
-from rlhf_mcore.rollout.remote.parts import REMEDY, Call, EnginesLost, EngineStatus, FleetPlan, Machines, Process
+from rlhf_mcore.rollout.remote.parts import (
+    REMEDY,
+    Call,
+    EnginesLost,
+    EngineStatus,
+    FleetEngine,
+    FleetPlan,
+    Machines,
+    Process,
+)
+from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.protocols import GroupSpec
@@ -26,29 +36,6 @@ _STARTING = ("due", "placing", "starting")
 _TICK_S = 0.25
 _CLOSE_S = 30.0
 _ROOM_S = 120.0  # for nodes of a cluster to join it
-
-
-@dataclass(slots=True, eq=False)
-class _Engine:
-    name: str
-    state: str = "due"  # due | placing (Ray looks for room) | starting | ready (built, waits for weights) | serving
-    attempt: int = 0
-    failures: int = 0  # in a row
-    draining: bool = False
-    since: float = 0.0
-    address: str = ""
-    processes: Sequence[Process] = ()
-    starting: list[Call] = field(default_factory=list)
-    reports: list[Call] = field(default_factory=list)  # one of each process, under way
-    answered: list[float] = field(default_factory=list)
-    requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
-    seen: Report | None = None
-    progressed: float = 0.0  # when it last drew a token, or had nothing to draw
-
-    @property
-    def key(self) -> str:
-        """Its name and its start."""
-        return f"{self.name}.{self.attempt}"
 
 
 class Fleet:
@@ -70,13 +57,14 @@ class Fleet:
         self._machines, self._plan, self._note, self._clock = machines, plan, note, clock
         self._changed = threading.Condition(threading.RLock())
         self._numbers = count()
-        self._engines: list[_Engine] = [self._new() for _ in range(plan.num_engines)]
+        self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
         self._backlog: deque[Request] = deque()
         self._finished: list[Completion] = []
         self._generated: dict[int, Completion] = {}  # by their ids, which ``generate`` waits for
         self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
-        self._participants: list[tuple[_Engine, Process]] | None = None  # while paused
-        self._calls: list[tuple[_Engine, Process, str, Call]] = []
+        self._work = EngineWork()  # since ``pop_work``
+        self._participants: list[tuple[FleetEngine, Process]] | None = None  # while paused
+        self._calls: list[tuple[FleetEngine, Process, str, Call]] = []
         self._ended: list[tuple[str, Sequence[Process]]] = []  # processes to be killed
         self._notes: list[str] = []
         self._error: Exception | None = None
@@ -155,7 +143,7 @@ class Fleet:
             with suppress(Exception):  # the machine that they were on may be gone with them
                 self._machines.end(name, processes)
 
-    def _spawn(self, engine: _Engine) -> None:
+    def _spawn(self, engine: FleetEngine) -> None:
         processes = self._machines.spawn(engine.key, self._plan.tp)
         with self._changed:
             if engine not in self._engines:  # it was removed meanwhile
@@ -164,13 +152,13 @@ class Fleet:
             engine.processes, engine.state, engine.since = processes, "placing", self._clock()
             engine.starting, engine.reports, engine.seen = [processes[0].call("listen")], [], None
 
-    def _advance(self, engine: _Engine, now: float) -> None:
+    def _advance(self, engine: FleetEngine, now: float) -> None:
         if engine.state in ("ready", "serving"):
             self._hear(engine, now)
         elif engine.state in ("placing", "starting"):
             self._advance_start(engine, now)
 
-    def _advance_start(self, engine: _Engine, now: float) -> None:
+    def _advance_start(self, engine: FleetEngine, now: float) -> None:
         results = [call.result() for call in engine.starting if call.is_done()]
         if len(results) < len(engine.starting):
             if now - engine.since > START_TIMEOUT_S:
@@ -194,7 +182,7 @@ class Fleet:
     def _ask(self, process: Process) -> Call:
         return process.call("report", min(1.0, self._plan.timeout_s / 4))
 
-    def _hear(self, engine: _Engine, now: float) -> None:
+    def _hear(self, engine: FleetEngine, now: float) -> None:
         for rank, call in enumerate(engine.reports):
             if call.is_done():
                 report = call.result()
@@ -211,10 +199,11 @@ class Fleet:
         if engine.draining and not engine.requests:
             self._leave(engine)
 
-    def _take(self, engine: _Engine, report: Report, now: float) -> None:
+    def _take(self, engine: FleetEngine, report: Report, now: float) -> None:
         seen = engine.seen
         if seen is None or (report.tokens_drawn, report.num_waits) != (seen.tokens_drawn, seen.num_waits):
             engine.progressed = now
+        self._work += report.work - (seen.work if seen is not None else EngineWork())
         engine.seen = report
         for completion in report.completions:
             if engine.requests.pop(completion.request_id, None) is not None:  # or it was cancelled
@@ -224,7 +213,7 @@ class Fleet:
                     self._finished.append(completion)
                 engine.failures = 0
 
-    def _fail(self, engine: _Engine, reason: str) -> None:
+    def _fail(self, engine: FleetEngine, reason: str) -> None:
         if problem := self._machines.problem():
             raise EnginesLost(f"{problem}. {REMEDY}")
         engine.failures += 1
@@ -240,7 +229,7 @@ class Fleet:
         self._release(engine)
         engine.state, engine.attempt = "due", engine.attempt + 1
 
-    def _release(self, engine: _Engine) -> None:
+    def _release(self, engine: FleetEngine) -> None:
         """Its processes are killed, and its requests are drawn by others."""
         if engine.processes:
             self._ended.append((engine.key, engine.processes))
@@ -248,7 +237,7 @@ class Fleet:
         self._backlog.extendleft(reversed(engine.requests.values()))
         engine.requests = {}
 
-    def _leave(self, engine: _Engine) -> None:
+    def _leave(self, engine: FleetEngine) -> None:
         self._release(engine)
         self._engines.remove(engine)
         self._notes.append(f"engine {engine.name} has left")
@@ -375,7 +364,7 @@ class Fleet:
 
     def _begin(
         self,
-        processes: Sequence[tuple[_Engine, Process]],
+        processes: Sequence[tuple[FleetEngine, Process]],
         name: str,
         arguments: Sequence[tuple[Any, ...]] | None = None,
     ) -> None:
@@ -407,7 +396,7 @@ class Fleet:
                         self._fail_or_end(engine, str(error))
         return problems
 
-    def _fail_or_end(self, engine: _Engine, reason: str) -> None:
+    def _fail_or_end(self, engine: FleetEngine, reason: str) -> None:
         try:
             self._fail(engine, reason)
         except EnginesLost as error:
@@ -424,6 +413,12 @@ class Fleet:
             self._dispatch()
 
     # ------------------------------------------------------------------------------------------ members
+    def pop_work(self) -> EngineWork:
+        """What all engines have done since the last call, as they last reported it."""
+        with self._changed:
+            work, self._work = self._work, EngineWork()
+            return work
+
     def status(self) -> list[EngineStatus]:
         """All engines."""
         with self._changed:
@@ -470,7 +465,7 @@ class Fleet:
             self._leave(self._leaving(name))
             self._dispatch()
 
-    def _leaving(self, name: str) -> _Engine:
+    def _leaving(self, name: str) -> FleetEngine:
         found = [engine for engine in self._engines if engine.name == name]
         names = ", ".join(engine.name for engine in self._engines)
         if not found:
@@ -479,8 +474,8 @@ class Fleet:
             raise ConfigError(f"engine {name!r} is the last one; add another first")
         return found[0]
 
-    def _new(self) -> _Engine:
-        return _Engine(str(next(self._numbers)))
+    def _new(self) -> FleetEngine:
+        return FleetEngine(str(next(self._numbers)))
 
     # ------------------------------------------------------------------------------------------ problems
     def _checked(self) -> threading.Condition:

@@ -7,14 +7,16 @@ import queue
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.own_processes import STARTED_BY, end_with_parent
 from rlhf_mcore.parallel.addresses import interface_of, listener
+from rlhf_mcore.types import EngineWork
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
@@ -57,13 +59,17 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions."""
+    """What a rank has to tell: completions since the last report, and how far it is. Only the lead has completions.
+
+    ``work`` is that since its start, requests that were cancelled included.
+    """
 
     completions: list[Completion]
     tokens_drawn: int
     num_in_flight: int
     version: int
     num_waits: int = 0  # how often it has waited for environments
+    work: EngineWork = field(default_factory=EngineWork)
 
 
 @dataclass(slots=True)
@@ -90,7 +96,7 @@ class EngineHost:
         self._paused, self._failed = threading.Event(), threading.Event()
         self._news = threading.Condition()
         self._completions: list[Completion] = []
-        self._progress, self._num_waits = (0, 0, -1, 0), 0
+        self._progress, self._num_waits = (0, 0, -1, 0, EngineWork()), 0
         self._error: BaseException | None = None
         self._listening: socket.socket | None = None
         self._is_lead = True
@@ -236,6 +242,7 @@ class EngineHost:
         engine, episodes = self._engine, self._episodes
         is_idle = not engine.num_in_flight and (episodes is None or not episodes.num_open)
         orders = self._waiting_orders(block=is_idle) if self._is_lead else []
+        began = time.perf_counter()
         if episodes is not None:
             orders = self._of_turns(orders, episodes)
         if engine.num_ranks > 1:
@@ -254,11 +261,13 @@ class EngineHost:
                 engine.cancel(found)
             elif kind == "pause":
                 self._paused.set()
-        stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders)
-        finished = engine.step() if engine.num_in_flight and not stands else []
+        stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders) or not engine.num_in_flight
+        before = engine.tokens_drawn if any(kind == "cancel" for kind, _ in orders) else self._progress[0]
+        finished = [] if stands else engine.step()
+        work = EngineWork() if stands else EngineWork(1, engine.tokens_drawn - before, time.perf_counter() - began)
         if episodes is not None:
             finished = episodes.take(finished)
-        self._tell(finished if self._is_lead else [])
+        self._tell(finished if self._is_lead else [], work)
 
     def _of_turns(self, orders: list[Order], episodes: EpisodeDriver) -> list[Order]:
         """Orders of episodes are carried out here. The ranks of the engine are told which turns to draw, and when to wait."""
@@ -279,11 +288,11 @@ class EngineHost:
             orders.append(self._orders.get())
         return orders
 
-    def _tell(self, completions: list[Completion]) -> None:
-        engine = self._engine
+    def _tell(self, completions: list[Completion], work: EngineWork) -> None:
+        engine, done = self._engine, self._progress[4] + work
         with self._news:
             self._completions += completions
-            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version, self._num_waits)
+            self._progress = (engine.tokens_drawn, engine.num_in_flight, engine.policy_version, self._num_waits, done)
             if completions:
                 self._news.notify_all()
 

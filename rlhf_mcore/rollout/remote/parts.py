@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from rlhf_mcore.rollout.remote.host import EngineOrder
+    from rlhf_mcore.rollout.remote.host import EngineOrder, Report
+    from rlhf_mcore.types import Request
 
 
 class Call(Protocol):
@@ -74,3 +75,28 @@ class EngineStatus:
     requests: int
     tokens: int
     failures: int
+
+
+@dataclass(slots=True, eq=False)
+class FleetEngine:
+    """An engine as its fleet knows it."""
+
+    name: str
+    state: str = "due"  # due | placing (Ray looks for room) | starting | ready (built, waits for weights) | serving
+    attempt: int = 0
+    failures: int = 0  # in a row
+    draining: bool = False
+    since: float = 0.0
+    address: str = ""
+    processes: Sequence[Process] = ()
+    starting: list[Call] = field(default_factory=list)
+    reports: list[Call] = field(default_factory=list)  # one of each process, under way
+    answered: list[float] = field(default_factory=list)
+    requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
+    seen: Report | None = None
+    progressed: float = 0.0  # when it last drew a token, or had nothing to draw
+
+    @property
+    def key(self) -> str:
+        """Its name and its start."""
+        return f"{self.name}.{self.attempt}"

@@ -11,7 +11,16 @@ import pytest
 from rlhf_mcore.planning.simulate.compare import samples_bound
 from rlhf_mcore.planning.simulate.engine import EngineTimes
 from rlhf_mcore.planning.simulate.lengths import read_lengths
-from rlhf_mcore.planning.simulate.schedule import CONTINUE, DRAIN, RESUBMIT, Scenario, Schedule, TrainTimes, simulate
+from rlhf_mcore.planning.simulate.schedule import (
+    CONTINUE,
+    DRAIN,
+    RESUBMIT,
+    Contention,
+    Scenario,
+    Schedule,
+    TrainTimes,
+    simulate,
+)
 
 
 def one_engine(prompts: int, samples: int, slots: int, sequence_s: float = 0.0, train_s: float = 4.0) -> Scenario:
@@ -50,6 +59,31 @@ def test_one_step_off_takes_the_longer_of_both_sides_and_the_sync(train_s: float
     outcome = simulate(one_engine(1, 2, slots=1, train_s=train_s), Schedule(1, DRAIN), lambda number: [2, 3], 5)
     assert outcome.step_s == pytest.approx(step_s)
     assert (outcome.staleness, outcome.staleness_mean) == ({1: 10}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("train_s", "step_s", "busy"),
+    [
+        (2.0, 3 * 1.2 + 2 * 1.0 + 1, (5.6, 3.0)),  # training ends after 3 s, within the third step of decoding
+        (7.0, 5 * 1.2 + (7 - 6 / 1.5) + 1, (6.0, 9.0)),  # of training 4 s are done when the engine has ended after 6
+    ],
+)
+def test_trainer_and_engine_slow_each_other_while_both_compute(
+    train_s: float, step_s: float, busy: tuple[float, float]
+) -> None:
+    scenario = replace(one_engine(1, 2, slots=1, train_s=train_s), contention=Contention(train=1.5, decode=1.2))
+    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [2, 3], 5)
+    assert outcome.step_s == pytest.approx(step_s)
+    assert (outcome.rollout_busy * step_s, outcome.training_busy * step_s) == pytest.approx(busy)
+    alone = simulate(scenario, Schedule(), lambda number: [2, 3], 5)
+    assert alone.step_s == pytest.approx(5 + train_s + 1)
+
+
+def test_an_engine_of_two_slows_the_trainer_by_half() -> None:
+    """2 s beside both engines at half the pace, 4 s beside one at two thirds of it, and the rest alone."""
+    scenario = Scenario(2, 1, 2, EngineTimes(1.0, 0.0, slots=1), TrainTimes(5.0, 0.0), 1.0, Contention(train=2.0))
+    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [6 if number % 2 else 2], 5)
+    assert outcome.step_s == pytest.approx(2 + 4 + (5 - 2 / 2 - 4 / 1.5) + 1)
 
 
 def test_a_response_continues_over_a_publish() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,38 @@ def test_times_of_runs_are_found_in_their_records(tmp_path: Path) -> None:
     assert isinstance(fit, PhaseFit) and len(lengths) == 4 * 14
 
 
+def write_run_ahead(path: Path, train: float, decode: float, **missing: float) -> None:
+    """A run with a staleness of 1 in which both compute for 0.4 s of a step, and have then done what factors so high leave of it."""
+    write_run(path, steps=1, **{"trainer.max_staleness": 1})
+    lengths, both = [30, 20, 10, 40], 0.4
+    alone_s, engine_s = TRAIN_S + 0.1 + sum(lengths) * TOKEN_S, max(lengths) * STEP_S + sum(lengths) * SEQUENCE_S
+    busy_s = engine_s - both / decode + both
+    timing = {"generate": 0.25 * (busy_s - both), "drain": 0.75 * (busy_s - both), "sync": 0.25}
+    timing |= {"score": 0.1, "update": alone_s - 0.1 - both / train + both}
+    counted = {"steps": max(lengths), "tokens": sum(lengths), "busy_s": busy_s}
+    line = {f"timing/{name}_s": value for name, value in timing.items()}
+    line |= {f"throughput/engine_{name}": value for name, value in counted.items() if name not in missing}
+    early = {"timing/generate_s": 90.0, "timing/update_s": 90.0} | {name: 1 for name in line if "engine" in name}
+    steps = [{"step": step} | (early if step <= 4 else line) for step in range(1, 9)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    for step in range(1, 9):
+        rows = "".join(json.dumps({"num_tokens": length}) + "\n" for length in lengths)
+        (path / "rollouts" / f"step-{step:06d}.jsonl").write_text(rows)
+
+
+def test_a_run_that_samples_ahead_shows_how_much_trainer_and_engines_slow_each_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "short") and write_run(tmp_path / "long", scale=60)
+    write_run_ahead(tmp_path / "ahead", 1.25, 1.1)
+    alone = fit_runs([tmp_path / "short", tmp_path / "long"])
+    fit = fit_runs([tmp_path / "ahead", tmp_path / "short", tmp_path / "long"])
+    assert alone.contention is None and fit.contention is not None
+    assert (fit.contention.train, fit.contention.decode) == pytest.approx((1.25, 1.1), rel=1e-3)
+    assert replace(fit, contention=None) == alone and fit.source == str(tmp_path / "short")
+    write_run_ahead(tmp_path / "older", 1.25, 1.1, busy_s=0.0)
+    with pytest.raises(ConfigError, match="its engines' work is not in"):
+        fit_runs([tmp_path / "short", tmp_path / "older"])
+
+
 def test_rollouts_of_a_run_are_lengths(tmp_path: Path) -> None:
     kept = write_run(tmp_path / "run")
     for source in ("run", "run/rollouts"):
@@ -212,7 +245,7 @@ def test_responses_to_a_prompt_are_drawn_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainer.max_staleness": 1}, "it ran with trainer.max_staleness=1"),
+        ({"trainer.max_staleness": 1}, "add --run with the directory of a synchronous run"),
         ({"algorithm.kind": "sft"}, "algorithm.kind=sft generates nothing"),
         ({"rollout.max_num_sequences": 4}, "max_num_sequences"),
     ],
@@ -227,7 +260,7 @@ def test_runs_without_records_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no metrics\.jsonl in it"):
         fit_runs([tmp_path])
     write_run(tmp_path / "run", steps=1)
-    with pytest.raises(ConfigError, match="no step after the first"):
+    with pytest.raises(ConfigError, match="no step after number 1"):
         fit_runs([tmp_path / "run"])
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2"):

@@ -19,7 +19,7 @@ from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.pipeline import FirstRank, PipelinedBatches, RemotePublisher, SharedEngines
 from rlhf_mcore.trainer.reinforcement import SampledBatches
 from rlhf_mcore.trainer.rollouts import request_of
-from rlhf_mcore.types import Completion, Request, Sampling, Score, Trajectory
+from rlhf_mcore.types import Completion, EngineWork, Request, Sampling, Score, Trajectory
 from tests.unit.trainer.records import Streaming, worker
 from tests.unit.trainer.test_ahead import PROMPTS, SAMPLES, Engines, ahead_of, completion
 
@@ -63,7 +63,10 @@ def pipeline(
     bridge, record = Bridge(engines), Record()
     ahead, _ = ahead_of(engines, schedule)
     first = FirstRank(
-        ahead, lambda: bridge.is_lost, lambda requests: lambda _: None if bridge.is_lost else drawn(requests)
+        ahead,
+        lambda: bridge.is_lost,
+        lambda requests: lambda _: None if bridge.is_lost else drawn(requests),
+        lambda: EngineWork(3, 40, 0.5),
     )
     exchange, own = RowExchange(SAMPLES, asynchronous=True), collector or PlainSampling()
     source = PipelinedBatches(PROMPTS, first, exchange, record, bridge.sync, collector=own)
@@ -84,6 +87,7 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
             batch, metrics = source.next_batch(step)
             assert batch.num_rows == 4 and batch.versions is not None and batch.num_rows == len(batch.scores)
             versions.append(sorted(set(batch.versions[batch.loss_mask].tolist())))
+            assert [metrics[f"throughput/engine_{name}"] for name in ("steps", "tokens", "busy_s")] == [3, 40, 0.5]
             assert metrics["rollout/redrawn"] == 0 and metrics["reward/mean"] == pytest.approx(
                 float(batch.scores.mean())
             )

@@ -14,7 +14,7 @@ from rlhf_mcore.protocols import EngineProcess, GroupSpec, PeersLost
 from rlhf_mcore.rollout.remote.fleet import Fleet
 from rlhf_mcore.rollout.remote.host import Report
 from rlhf_mcore.rollout.remote.parts import EnginesLost, FleetPlan
-from rlhf_mcore.types import Completion, Request, Sampling
+from rlhf_mcore.types import Completion, EngineWork, Request, Sampling
 
 TIMEOUT_S = 10.0
 
@@ -45,6 +45,7 @@ class Engine:
     calls: list[Call] = field(default_factory=list)
     drawing: dict[int, Request] = field(default_factory=dict)
     tokens: int = 0
+    reported: int = 0  # of them
     lost: bool = False
     answers: bool = True
     draws: bool = True
@@ -84,9 +85,9 @@ class Engine:
                 call.answer = (
                     RuntimeError("the process is gone")
                     if self.lost
-                    else Report(self.finished, self.tokens, len(self.drawing), 0)
+                    else Report(self.finished, self.tokens, len(self.drawing), 0, work=EngineWork(2, self.tokens, 0.5))
                 )
-                self.finished = []
+                self.finished, self.reported = [], self.reported if self.lost else self.tokens
 
 
 class Machines:
@@ -251,6 +252,8 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     failed, *others = run.notes
     assert failed == f"engine 0 has failed and is started again: {reason}"
     assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
+    tokens = first.reported + second.reported + run.engine("0.1.0").reported  # of both starts of engine 0
+    assert run.fleet.pop_work() == EngineWork(6, tokens, 1.5) and run.fleet.pop_work() == EngineWork()
     if fault is not lose:
         first.answers = True
         first.drawing = {11: requests(1)[1]}

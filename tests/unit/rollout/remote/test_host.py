@@ -137,6 +137,8 @@ def test_weights_come_between_two_steps_and_requests_after_them(started: tuple[E
     while len(finished) < 2:
         finished += [found.request_id for found in host.report(20).completions]
     assert sorted(finished) == [2, 3]
+    work = host.report(0).work
+    assert (work.steps, work.tokens) == (engine.told.count("step"), 4) and work.busy_s > 0
     told = engine.told
     assert told[0] == [1, 2] and told.index([3]) > told.index(("sync", 4)) > told.index("join") > told.index("step")
     assert "step" not in told[told.index("join") : told.index([3])]
