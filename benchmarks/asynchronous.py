@@ -9,10 +9,8 @@ about one in its vocabulary, so lengths are nearly geometric (mean 100 tokens), 
 - ``partial``: ``max_staleness=4``, responses continue with new weights.
 
 The ratio is the samples per second of ``partial`` over those of ``synchronous``, by the median of rounds in which all run. Beside
-it that over ``colocated`` is written, whose two ranks both learn.
-
-A table has what ``rlhf-mcore simulate --run`` makes of the round's synchronous run, its lengths and its times, for the schedules on
-two sides. The first steps are left out of both: in those of ``partial`` responses are short at first, and then long.
+it that over ``colocated`` is written, whose two ranks both learn. The first steps are left out: in those of ``partial`` responses
+are short at first, and then long. What the simulator makes of such runs is measured by ``benchmarks.simulated``.
 """
 
 from __future__ import annotations
@@ -20,26 +18,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import report
-from rlhf_mcore.config.derive import resolve
-from rlhf_mcore.config.load import load_config
-from rlhf_mcore.planning.simulate.compare import configured
-from rlhf_mcore.planning.simulate.lengths import read_lengths
-from rlhf_mcore.planning.simulate.measured import fit_runs
-from rlhf_mcore.planning.simulate.schedule import simulate
-from rlhf_mcore.planning.simulate.times import MeasuredTimes, Split
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, SAMPLES, WARM_UP = 16, 4, 10  # as many steps as the simulator leaves out of a staleness of 4
-SIMULATED_STEPS = 300
+WARM_UP = 10  # as many steps as the simulator leaves out of a staleness of 4
 SCHEDULES = {
     "synchronous": ["trainer.max_staleness=0"],
     "colocated": [
@@ -50,6 +41,19 @@ SCHEDULES = {
     "one_step_off": ["trainer.max_staleness=1", "rollout.at_publish=drain"],
     "partial": ["trainer.max_staleness=4"],
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step's prompts, responses to each, and most tokens of one."""
+
+    name: str
+    prompts: int
+    samples: int
+    max_new_tokens: int
+
+
+LONG_TAIL = Workload("long tail", 16, 4, 512)
 REWARD = "def score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 6\n"
 
 
@@ -65,16 +69,13 @@ def main() -> None:
         rates: dict[str, list[dict[str, float]]] = {name: [] for name in SCHEDULES}
         for number in range(rounds):
             for name in SCHEDULES:
-                rates[name].append(measured(directory, name, number, steps))
+                rates[name].append(measured(directory, LONG_TAIL, f"{name}-{number}", SCHEDULES[name], steps))
                 print(name, rates[name][-1], flush=True)
-            for name, found in predicted(directory, number).items():
-                rates[name][-1] |= found
-    print_predictions(rates)
     to: dict[str, list[float]] = {}
     for name, measured_rates in rates.items():
         pairs = zip(rates["partial"], measured_rates, strict=True)
         to[name] = [partial["samples_per_s"] / other["samples_per_s"] for partial, other in pairs]
-    values = {"rounds": rates, "ratios": to, "steps": steps, "rows_per_step": PROMPTS * SAMPLES}
+    values = {"rounds": rates, "ratios": to, "steps": steps, "rows_per_step": LONG_TAIL.prompts * LONG_TAIL.samples}
     report("asynchronous", values, ratio=statistics.median(to["synchronous"]), goal=1.3, quick=quick)
 
 
@@ -102,21 +103,22 @@ def make_model(directory: Path) -> None:
     (directory / "reward.py").write_text(REWARD)
 
 
-def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, float]:
+def measured(
+    directory: Path, workload: Workload, experiment: str, schedule: Sequence[str], steps: int
+) -> dict[str, float]:
     """One run: samples per second of its steps after the first few, and the seconds of a step's phases."""
-    experiment = f"{name}-{number}"
     arguments = [
         f"experiment={experiment}",
         "model.path=made/model",
         "data.train=[made/train.parquet]",
         "data.eval=[]",
         "evaluate.every=0",
-        f"trainer.prompts_per_step={PROMPTS}",
-        f"trainer.minibatch_size={PROMPTS}",
+        f"trainer.prompts_per_step={workload.prompts}",
+        f"trainer.minibatch_size={workload.prompts}",
         f"trainer.num_steps={steps + WARM_UP}",
         "trainer.max_tokens_per_microbatch=4096",
-        f"rollout.sampling.n={SAMPLES}",
-        "rollout.sampling.max_new_tokens=512",
+        f"rollout.sampling.n={workload.samples}",
+        f"rollout.sampling.max_new_tokens={workload.max_new_tokens}",
         "rollout.kv_cache_gib=0.5",
         "reward.function=reward.py:score",
         "reward.workers=1",
@@ -125,12 +127,12 @@ def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, f
         "logging.tensorboard=false",
         "logging.rollouts_every=1",
         "logging.console=plain",
-        *SCHEDULES[name],
+        *schedule,
     ]
     config = str(ROOT / "configs" / "quickstart" / "async.yaml")
     ended = threading.Event()
     threading.Thread(target=pin_engines, args=(directory, ended), daemon=True).start()
-    cores = "0,1" if name == "colocated" else "0"
+    cores = "0,1" if "rollout.placement=colocated" in schedule else "0"
     try:
         subprocess.run(
             ["taskset", "-c", cores, sys.executable, "-m", "rlhf_mcore.cli.main", "train", config, *arguments],
@@ -141,55 +143,19 @@ def measured(directory: Path, name: str, number: int, steps: int) -> dict[str, f
         )
     finally:
         ended.set()
-    run = run_directory(directory, name, number)
+    run = run_directory(directory, experiment)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     seconds = [record["timing/step_s"] for record in records]
     names = [key for key in records[-1] if key.startswith("timing/") and key.endswith("_s") and "tokens" not in key]
     kept = {key.removeprefix("timing/"): round(statistics.mean(r.get(key, 0.0) for r in records), 4) for key in names}
     staleness = statistics.mean(record.get("rollout/staleness_mean", 0.0) for record in records)
     lengths = statistics.mean(record["rollout/response_length_mean"] for record in records)
-    rate = PROMPTS * SAMPLES * len(records) / sum(seconds)
+    rate = workload.prompts * workload.samples * len(records) / sum(seconds)
     return {"samples_per_s": round(rate, 2), "length": round(lengths, 1), "staleness": round(staleness, 2), **kept}
 
 
-def run_directory(directory: Path, name: str, number: int) -> Path:
-    return directory / "outputs" / "quickstart" / f"{name}-{number}"
-
-
-def predicted(directory: Path, number: int) -> dict[str, dict[str, float]]:
-    """Of each schedule on two sides, from the lengths and the times of the round's synchronous run."""
-    synchronous = run_directory(directory, "synchronous", number)
-    fit, found = fit_runs([synchronous]), {}
-    print("fitted:", fit, flush=True)
-    for name in SCHEDULES:
-        run = run_directory(directory, name, number)
-        cfg = resolve(load_config(run / "config.yaml"))
-        if cfg.rollout.placement == "disaggregated":
-            lengths = read_lengths(str(synchronous), cfg.rollout.sampling.max_new_tokens)
-            scenario = MeasuredTimes(cfg, fit, [run.name]).scenario(Split(1, 1))
-            outcome = simulate(scenario, configured(cfg), lengths.draw(SAMPLES, 0), SIMULATED_STEPS)
-            values = (outcome.samples_per_s, outcome.length_mean, outcome.staleness_mean)
-            names = ("predicted_samples_per_s", "predicted_length", "predicted_staleness")
-            found[name] = {name: round(value, 2) for name, value in zip(names, values, strict=True)}
-    for name in SCHEDULES:
-        shutil.rmtree(run_directory(directory, name, number))
-    return found
-
-
-def print_predictions(rates: dict[str, list[dict[str, float]]]) -> None:
-    """Measured and simulated, medians of the rounds."""
-    print(f"{'schedule':14}{'samples/s':>10}{'predicted':>11}{'ratio':>7}{'tokens/s':>10}{'predicted':>11}{'ratio':>7}")
-    for name, rounds in rates.items():
-        if "predicted_length" in rounds[0]:
-            cells = ""
-            for factor in ("", "length"):
-                real = [found["samples_per_s"] * found.get(factor, 1.0) for found in rounds]
-                simulated = [
-                    found["predicted_samples_per_s"] * found.get(f"predicted_{factor}", 1.0) for found in rounds
-                ]
-                ratio = statistics.median(theirs / own for theirs, own in zip(simulated, real, strict=True))
-                cells += f"{statistics.median(real):>10.1f}{statistics.median(simulated):>11.1f}{ratio:>7.2f}"
-            print(f"{name:14}{cells}", flush=True)
+def run_directory(directory: Path, experiment: str) -> Path:
+    return directory / "outputs" / "quickstart" / experiment
 
 
 def pin_engines(directory: Path, ended: threading.Event) -> None:

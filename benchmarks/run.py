@@ -57,6 +57,7 @@ ROWS = (
     Row("reward_pool", "items/s of the reward pool by the bare grader", at_least=True),
     Row("pipelined", "simulated samples/s by the bound", at_least=True),
     Row("asynchronous", "samples/s with staleness 4 by synchronous", at_least=True),
+    Row("simulated", "distance of simulated from measured samples/s and tokens/s, the largest"),
     Row("ready", "time to the first step by the longer start of trainer and engine alone"),
     Row("leak", "growth of resident memory, in % a step"),
 )
