@@ -117,6 +117,7 @@ def look_at_and_stop_one(trainer: int, of_ray: list[int], directory: Path) -> No
     listening = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True).stdout.splitlines()
     own = [line for line in listening if any(f"pid={pid}," in line for pid in [trainer, *of_ray])]
     assert own and all("127.0.0.1" in line.split()[3] for line in own), own
+    assert not [line for line in own if line.split()[3].endswith(":8265")], "the dashboard is off"
     os.kill(engines[0], signal.SIGSTOP)
 
 
