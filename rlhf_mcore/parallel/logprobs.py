@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_TOKENS = 2048  # of given logits whose softmax is computed at a time
+CHUNK_TOKENS = 2048  # of logits that are there whose softmax is computed at a time
 CACHE_BYTES = 2**19  # of them, so that what a CPU does with them stays in its cache
 CHUNK_BYTES = 512 * 2**20  # of fp32 logits that an output layer makes at a time
 
@@ -43,11 +43,15 @@ def linear_logprobs(
         hidden: [N, h], the same on all ranks of the group. Their gradient is summed over the group, so it is whole on each.
         weight: [V_local, h], this rank's rows of the output layer's weight.
         labels: [N] int64 token ids.
+        vocab_size: the true size; rows of the weight beyond it are padding and get no probability.
+        temperature: logits are divided by it, as the sampler does.
+        group: the tensor-parallel group.
         chunk_tokens: most tokens that have logits at a time; None: as many as ``CHUNK_BYTES`` hold. Logits of no more tokens than
             that stay for the backward pass; those of more are computed again there, once.
 
     Returns:
-        logprobs [N] and entropy [N], as ``vocab_parallel_logprobs``.
+        logprobs [N] and entropy [N], both fp32 and differentiable, equal on all ranks of the group. No entropy unless
+        ``with_entropy``.
     """
     hidden = hidden.to(weight.dtype)
     if group.size() > 1:
@@ -59,34 +63,6 @@ def linear_logprobs(
         return found
     found = _KeptLinear.apply(hidden, weight, labels, vocab_size, temperature, group, with_entropy)
     return found
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    group: dist.ProcessGroup,
-    with_entropy: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Logprob of each label and entropy of each distribution, at a sampling temperature.
-
-    Args:
-        logits: [..., V_local], this rank's columns of the padded vocabulary. Not modified.
-        labels: [...] int64 token ids.
-        vocab_size: the true size; columns beyond it are padding and get no probability.
-        temperature: logits are divided by it, as the sampler does.
-        group: the tensor-parallel group.
-
-    Returns:
-        logprobs [...] and entropy [...], both fp32 and differentiable, equal on all ranks of the group. No entropy unless
-        ``with_entropy``.
-    """
-    shape = labels.shape
-    flat = logits.reshape(-1, logits.size(-1))
-    logprobs, entropy = _VocabParallel.apply(flat, labels.reshape(-1), vocab_size, temperature, group, with_entropy)
-    return logprobs.view(shape), entropy.view(shape) if entropy is not None else None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -105,46 +81,14 @@ class _SumGradient(torch.autograd.Function):
         return summed, None
 
 
-class _VocabParallel(torch.autograd.Function):
-    """With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
+class _KeptLinear(torch.autograd.Function):
+    """Of logits that are made once and become their own gradient.
 
+    With z = logits / T - max(logits / T): logprob = z_y - log sum_j exp z_j, entropy = log sum_j exp z_j - sum_j p_j z_j.
     The largest logit is subtracted first, so an offset that all logits share costs no precision.
 
     d logprob / d z_j = 1[j = y] - p_j;  d entropy / d z_j = -p_j (log p_j + entropy).
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: dist.ProcessGroup,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.columns = _Columns.of(group, logits.size(1), vocab_size, temperature)
-
-        def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(logits[a:b])
-
-        logprobs, entropy, sums = _forward(scaled, labels, CHUNK_TOKENS, ctx.columns, with_entropy)
-        ctx.save_for_backward(logits, labels, *sums)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, labels, *sums = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for a, b in _chunks(len(logits), CHUNK_TOKENS):
-            z = ctx.columns.scaled(logits[a:b])
-            out[a:b] = _gradient(z, labels[a:b], [s[a:b] for s in sums], _cut(grads, a, b), ctx.columns)
-        return out, None, None, None, None, None
-
-
-class _KeptLinear(torch.autograd.Function):
-    """The same of logits that are the product of hidden states and a weight, made once: they become their own gradient."""
 
     @staticmethod
     def forward(
@@ -163,7 +107,7 @@ class _KeptLinear(torch.autograd.Function):
         ctx.chunk = _softmax_tokens(z, group)
 
         def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(z[a:b], is_own=True)
+            return ctx.columns.scaled(z[a:b])
 
         logprobs, entropy, sums = _forward(scaled, labels, ctx.chunk, ctx.columns, with_entropy, keeps=True)
         ctx.save_for_backward(hidden, weight, labels, z, *sums)
@@ -183,7 +127,7 @@ class _KeptLinear(torch.autograd.Function):
 
 
 class _ChunkedLinear(torch.autograd.Function):
-    """The same of logits that are the product of hidden states and a weight. Only one chunk of them is there at a time."""
+    """The same with only one chunk of logits there at a time."""
 
     @staticmethod
     def forward(
@@ -201,7 +145,7 @@ class _ChunkedLinear(torch.autograd.Function):
         ctx.columns, ctx.chunk = _Columns.of(group, len(weight), vocab_size, temperature), chunk
 
         def scaled(a: int, b: int) -> Tensor:
-            return ctx.columns.scaled(F.linear(hidden[a:b], weight), is_own=True)
+            return ctx.columns.scaled(F.linear(hidden[a:b], weight))
 
         logprobs, entropy, sums = _forward(scaled, labels, chunk, ctx.columns, with_entropy)
         ctx.save_for_backward(hidden, weight, labels, *sums)
@@ -213,7 +157,7 @@ class _ChunkedLinear(torch.autograd.Function):
         out = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for a, b in _chunks(len(hidden), ctx.chunk):
-            z = ctx.columns.scaled(F.linear(hidden[a:b], weight), is_own=True)
+            z = ctx.columns.scaled(F.linear(hidden[a:b], weight))
             grad = _gradient(z, labels[a:b], [s[a:b] for s in sums], _cut(grads, a, b), ctx.columns).to(weight.dtype)
             torch.mm(grad, weight, out=out[a:b])
             if grad_weight is not None:
@@ -235,12 +179,10 @@ class _Columns:
         first = group.rank() * columns
         return cls(group, first, vocab_size - first, temperature)
 
-    def scaled(self, logits: Tensor, *, is_own: bool = False) -> Tensor:
-        """fp32 logits over temperature with the padding columns at -inf; a new tensor, unless ``is_own`` allows to overwrite it."""
+    def scaled(self, logits: Tensor) -> Tensor:
+        """fp32 logits over temperature with the padding columns at -inf. The logits may be overwritten."""
         z = logits.float()
-        if not is_own and z is logits:
-            z = z / self.temperature
-        elif self.temperature != 1.0:
+        if self.temperature != 1.0:
             z.div_(self.temperature)
         if self.width < z.size(1):
             z[:, max(self.width, 0) :] = -torch.inf

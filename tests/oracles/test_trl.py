@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig
-from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.roles.policy import PolicyObjective
 from rlhf_mcore.types import Microbatch
+from tests.logits import given_logprobs
 from tests.oracles import published
 from tests.oracles.ragged import CONSTANT_LENGTH, LENGTHS, WIDTH, Ragged, leaf
 from tests.unit.parallel.world import Meeting, ThreadGroup
@@ -131,12 +131,12 @@ def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
     labels = torch.randint(0, 37, (4, 9), generator=generator)
     alone: Any = ThreadGroup(Meeting(1), 0)
     here, there = leaf(logits), leaf(logits.double())
-    found = vocab_parallel_logprobs(here, labels, vocab_size=37, temperature=temperature, group=alone)
+    found = given_logprobs(here, labels, vocab_size=37, temperature=temperature, group=alone)
     expected = trl.utils.selective_log_softmax_and_entropy(there, labels, temperature=temperature)
     weights = torch.randn(2, 4, 9, generator=generator)
-    for value, reference, weight in zip(found, expected, weights, strict=True):
+    for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-5)
-        (value * weight).sum().backward(retain_graph=True)
-        (reference * weight).sum().backward(retain_graph=True)
+    for values in (found, expected):
+        sum((value * weight).sum() for value, weight in zip(values, weights, strict=True)).backward()
     assert here.grad is not None and there.grad is not None
     torch.testing.assert_close(here.grad.double(), there.grad, rtol=2e-5, atol=2e-5)

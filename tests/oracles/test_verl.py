@@ -21,7 +21,7 @@ from rlhf_mcore.algorithms.masking import weighted_sum
 from rlhf_mcore.algorithms.registry import find_policy_loss
 from rlhf_mcore.algorithms.value_loss import value_loss
 from rlhf_mcore.config.schema import AlgorithmConfig, RolloutCorrectionConfig
-from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
+from tests.logits import given_logprobs
 from tests.oracles import published
 from tests.oracles.ragged import AGGREGATIONS, CONSTANT_LENGTH, LENGTHS, Ragged, leaf
 from tests.rows import everything
@@ -261,7 +261,7 @@ def test_logprobs_and_entropy(temperature: float, scale: float) -> None:
     weights = torch.randn(2, 4, 9, generator=generator)
 
     def ours(x: Tensor) -> Tensor:
-        found = vocab_parallel_logprobs(x, labels, vocab_size=37, temperature=temperature, group=alone)
+        found = given_logprobs(x, labels, vocab_size=37, temperature=temperature, group=alone)
         return sum((w * value).sum() for w, value in zip(weights, found, strict=True))
 
     def theirs(x: Tensor) -> Tensor:

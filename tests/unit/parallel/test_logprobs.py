@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhf_mcore.parallel import logprobs as module
-from rlhf_mcore.parallel.logprobs import linear_logprobs, vocab_parallel_logprobs
+from rlhf_mcore.parallel.logprobs import linear_logprobs
+from tests.logits import given_logprobs
 from tests.unit.parallel.world import Meeting, ThreadGroup, all_reduce, run_ranks
 
 ALONE = ThreadGroup(Meeting(1), 0)
@@ -26,8 +27,14 @@ def plain(logits: Tensor, labels: Tensor, vocab_size: int, temperature: float) -
     return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def ours(logits: Tensor, labels: Tensor, temperature: float = 0.7, vocab_size: int = VOCAB) -> tuple[Tensor, Tensor]:
-    return vocab_parallel_logprobs(logits, labels, vocab_size=vocab_size, temperature=temperature, group=ALONE)  # type: ignore[arg-type]
+def ours(
+    logits: Tensor, labels: Tensor, temperature: float = 0.7, vocab_size: int = VOCAB, **options: Any
+) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = given_logprobs(
+        logits, labels, vocab_size=vocab_size, temperature=temperature, group=ALONE, **options
+    )
+    assert entropy is not None
+    return logprobs, entropy
 
 
 def sample(*shape: int, width: int = PADDED, scale: float = 3.0) -> tuple[Tensor, Tensor]:
@@ -103,9 +110,10 @@ def test_padding_gets_no_probability_and_no_gradient_whatever_it_holds() -> None
         dirty[:, VOCAB:] = garbage
         for value, reference in zip(ours(dirty, labels), clean, strict=True):
             assert torch.equal(value, reference)
-        found = gradient(lambda x: ours(x, labels), dirty, (1.0, 1.0))
-        assert torch.equal(found[:, VOCAB:], torch.zeros(5, PADDED - VOCAB))
-        assert torch.equal(found, gradient(lambda x: ours(x, labels), logits, (1.0, 1.0)))
+        for chunk in (None, 2):
+            found = gradient(lambda x, chunk=chunk: ours(x, labels, chunk_tokens=chunk), dirty, (1.0, 1.0))
+            assert torch.equal(found[:, VOCAB:], torch.zeros(5, PADDED - VOCAB))
+            assert torch.equal(found, gradient(lambda x: ours(x, labels), logits, (1.0, 1.0)))
 
 
 def test_certain_and_impossible_tokens_stay_finite() -> None:
@@ -129,14 +137,38 @@ def test_an_offset_of_all_logits_costs_no_digits(offset: float) -> None:
         torch.testing.assert_close(value.double(), reference, rtol=1e-6, atol=5e-6)
 
 
+@pytest.mark.parametrize("where", ["softmax", "logits"])
 @pytest.mark.parametrize("tokens", [1, 3, 4, 6, 7])
-def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_change_nothing(tokens: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of three tokens: of logits that are all there, and of those that are made."""
     logits, labels = sample(tokens)
     whole = (*ours(logits, labels), gradient(lambda x: ours(x, labels), logits, (0.8, -0.3)))
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 3)
-    cut = (*ours(logits, labels), gradient(lambda x: ours(x, labels), logits, (0.8, -0.3)))
+    if where == "softmax":
+        monkeypatch.setattr(module, "CACHE_BYTES", 3 * 4 * PADDED)
+    chunk = 3 if where == "logits" else None
+
+    def in_chunks(x: Tensor) -> tuple[Tensor, Tensor]:
+        return ours(x, labels, chunk_tokens=chunk)
+
+    cut = (*in_chunks(logits), gradient(in_chunks, logits, (0.8, -0.3)))
     for value, reference in zip(cut, whole, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-6, atol=1e-7)
+
+
+def test_a_second_backward_pass_is_the_first_one_again_or_refused() -> None:
+    """Where logits are made again it is; where they have become their gradient, torch itself refuses it."""
+    logits, labels = sample(5)
+    again, once = (logits.clone().requires_grad_() for _ in range(2))
+    logprobs, entropy = ours(again, labels, chunk_tokens=2)
+    logprobs.sum().backward(retain_graph=True)
+    entropy.sum().backward()
+    sum(x.sum() for x in ours(once, labels, chunk_tokens=2)).backward()  # type: ignore[union-attr]
+    assert again.grad is not None and once.grad is not None
+    torch.testing.assert_close(again.grad, once.grad, rtol=1e-6, atol=1e-6)
+    logprobs, entropy = ours(once, labels)
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        entropy.sum().backward()
 
 
 HIDDEN = 6
@@ -240,14 +272,22 @@ def test_no_token_at_all_gives_zero_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_are_not_modified(dtype: torch.dtype, temperature: float) -> None:
-    logits, labels = sample(6)
-    logits = logits.to(dtype)
-    before = logits.clone()
-    gradient(lambda x: ours(x, labels, temperature), logits, (1.0, 1.0))
-    with torch.no_grad():
-        ours(logits, labels, temperature)
-    assert torch.equal(logits, before)
+def test_hidden_states_and_weight_are_not_modified(dtype: torch.dtype, temperature: float) -> None:
+    hidden, weight, labels = output_layer(6, VOCAB, PADDED)
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+    before = [leaf.detach().clone() for leaf in leaves]
+    for chunk in (None, 2):
+        logprobs, entropy = linear_logprobs(
+            *leaves,
+            labels,
+            vocab_size=VOCAB,
+            temperature=temperature,
+            group=ALONE,  # type: ignore[arg-type]
+            chunk_tokens=chunk,
+        )
+        assert entropy is not None
+        (logprobs.sum() + entropy.sum()).backward()
+        assert all(torch.equal(leaf, value) for leaf, value in zip(leaves, before, strict=True))
 
 
 def test_bf16_logits_are_widened_first() -> None:
@@ -273,7 +313,9 @@ def test_tensor_parallel_ranks_equal_the_whole(size: int, vocab_size: int, monke
         mine = logits.chunk(size, dim=-1)[group.rank()]
 
         def function(x: Tensor) -> tuple[Tensor, Tensor]:
-            return vocab_parallel_logprobs(x, labels, vocab_size=vocab_size, temperature=0.7, group=group)  # type: ignore[arg-type]
+            logprobs, entropy = given_logprobs(x, labels, vocab_size=vocab_size, temperature=0.7, group=group)
+            assert entropy is not None
+            return logprobs, entropy
 
         return *function(mine), gradient(function, mine, (0.8, -0.3))
 

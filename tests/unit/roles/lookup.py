@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhf_mcore.mcore.model import OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.parallel.logprobs import vocab_parallel_logprobs
 from rlhf_mcore.types import Microbatch, TrainBatch
+from tests.logits import given_logprobs
 from tests.rows import Row, batch_of
 from tests.unit.parallel.world import Meeting, ThreadGroup
 
@@ -74,7 +74,7 @@ class Lookup:
     ) -> tuple[Tensor, Tensor | None]:
         group: Any = ThreadGroup(Meeting(1), 0)
         labels = part.fields["labels"]
-        return vocab_parallel_logprobs(
+        return given_logprobs(
             outputs, labels, vocab_size=VOCAB, temperature=temperature, group=group, with_entropy=with_entropy
         )
 
