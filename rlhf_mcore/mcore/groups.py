@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform
+from rlhf_mcore.platform.megatron_versions import LATER_GLOBALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def build_groups(layout: ParallelLayout, pool: GroupPool | None = None) -> Model
     return ModelGroups(layout, pgs) if dist.get_rank() in layout.ranks else None
 
 
-# Globals that Megatron-core 0.16 still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
+# Globals that Megatron-core still reads where a collection is passed in: GQA with more TP ranks than KV groups gathers over
 # the default TP group (attention.py), layers (of experts too) built without a tp_group, the tied embedding's replica id.
 _GLOBALS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -119,6 +120,7 @@ _GLOBALS = {
     "_EMBEDDING_GROUP": "embd",
     "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    **LATER_GLOBALS,
 }
 
 

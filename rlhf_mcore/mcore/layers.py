@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
+from rlhf_mcore.platform.megatron_versions import submodules_of
 
 try:
     import transformer_engine  # noqa: F401
@@ -248,7 +249,7 @@ def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     if config.multi_latent_attention:
         spec.submodules.self_attention.module = LatentAttention
     if moe:
-        spec.submodules.mlp.submodules.router = Router
+        submodules_of(spec.submodules.mlp).router = Router
     return spec
 
 
@@ -257,7 +258,7 @@ def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     if moe:  # one expert after the other
         mlp = get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=False)
-        mlp.submodules.router = Router
+        submodules_of(mlp).router = Router
     else:
         mlp = get_mlp_module_spec_for_backend(backend=backend)
     if config.multi_latent_attention:

@@ -1,6 +1,6 @@
 """Megatron-core on a CPU, over gloo: a redirection layer, kept narrow.
 
-Megatron-core 0.16 names CUDA in many places. Instead of changing torch for the whole process (vLLM lives in it and must see an
+Megatron-core names CUDA in many places. Instead of changing torch for the whole process (vLLM lives in it and must see an
 honest torch), every loaded ``megatron.core`` module gets its own view of torch in which the few CUDA names it uses mean the CPU.
 Two names are methods of Tensor and cannot be changed per module: they are changed while a Megatron region is entered and put back
 on leaving it. The whole list is in this file, with a reason per entry; ``tests/unit/platform`` fails when an entry is not needed.
@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 
 from rlhf_mcore.platform import ModuleView, Platform
-
-SUPPORTED_MEGATRON = "0.16."
 
 _CPU = torch.device("cpu")
 
@@ -164,16 +162,17 @@ class CpuPlatform(Platform):
         """Redirect the loaded modules of Megatron-core.
 
         Raises:
-            RuntimeError: the installed Megatron-core is of a minor version this list was not made for.
+            RuntimeError: the installed Megatron-core is of a minor version that this list was not made for.
         """
-        from megatron.core import __version__
         from megatron.core.tensor_parallel import random as megatron_random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-        if not __version__.startswith(SUPPORTED_MEGATRON):
+        from rlhf_mcore.platform.megatron_versions import LOCKED, SERIES, VERSION, is_supported
+
+        if not is_supported():
             raise RuntimeError(
-                f"megatron-core {__version__} is installed; running it on a CPU is known to work for {SUPPORTED_MEGATRON}x only. "
-                f"Install megatron-core {SUPPORTED_MEGATRON}1."
+                f"megatron-core {VERSION} is installed; running it on a CPU is known to work for {' and '.join(SERIES)} only. "
+                f"Install megatron-core {LOCKED}."
             )
         view = _torch_for_megatron()
         for name, module in list(sys.modules.items()):

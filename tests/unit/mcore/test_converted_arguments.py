@@ -68,4 +68,5 @@ def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
         frequency = expected.moe_layer_freq
         assert found.moe_layer_freq == (1 if isinstance(frequency, list) and all(frequency) else frequency)
     backend = maybe_load_config(str(weights))
-    assert backend is not None and (backend.sharded_backend, backend.common_backend) == ("torch_dist", "torch")
+    assert backend is not None and backend.sharded_backend == "torch_dist"
+    assert getattr(backend, "common_backend", "torch") == "torch"  # 0.19 has but one

@@ -7,7 +7,6 @@ import re
 import sys
 from types import ModuleType
 
-import megatron.core
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
@@ -16,8 +15,9 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 # What the package loads of Megatron is what gets redirected.
 import rlhf_mcore.mcore.model
 import rlhf_mcore.mcore.optimizer
-from rlhf_mcore.platform import cpu, current_platform
+from rlhf_mcore.platform import cpu, current_platform, megatron_versions
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.platform.megatron_versions import VERSION
 
 ON_CPU = not torch.cuda.is_available()
 pytestmark = pytest.mark.skipif(not ON_CPU, reason="the CPU platform is for machines without a GPU")
@@ -32,7 +32,8 @@ def prepared() -> None:
 def modules() -> list[ModuleType]:
     """The loaded modules of Megatron-core that name torch."""
     found = [module for name, module in sys.modules.items() if name.startswith("megatron.core")]
-    return [module for module in found if hasattr(module, "torch") and getattr(module, "__file__", None)]
+    # Not a package that has a module of its own by this name, as dist_checkpointing.strategies.
+    return [m for m in found if hasattr(getattr(m, "torch", None), "nn") and getattr(m, "__file__", None)]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,8 @@ def test_a_redirected_cuda_name_is_used_by_megatron(name: str, sources: str) -> 
 
 @pytest.mark.parametrize("name", cpu._FACTORIES)
 def test_a_redirected_factory_is_used_by_megatron_on_cuda(name: str, sources: str) -> None:
+    if name == "full" and not VERSION.startswith("0.16."):
+        pytest.skip("only 0.16 makes torch.full on CUDA")
     on_cuda = re.compile(r"device=(torch\.cuda\.current_device\(\)|['\"]cuda)")
     assert any(on_cuda.search(call) for call in calls(name, sources)), (
         f"Megatron makes no torch.{name} on CUDA: take it out"
@@ -175,8 +178,8 @@ def test_a_region_is_left_by_an_exception_too() -> None:
     assert torch.Tensor.cuda is cuda and torch.Tensor.type is type_of
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.16.0"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.16.0"])
 def test_another_version_of_megatron_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.core, "__version__", version)
+    monkeypatch.setattr(megatron_versions, "VERSION", version)
     with pytest.raises(RuntimeError, match=rf"megatron-core {version} is installed.*Install megatron-core 0\.16\.1"):
         CpuPlatform().prepare_megatron()
