@@ -22,7 +22,8 @@ def read_version() -> str:
 # Lower bounds: the oldest releases without known vulnerabilities that concern us, or the oldest that have what we use.
 INSTALL_REQUIRES = [
     "torch>=2.10",
-    "megatron-core>=0.16.1,<0.17",  # the CPU platform redirects calls of exactly this minor version
+    # The CPU platform redirects calls of these minor versions: rlhf_mcore/platform/megatron_versions.py.
+    "megatron-core>=0.16.1,<0.20,!=0.17.*,!=0.18.*",
     "transformers>=5",  # tokenizers, chat templates and model configurations
     "omegaconf>=2.4",  # the typed configuration tree
     "packaging",  # version ranges, which the doctor compares

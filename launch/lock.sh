@@ -16,6 +16,12 @@ compile=("$venv/bin/uv" pip compile --quiet --python "$venv/bin/python" --genera
 # torch is left out because setup.sh installs it beforehand.
 "${compile[@]}" "${backend[@]}" "$@" --override requirements/overrides.txt --no-emit-package torch \
     requirements/cpu.in --output-file requirements/cpu.lock
+# The same with the newest Megatron-core, which needs Python 3.12; torch and what a build of it for CUDA brings are left out as above.
+cp requirements/cpu.lock requirements/megatron-latest.lock # versions stay the same where they can
+without=(torch triton cuda-bindings cuda-pathfinder cuda-toolkit)
+without+=(nvidia-{cublas,cuda-{cupti,nvrtc,runtime},cudnn-cu13,cufft,cufile,curand,cusolver,cusparse,cusparselt-cu13,nccl-cu13,nvjitlink,nvshmem-cu13,nvtx})
+"${compile[@]}" "$@" --python-version 3.12 --override requirements/overrides.txt --override requirements/megatron-latest.txt \
+    "${without[@]/#/--no-emit-package=}" requirements/cpu.in --output-file requirements/megatron-latest.lock
 # Without dependencies: only modules that need none of them are loaded (tests/oracles/published.py).
 "${compile[@]}" "$@" --no-deps requirements/oracles.in --output-file requirements/oracles.lock
 "${compile[@]}" "$@" --no-deps requirements/bench.in --output-file requirements/bench.lock

@@ -3,9 +3,10 @@
 #
 #   ./launch/setup.sh                            the CPU stack
 #   RLHF_MCORE_STACK=gpu ./launch/setup.sh       the GPU stack, inside NVIDIA's PyTorch container (see Dockerfile)
+#   RLHF_MCORE_STACK=megatron-latest ./launch/setup.sh   the CPU stack with the newest Megatron-core, in .venv-megatron-latest
 #   ./launch/setup.sh --with bench               and what benchmarks/vs_trl.py compares with, in a folder of its own
 #
-# PYTHON names the interpreter to build from (3.11, for gpu 3.12; looked for when not set). Package indexes, find-links folders
+# PYTHON names the interpreter to build from (3.11, for the other two 3.12; looked for when not set). Package indexes, find-links folders
 # and certificates are those of this machine's pip configuration. Delete .venv to start over.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -13,8 +14,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 stack="${RLHF_MCORE_STACK:-cpu}"
 case "$stack" in
     cpu) version=3.11 locks=(requirements/cpu.lock requirements/cpu.in requirements/oracles.lock) ;;
+    megatron-latest) version=3.12 locks=(requirements/megatron-latest.lock requirements/cpu.in requirements/oracles.lock) ;;
     gpu) version=3.12 locks=(requirements/gpu.lock requirements/vllm.lock) ;;
-    *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu or gpu" ;;
+    *) fail "RLHF_MCORE_STACK=$stack is not a choice; it is cpu, megatron-latest or gpu" ;;
 esac
 stamp="$venv/.rlhf_mcore.stamp"
 unfinished="$venv/.rlhf_mcore.unfinished"
@@ -83,6 +85,10 @@ install_torch() {
     if pip install --quiet --no-deps "$requirement+cpu" >"$log" 2>&1; then return; fi
     say "not in the indexes that pip knows here; taking the CPU build from torch's own index"
     if uv_install --torch-backend cpu "$requirement"; then return; fi
+    if [[ "$stack" == megatron-latest ]]; then
+        say "nor there; taking the build for CUDA, which works without a GPU (4.5 GB)"
+        if pip install --quiet "$requirement" >>"$log" 2>&1; then return; fi
+    fi
     cat "$log" >&2
     fail "the CPU build of $requirement could not be installed (pip's attempt and uv's are above)." \
         "Behind a firewall, put its wheel in a folder and set PIP_FIND_LINKS to that folder."
@@ -108,7 +114,7 @@ install() {
     export_index_settings
     # Compiled here, once: where PYTHONDONTWRITEBYTECODE is set every process would compile vLLM and torch again at each import.
     uv_install --compile-bytecode --require-hashes -r "$root/${locks[0]}"
-    if [[ "$stack" == cpu ]]; then
+    if [[ "$stack" != gpu ]]; then
         # For tests/oracles alone, beside what others import: verl's package brings a top-level module called tests.
         uv_install --require-hashes --target "$venv/oracles" -r "$root/requirements/oracles.lock"
     fi

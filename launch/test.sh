@@ -4,6 +4,7 @@
 #   ./launch/test.sh                     everything
 #   ./launch/test.sh --with slurm --with browser --with docs   everything; first SLURM and Chromium, where apt can, so that
 #                                        nothing skips; the documentation is built as a site too
+#   ./launch/test.sh --with megatron-latest          the same tests on the newest Megatron-core and Python 3.12; no lint
 #   ./launch/test.sh tests/unit -k clip  pytest alone, with these arguments
 #
 # The last lines name every test that failed, with the first line of its message, and then add up all tiers:
@@ -39,12 +40,14 @@ while [[ "${1:-}" == --with ]]; do
         slurm) from_apt slurm slurmctld slurm-wlm munge ;;
         browser) from_apt browser chromium chromium && extras+=("playwright==1.65.2") ;;
         docs) builds_docs=yes ;;
-        *) fail "--with ${2:-}: slurm, browser and docs can be installed" ;;
+        megatron-latest) export RLHF_MCORE_STACK=megatron-latest ;;
+        *) fail "--with ${2:-}: slurm, browser, docs and megatron-latest can be installed" ;;
     esac
     shift 2
 done
 
 "$root/launch/setup.sh"
+source "$root/launch/common.sh" # again: which .venv
 source "$root/launch/env.sh"
 cd "$root"
 export PATH="$venv/bin:$PATH"
@@ -126,9 +129,11 @@ memory_gib() {
     say $((kib / 1024 / 1024))
 }
 
-section "ruff" ruff check .
-section "mypy" mypy
-section "import-linter" lint-imports
+if [[ "${RLHF_MCORE_STACK:-cpu}" == cpu ]]; then
+    section "ruff" ruff check .
+    section "mypy" mypy
+    section "import-linter" lint-imports
+fi
 if [[ -n "$builds_docs" ]]; then section "docs (mkdocs, strict)" "$root/launch/docs.sh"; fi
 failed_lints=${#failed[@]}
 section "tests/gpu (skipped without a GPU)" tier gpu tests/gpu -n 1
