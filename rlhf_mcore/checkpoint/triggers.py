@@ -48,7 +48,7 @@ REASONS = {
     KEPT: "checkpoint.keep",
     MINUTES: "save_minutes",
     BEST: "the best so far",
-    SIGNAL: "asked by SIGUSR2",
+    SIGNAL: "asked by SIGUSR2 or an alarm",
     REQUEST: "asked by the file SAVE",
     STOP: "asked to stop",
     DEADLINE: "the time limit is near",
@@ -95,6 +95,14 @@ class SignalRequests:
         """The first step begins: from now on there is something to save."""
         self._training = True
         self._begun()
+
+    def request_save(self) -> None:
+        """A checkpoint is wanted after this step."""
+        self._save_requested = True
+
+    def request_stop(self) -> None:
+        """The run ends after this step, saved."""
+        self.stop_requested = True
 
     def take_save(self) -> bool:
         """Whether a save was asked for since this was called last."""

@@ -18,7 +18,7 @@ from rlhf_mcore.checkpoint.commit import Permissions
 from rlhf_mcore.checkpoint.layout import BEST, LATEST
 from rlhf_mcore.checkpoint.rng import seed_process
 from rlhf_mcore.checkpoint.triggers import SignalRequests
-from rlhf_mcore.cli import rank
+from rlhf_mcore.cli import exit_codes, rank
 from rlhf_mcore.cli.preflight import continues_text, finished_text, is_over
 from rlhf_mcore.cli.run_context import RunContext
 from rlhf_mcore.cli.saved_checkpoint import check_saved
@@ -27,6 +27,7 @@ from rlhf_mcore.config.derive import role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml, without_secrets
+from rlhf_mcore.observability.alarms import AlarmBell
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
@@ -65,8 +66,8 @@ class OpenRun:
             _summary(self.cfg, self.record)
 
 
-def run(cfg: Config, announced: int = 0) -> bool:
-    """Train. Every rank of the world calls it, under torchrun. Returns whether the run is complete.
+def run(cfg: Config, announced: int = 0) -> int:
+    """Train. Every rank of the world calls it, under torchrun. Returns the exit code: DONE, REQUEUE or STOPPED.
 
     ``announced``: the step after which the run continues, where the launcher has printed it already.
 
@@ -75,12 +76,15 @@ def run(cfg: Config, announced: int = 0) -> bool:
     """
     with opened(cfg, announced) as made:
         if made.trainer is None:
-            return True
+            return exit_codes.DONE
         finished = made.trainer.run(cfg.trainer.num_steps, made.first_step)
         made.record.close_profile()
         if finished:
             made.finish()
-        return finished
+            return exit_codes.DONE
+        bell = made.record.bell
+        by_alarm = broadcast_json(bell is not None and bool(bell.stopped_by), 0)
+        return exit_codes.STOPPED if by_alarm else exit_codes.REQUEUE
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def opened(
             record.without_score = "leave the step, with the other responses to their prompts"
         record.mark = process.platform.range
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
-        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers)))
+        start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers, requests)))
         if start.is_over:
             assert start.checkpoint is not None
             record.note(finished_text(cfg, start.checkpoint, start.step))
@@ -138,7 +142,12 @@ def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:
 
 
 def _open_record(
-    cfg: Config, record: RunRecord, stack: ExitStack, announced: int, trackers: Sequence[Tracker]
+    cfg: Config,
+    record: RunRecord,
+    stack: ExitStack,
+    announced: int,
+    trackers: Sequence[Tracker],
+    requests: SignalRequests,
 ) -> Start:
     """Take the run directory, find out where the run begins, and open its record there. On the first rank."""
     if dist.get_rank() != 0:
@@ -151,6 +160,9 @@ def _open_record(
     over = start.continues and is_over(cfg, directory.path, start.step)
     if start.checkpoint is not None and start.step != announced and not over:
         notes.insert(0, continues_text(cfg, start.checkpoint, start.step))
+    run_name = without_secrets(f"{cfg.project}/{cfg.experiment}")
+    bell = AlarmBell(cfg.alarms, run_name, record.note, requests.request_save, requests.request_stop)
+    record.bell = stack.enter_context(closing(bell))
     if start.continues:
         directory.cut_metrics(start.step)
         record.recall(directory.records())

@@ -22,6 +22,7 @@ DONE = 0
 FAILED = 1
 USER_ERROR = 2
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: saved and not finished, start the same command again
+STOPPED = 76  # by an alarm, after a save: nothing starts it again by itself
 INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 EPILOG = """\
@@ -29,6 +30,7 @@ exit codes:
   0          done: the last step was made and saved
   2          a mistake in the configuration, the command line or the data; the message names it
   75         Ctrl-C, a signal or the time limit ended the run after a save; start the same command again
+  76         an alarm with the action stop ended the run after a save
   others     failure (128 + N: ended by signal N)"""
 
 TOOL_EPILOG = """\

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import DONE, REQUEUE, STOPPED, USER_ERROR, of_process
 from rlhf_mcore.own_processes import STARTED_BY, adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
@@ -28,7 +28,13 @@ TRAIN = "rlhf_mcore.cli.train"
 _GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 # Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
-FINAL = (DONE, USER_ERROR, REQUEUE, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+FINAL = (
+    DONE,
+    USER_ERROR,
+    REQUEUE,
+    STOPPED,
+    *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)),
+)
 
 
 def launch(

@@ -133,7 +133,7 @@ class Nodes:
         if not failed:
             return exit_codes.DONE
         rank, code = failed[0], exit_codes.of_process(self._agents[failed[0]].returncode)
-        if code != exit_codes.REQUEUE:
+        if code not in (exit_codes.REQUEUE, exit_codes.STOPPED):
             print(f"node {rank} ({self.hosts[rank]}) ended with exit code {code}", file=sys.stderr, flush=True)
         end = time.monotonic() + self.grace_s
         while time.monotonic() < end and None in [agent.poll() for agent in self._agents]:

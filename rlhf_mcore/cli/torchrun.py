@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, STOPPED, USER_ERROR, of_process
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 
@@ -96,8 +96,8 @@ class Agent:
             return (
                 USER_ERROR if own[0].kind == USER else FAILED
             )  # torchrun may have ended it before it came to its own exit
-        if failure.exitcode == REQUEUE:
-            return REQUEUE
+        if failure.exitcode in (REQUEUE, STOPPED):
+            return failure.exitcode
         reported = {entry.rank: entry.text for entry in self.reports.failures}
         if rank not in reported:
             self._say(f"rank {rank} {_how(failure.exitcode)}", rank, failure.local_rank, tail=True)

@@ -64,8 +64,7 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     from rlhf_mcore.cli.compose import run
 
     with rank.no_early_exit():
-        finished = run(cfg, announced)
-    return exit_codes.DONE if finished else exit_codes.REQUEUE
+        return run(cfg, announced)
 
 
 def _launch(cfg: Config, arguments: Sequence[str]) -> int:

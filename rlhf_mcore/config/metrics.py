@@ -37,7 +37,8 @@ class Metric:
             return self.healthy
         side, share = ("above", "below") if rule.bad < rule.watch else ("below", "from"), rule.counts
         of = f"{MEASURES[rule.measure].text}{', as a share of the responses,' if share else ''}"
-        return f"{of} {side[0]} {rule.shown(rule.watch)}; in trouble {side[1]} {rule.shown(rule.bad)}"
+        alarm = f"; an alarm after {rule.alarm_steps} in a row" if rule.alarm_steps else ""
+        return f"{of} {side[0]} {rule.shown(rule.watch)}; in trouble {side[1]} {rule.shown(rule.bad)}{alarm}"
 
     @property
     def what_to_do(self) -> str:

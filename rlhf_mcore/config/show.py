@@ -19,7 +19,7 @@ from rlhf_mcore.config.schema import Config
 REDACTED = "<redacted>"
 # A key is secret by its last words: "api_key" and "hf_token" are, "prompt_key" and "max_prompt_tokens" are not.
 _SECRET_KEY = re.compile(
-    r"(^|_)(token|password|passwd|secret|credentials?|(api|access|private|secret)_?key)$", re.IGNORECASE
+    r"(^|_)(token|password|passwd|secret|credentials?|webhook|(api|access|private|secret)_?key)$", re.IGNORECASE
 )
 _SECRET_VARIABLE = re.compile(r"(^|_)(tokens?|password|passwd|secrets?|credentials?)(_|$)|key$", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")

@@ -14,6 +14,7 @@ from os.path import exists, isdir
 from pathlib import Path
 from typing import Any
 
+from rlhf_mcore.config.alarm_rules import alarm_problems
 from rlhf_mcore.config.algorithm_rules import algorithm_problems
 from rlhf_mcore.config.checkpoint_rules import checkpoint_problems
 from rlhf_mcore.config.choices import ENVIRONMENTS, TRACKERS
@@ -59,7 +60,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     out_of_range = list(range_problems(cfg))
     problems = [*choice_problems(cfg), *out_of_range, *unused_problems(cfg)]
     problems += map(FileProblem, _path_problems(cfg))
-    problems += tracker_problems(cfg.logging)
+    problems += [*tracker_problems(cfg.logging), *alarm_problems(cfg.alarms)]
     problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_mcore.observability.alarms import AlarmBell
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
@@ -43,6 +44,7 @@ class RunRecord:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
     alarm: RewardAlarm | None = None
+    bell: AlarmBell | None = None  # on the first rank
     throughput: Throughput | None = None
     without_score: str = "count as 0"  # what becomes of responses without a score
     profiler: StepProfiler | None = None
@@ -115,6 +117,8 @@ class RunRecord:
             metrics = {name: value for name, value in record.items() if _finite(value) is not None}
             self._remember(record["step"], metrics)
             list(self._alarms(metrics))
+            if self.bell is not None:
+                self.bell.recall(metrics)
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)
@@ -155,6 +159,8 @@ class RunRecord:
             self.console.step(step, everything)
         for line in self._alarms(everything):
             self.note(f"step {step}: {line}")
+        if self.bell is not None:
+            self.bell.check(step, everything)
 
     def _alarms(self, metrics: Mapping[str, float]) -> Iterable[str]:
         return self.alarm.lines(metrics) if self.alarm is not None else ()

@@ -32,6 +32,8 @@ RUNS = {
         "algorithm.kl.placement=reward",
         "trainer.packing=false",
         "trainer.profile.steps=[2]",
+        "alarms.rules=[{metric: rollout/num_tokens, above: 0, steps: 2, actions: [command]}]",
+        "alarms.command=[tee, alarm.json]",
     ],
 }
 
@@ -89,6 +91,18 @@ def test_metrics(trained: tuple[str, Path, str]) -> None:
     # The policy is its reference in the first step.
     assert metrics[1]["kl/mean"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["kl/coef"] == 0.01 and math.isfinite(metrics[2]["kl/mean"])
+
+
+def test_an_alarm_is_printed_once_and_given_to_a_command(trained: tuple[str, Path, str], workspace: Path) -> None:
+    name, directory, output = trained
+    told = [line for line in output.splitlines() if "alarm: rollout/num_tokens" in line]
+    assert len(told) == (name == "hf")
+    if told:
+        alarm = json.loads((workspace / "alarm.json").read_text())
+        sampled = lines(directory / "metrics.jsonl")[2]["rollout/num_tokens"]
+        assert (alarm["step"], alarm["value"], alarm["run"]) == (2, sampled, "quickstart/hf") and told == [
+            alarm["text"]
+        ]
 
 
 def test_a_profile_has_both_ranks_their_phases_and_what_torch_ran(trained: tuple[str, Path, str]) -> None:

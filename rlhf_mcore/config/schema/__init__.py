@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_mcore.config.schema.alarms import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.config.schema.algorithm import (
     AlgorithmConfig,
     DynamicSamplingConfig,
@@ -44,6 +45,8 @@ from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, R
 
 __all__ = [
     "ActorConfig",
+    "AlarmRuleConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "BridgeConfig",
     "CheckpointConfig",
@@ -141,3 +144,4 @@ class Config:
         "Those of `data.eval`, always before and after training. See [evaluation](evaluation.md).",
     )
     logging: LoggingConfig = group(LoggingConfig, "the record of a run")
+    alarms: AlarmsConfig = group(AlarmsConfig, "rules on metrics, judged after every step")

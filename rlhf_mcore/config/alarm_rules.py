@@ -1,0 +1,57 @@
+"""What is wrong with ``alarms``."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from rlhf_mcore.config.errors import FileProblem
+from rlhf_mcore.config.metric_rules import MEASURES
+from rlhf_mcore.config.metrics import find_metric, nearest_metric
+from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
+from rlhf_mcore.config.schema.alarms import ACTIONS
+from rlhf_mcore.config.schema.key import AT_LEAST_1, FINITE
+
+
+def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
+    """Metrics that there are not, rules without a bound, actions that cannot be taken."""
+    used = set(cfg.actions)
+    yield from _action_problems("alarms.actions", cfg.actions)
+    for index, rule in enumerate(cfg.rules):
+        yield from (f"alarms.rules[{index}].{problem}" for problem in _rule_problems(rule))
+        yield from _action_problems(f"alarms.rules[{index}].actions", rule.actions or [])
+        used |= set(rule.actions or [])
+    if "webhook" in used and cfg.webhook is None:
+        yield "alarms.webhook is null, and an action of alarms is webhook; set it to an address"
+    if cfg.webhook is not None and (urlsplit(cfg.webhook).scheme not in ("http", "https") or "<" in cfg.webhook):
+        yield "alarms.webhook is no address; write it as https://host/path, or as ${oc.env:NAME} (it is not shown here)"
+    if "command" in used and not cfg.command:
+        yield "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments"
+    if cfg.command and shutil.which(cfg.command[0]) is None:
+        yield FileProblem(f"alarms.command: there is no program {cfg.command[0]!r}; give its path")
+
+
+def _rule_problems(rule: AlarmRuleConfig) -> Iterator[str]:
+    if find_metric(rule.metric) is None:
+        meant = nearest_metric(rule.metric)
+        hint = f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all"
+        yield f"metric={rule.metric!r} is no metric; {hint}"
+    if rule.above is None and rule.below is None:
+        yield f"above and below are null; give {rule.metric} a bound"
+    for name, bound in (("above", rule.above), ("below", rule.below)):
+        if bound is not None and not FINITE.holds(bound):
+            yield f"{name}={bound} is out of range; it must be {FINITE}"
+    if not AT_LEAST_1.holds(rule.steps):
+        yield f"steps={rule.steps} is out of range; it must be {AT_LEAST_1}"
+    if rule.measure not in MEASURES:
+        yield f"measure={rule.measure!r} is not a choice; choose one of: {', '.join(MEASURES)}"
+
+
+def _action_problems(key: str, actions: list[str]) -> Iterator[str]:
+    for action in actions:
+        if action not in ACTIONS:
+            meant = difflib.get_close_matches(action, ACTIONS, n=1)
+            hint = f"did you mean {meant[0]}?" if meant else f"choose some of: {', '.join(ACTIONS)}"
+            yield f"{key} has {action!r}, which is no action; {hint}"

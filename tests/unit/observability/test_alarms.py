@@ -1,0 +1,205 @@
+"""Alarms: when a rule gives one, how often, and what is done then."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from rlhf_mcore.checkpoint.triggers import SignalRequests
+from rlhf_mcore.config.alarm_rules import alarm_problems
+from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
+from rlhf_mcore.observability.alarms import AlarmBell, Alarms
+from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.record import RunRecord
+
+NAN = float("nan")
+
+
+def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> list[tuple[int, str]]:
+    """(step, name) of each alarm; steps count from 1."""
+    alarms = Alarms(cfg or AlarmsConfig())
+    return [(alarm.step, alarm.name) for step, metrics in enumerate(values, 1) for alarm in alarms.check(step, metrics)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # The mean of the last tenth, at first the last value: the third step in a row above 10.
+        ([{"kl/mean": value} for value in (0.1, 11, 0.2, 11, 12, 13, 14)], [(6, "KL to the reference")]),
+        # A tenth of 20 to 29 steps are two: both are below 5 % of 2.0 at step 22, and for the third time at step 24.
+        ([{"actor/entropy": 2.0}] * 20 + [{"actor/entropy": 0.05}] * 12, [(24, "entropy that is left")]),
+        ([{"reward/share_zero": 1.0}] * 12, [(10, "rewards of zero")]),
+        ([{"reward/share_zero": 0.99}] * 30, []),
+        ([{"actor/grad_norm": 1.0}] * 25 + [{"actor/grad_norm": 300.0}], [(26, "gradient spikes")]),
+        ([{"rollout/logprob_diff_mean": 0.2}] * 4, [(3, "engine against trainer")]),
+        # 1 of 16 responses twice in a row, then 8 of 16: progress/samples counts those of all steps.
+        (
+            [{"reward/errors": e, "progress/samples": 16.0 * n} for n, e in enumerate((0, 1, 0, 8, 8), 1)],
+            [(5, "reward errors")],
+        ),
+        ([{"loss/total": 1.0}, {"loss/total": NAN, "kl/mean": NAN}, {"loss/total": NAN}], [(2, "not finite")]),
+        # Silent while it lasts and for ten steps after.
+        ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 9, {"loss/total": NAN}], [(1, "not finite")]),
+        ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 10, {"loss/total": NAN}], [(1, "not finite"), (12, "not finite")]),
+    ],
+)  # fmt: skip
+def test_the_default_rules(steps: list[dict[str, float]], expected: list[tuple[int, str]]) -> None:
+    assert alarmed(steps) == expected
+
+
+def test_a_rule_of_ones_own_replaces_the_default_one_of_its_metric() -> None:
+    own = AlarmsConfig(
+        rules=[AlarmRuleConfig("kl/mean", above=0.5, steps=2), AlarmRuleConfig("reward/mean", below=0.0)]
+    )
+    steps = [{"kl/mean": 20.0, "reward/mean": 0.0}, {"kl/mean": 20.0, "reward/mean": -0.5}, {"kl/mean": 20.0}]
+    assert alarmed(steps, own) == [(2, "kl/mean"), (2, "reward/mean")]
+    own.defaults = False
+    assert alarmed([{"loss/total": NAN, "reward/share_zero": 1.0}] * 12, own) == []
+
+
+def bell(cfg: AlarmsConfig, notes: list[str]) -> tuple[AlarmBell, SignalRequests]:
+    requests = SignalRequests()
+    return AlarmBell(cfg, "p/e", notes.append, requests.request_save, requests.request_stop), requests
+
+
+def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names() -> None:
+    notes: list[str] = []
+    rules = [
+        AlarmRuleConfig("reward/mean", below=0.1, actions=["save"]),
+        AlarmRuleConfig("kl/mean", above=1, actions=["stop"]),
+    ]
+    rung, requests = bell(AlarmsConfig(rules=rules), notes)
+    rung.recall({"reward/mean": 0.0})  # before a restart: known
+    rung.check(2, {"reward/mean": 0.0, "rollout/logprob_diff_mean": 0.3})
+    assert notes == [] and not requests.take_save()
+    for step in range(3, 15):
+        rung.check(step, {"reward/mean": 0.5, "rollout/logprob_diff_mean": 0.3})
+    assert notes == [
+        "step 4: alarm: engine against trainer (rollout/logprob_diff_mean) at 0.3, in trouble from 0.1: compare dtypes and kernels of "
+        "both (rlhf-mcore doctor); correct by algorithm.rollout_correction"
+    ]
+    rung.check(15, {"reward/mean": 0.0})
+    assert notes[1:] == ["step 15: alarm: reward/mean is 0: the bound of alarms.rules is: below 0.1"]
+    assert requests.take_save() and not requests.stop_requested and rung.stopped_by == ""
+    rung.check(16, {"kl/mean": 1.5})
+    assert requests.stop_requested and rung.stopped_by == notes[-1]
+    assert notes[-1] == "step 16: alarm: kl/mean is 1.5: the bound of alarms.rules is: above 1"
+    rung.close()
+
+
+class Parts:
+    """Every part of a loop whose metrics are given; it saves and stops as it is asked to."""
+
+    def __init__(self, requests: SignalRequests, values: list[float]) -> None:
+        self.requests, self.values, self.saved = requests, values, list[int]()
+
+    def next_batch(self, step: int) -> tuple[Any, Mapping[str, float]]:
+        return None, {"reward/mean": self.values[step - 1]}
+
+    def learn(self, step: int, batch: Any) -> Mapping[str, float]:
+        return {}
+
+    def count(self, batch: Any) -> dict[str, float]:
+        return {}
+
+    def publish(self, version: int) -> Mapping[str, float]:
+        return {}
+
+    def withdraw(self) -> None: ...
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return False
+
+    def begin(self) -> None: ...
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        if self.requests.take_save() or self.requests.stop_requested:
+            self.saved.append(step)
+        return self.requests.stop_requested
+
+    def end(self) -> None: ...
+
+
+def test_in_the_loop_the_step_of_the_alarm_is_saved_and_is_the_last() -> None:
+    notes: list[str] = []
+    rules = [
+        AlarmRuleConfig("reward/mean", above=1, actions=["save"]),
+        AlarmRuleConfig("reward/mean", below=0, steps=2, actions=["stop"]),
+    ]
+    rung, requests = bell(AlarmsConfig(rules=rules), notes)
+    parts: Any = Parts(requests, [0.5, 2.0, 0.5, -1.0, -1.0, 0.5])
+    trainer = Trainer(parts, parts, parts, parts, parts, RunRecord(Timers(), 0, bell=rung), counters=parts)
+    assert not trainer.run(6) and parts.saved == [2, 5] and len(notes) == 2
+
+
+@pytest.fixture
+def posts() -> Iterator[tuple[str, list[bytes]]]:
+    received: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200 if self.path == "/secret-1" else 500)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/secret", received
+        server.shutdown()
+
+
+def test_a_webhook_and_a_command_get_the_alarm_and_their_failures_are_one_line(posts: Any, tmp_path: Path) -> None:
+    url, received = posts
+    code = f"import sys; open({str(tmp_path / 'alarm.json')!r}, 'w').write(sys.stdin.read())"
+    notes: list[str] = []
+    actions = ["webhook", "command"]
+    works = AlarmsConfig(actions=actions, webhook=f"{url}-1", command=[sys.executable, "-c", code])
+    rung, _ = bell(works, notes)
+    rung.check(7, {"loss/total": NAN})
+    rung.close()
+    sent = json.loads(received[0])
+    assert sent == json.loads((tmp_path / "alarm.json").read_text())
+    assert (sent["run"], sent["step"], sent["metric"], sent["value"], sent["text"]) == (
+        "p/e",
+        7,
+        "loss/total",
+        None,
+        notes[0],
+    )
+    fails = AlarmsConfig(actions=actions, webhook=f"{url}-2", command=[sys.executable, "-c", "raise SystemExit(3)"])
+    rung, _ = bell(fails, notes)
+    rung.check(1, {"loss/total": NAN})
+    rung.close()
+    problems = sorted(note for note in notes if note.startswith("warning"))
+    assert [note.partition(" did")[0] for note in problems] == ["warning: alarms.command", "warning: alarms.webhook"]
+    assert "HTTP Error 500" in problems[1] and not any("secret" in note for note in notes)
+
+
+def test_mistakes_are_named_with_what_was_meant() -> None:
+    wrong = AlarmsConfig(
+        actions=["wern"],
+        webhook="ftp://x",
+        rules=[
+            AlarmRuleConfig("kl/men", above=1.0, actions=["command"]),
+            AlarmRuleConfig("reward/mean", steps=0, measure="max"),
+        ],
+    )
+    assert list(alarm_problems(wrong)) == [
+        "alarms.actions has 'wern', which is no action; did you mean warn?",
+        "alarms.rules[0].metric='kl/men' is no metric; did you mean kl/mean?",
+        "alarms.rules[1].above and below are null; give reward/mean a bound",
+        "alarms.rules[1].steps=0 is out of range; it must be at least 1",
+        "alarms.rules[1].measure='max' is not a choice; choose one of: value, mean, growth, spike",
+        "alarms.webhook is no address; write it as https://host/path, or as ${oc.env:NAME} (it is not shown here)",
+        "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments",
+    ]
