@@ -109,9 +109,16 @@ def without_login(url: str) -> str:
 
 
 def rule_problems(cfg: RewardConfig) -> Iterator[str]:
-    """What is wrong with the rules, but for what only a grader can tell, such as a broken regular expression."""
+    """What is wrong with the rules, but for what only a grader can tell, such as a broken regular expression.
+
+    Also of those that a function or a server replaces, but these may be empty.
+    """
     for key, rules in rule_tables(cfg).items():
-        if not rules and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None)):
+        if (
+            not rules
+            and not scores_alone(cfg)
+            and (cfg.sources is not None or (cfg.model.path is None and cfg.judge.url is None))
+        ):
             others = (
                 ""
                 if cfg.sources is not None

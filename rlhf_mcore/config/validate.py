@@ -34,7 +34,7 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
 from rlhf_mcore.config.megatron_fields import megatron_problems
 from rlhf_mcore.config.model_files import inspect_model
-from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
+from rlhf_mcore.config.reward_rules import rule_problems, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LoggingConfig
@@ -183,13 +183,22 @@ def reward_and_data_problems(cfg: Config) -> Iterator[str]:
 def reward_problems(cfg: Config) -> Iterator[str]:
     """Whether something gives scores."""
     yield from _environment_problems(cfg)
-    if not grades(cfg):
-        return
     if cfg.reward.function is not None:
         yield from map(FileProblem, function_problems(cfg.reward.function, "reward.function"))
-    elif not scores_alone(cfg.reward):
-        yield from rule_problems(cfg.reward)
+    yield from rule_problems(cfg.reward)
     yield from service_problems(cfg.reward)
+    for key, names in {"reward.env": cfg.reward.env, "environment.env": cfg.environment.env}.items():
+        for name in names:
+            if name not in os.environ:
+                yield FileProblem(f"{key} names {name}, which is not set here; export it, or remove it from the list")
+    if not grades(cfg):
+        default = Config()
+        for key in ("reward.function", "reward.remote.url", "reward.judge.url", "reward.sources", "reward.rules"):
+            if (value := value_of(cfg, key)) and value != value_of(default, key):
+                yield (
+                    f"{key} is set, but has no effect with environment.score=environment; remove it, or set environment.score=reward "
+                    "(its score alone) or sum (both)"
+                )
 
 
 def _ray_problems(cfg: Config) -> Iterator[str]:

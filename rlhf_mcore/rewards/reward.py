@@ -16,7 +16,6 @@ from rlhf_mcore.config.reward_rules import (
     rule_problems,
     rules_for,
     rules_of,
-    scores_alone,
     service_problems,
 )
 from rlhf_mcore.config.schema import RewardConfig, RuleConfig, SandboxConfig
@@ -37,7 +36,7 @@ def build_reward(cfg: RewardConfig, pools: Pools = WorkerPool) -> Graders:
     Raises:
         ConfigError: naming the key of ``reward`` that is wrong.
     """
-    if problems := [*service_problems(cfg), *([] if scores_alone(cfg) else rule_problems(cfg))]:
+    if problems := [*service_problems(cfg), *rule_problems(cfg)]:
         raise ConfigError.many(problems)
     if cfg.judge.url is None:
         return _build_graders(cfg, pools)

@@ -29,6 +29,10 @@ from rlhf_mcore.observability.files import sketch_of_file
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 
 _MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path")
+_TEXTS = dict.fromkeys(
+    ("reward.judge.rubric_file", "environment.tools"), float(INDEX.num_bytes)
+)  # and bytes of each at most
+_TEXTS |= {"environment.options.corpus": math.inf}
 _TOKENIZER = tuple(
     name for name in COMPANIONS if name not in ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES)
 )
@@ -52,11 +56,15 @@ def fingerprints(cfg: Config) -> Inputs:
         for number, file in enumerate(files):
             found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
     values = dict(leaves(asdict(cfg)))
-    for key, spec in values.items():
+    listed = {
+        f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
+    }
+    for key, spec in (values | listed).items():
         if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             found[key] = _entry(spec, _code_digest(spec))
-    if (rubric := cfg.reward.judge.rubric_file) is not None:
-        found["reward.judge.rubric_file"] = _entry(rubric, _file_digest(Path(rubric)))
+    for key, limit in _TEXTS.items():
+        if isinstance(file := values.get(key), str):
+            found[key] = _entry(file, _file_digest(Path(file), limit))
     for key in _MODEL_KEYS:
         if (directory := values[key]) is not None:
             found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}

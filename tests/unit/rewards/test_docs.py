@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.reward_rules import rule_problems, scores_alone, service_problems
+from rlhf_mcore.config.reward_rules import rule_problems, service_problems
 from rlhf_mcore.config.schema import RemoteRewardConfig, RewardConfig
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score
@@ -48,7 +48,7 @@ def test_a_server_of_your_own(tmp_path: Path) -> None:
 def test_a_configuration_is_one(snippet: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(snippet)
     cfg = load_config(tmp_path / "run.yaml", ["model.path=none"]).reward
-    assert [*service_problems(cfg), *([] if scores_alone(cfg) else rule_problems(cfg))] == []
+    assert [*service_problems(cfg), *rule_problems(cfg)] == []
 
 
 def test_there_are_snippets_of_everything() -> None:

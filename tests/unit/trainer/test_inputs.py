@@ -31,8 +31,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copytree(SAMPLE / "model", tmp_path / name)
     for name in ("train.jsonl", "more.jsonl", "eval.jsonl"):
         shutil.copy(SAMPLE / "train.jsonl", tmp_path / name)
-    for name in ("reward.py", "loss.py", "estimator.py"):
+    for name in ("reward.py", "loss.py", "estimator.py", "world.py", "tool.py"):
         (tmp_path / name).write_text(CODE)
+    (tmp_path / "corpus.txt").write_text("one\ntwo\n")
+    (tmp_path / "tools.json").write_text("[]")
     (tmp_path / "helper.py").write_text("from package import part\nVALUE = 1\n")
     (tmp_path / "beside.py").write_text("tool = 1\n")
     (tmp_path / "package").mkdir()
@@ -49,6 +51,8 @@ def config() -> Config:
     cfg.model.path, cfg.critic.path, cfg.reference.path, cfg.reward.model.path = "model", "critic", "reference", "rm"
     cfg.reward.function = "reward.py:score"
     cfg.algorithm.policy_loss, cfg.algorithm.advantage = "loss.py:score", "estimator.py:score"
+    cfg.environment.function, cfg.environment.tools = "world.py:World", "tools.json"
+    cfg.environment.options = {"tools": ["calculator", "tool.py:score"], "corpus": "corpus.txt"}
     return cfg
 
 
@@ -101,6 +105,13 @@ def renamed_tensor() -> None:
 
 
 ROPE = {"rope_type": "default", "rope_theta": 20000.0}
+CODE_KEYS = [
+    "algorithm.advantage",
+    "algorithm.policy_loss",
+    "environment.function",
+    "environment.options.tools[1]",
+    "reward.function",
+]
 CHANGES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "rows reordered": (reordered, ["data.train[0]"]),
     "answers changed": (another_answer, ["data.train[1]"]),
@@ -108,13 +119,17 @@ CHANGES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "reward edited": (append("reward.py"), ["reward.function"]),
     "a module that the reward imports": (
         append("helper.py"),
-        ["algorithm.advantage", "algorithm.policy_loss", "reward.function"],
+        CODE_KEYS,
     ),
     "a module that this one imports": (
         append("package/part.py"),
-        ["algorithm.advantage", "algorithm.policy_loss", "reward.function"],
+        CODE_KEYS,
     ),
     "loss edited": (append("loss.py"), ["algorithm.policy_loss"]),
+    "environment edited": (append("world.py"), ["environment.function"]),
+    "a tool edited": (append("tool.py"), ["environment.options.tools[1]"]),
+    "another corpus": (append("corpus.txt"), ["environment.options.corpus"]),
+    "schemas of tools": (append("tools.json"), ["environment.tools"]),
     "estimator edited": (append("estimator.py"), ["algorithm.advantage"]),
     "tokenizer permuted": (permuted_tokenizer, ["tokenizer"]),
     "end of a response": (
