@@ -10,9 +10,10 @@ from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
 from rlhf_mcore.config.errors import ConfigError
 
+EPISODES = 8  # of an environment, of each file
 EPILOG = """\
 exit codes:
-  0          all ground truths are right, no empty response and no answer of another row is
+  0          all ground truths are right, no empty response and no answer of another row is; an environment takes a turn
   2          there are disagreements, or a mistake in the configuration, the command line or the data"""
 
 
@@ -32,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore reward-test",
         "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
         "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
-        "disagreement is printed. No model is loaded.",
+        "disagreement is printed. An environment is reset for some rows, and takes a turn without a word. No model is loaded.",
         EPILOG,
         "YAML file: the one of the training run",
     )
@@ -41,10 +42,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
+    from rlhf_mcore.config.derive import grades
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.reward_rules import scores_alone
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.config.validate import reward_and_data_problems
+    from rlhf_mcore.environments.trial import try_environment
     from rlhf_mcore.rewards.reward import what_scores
     from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward
 
@@ -55,14 +58,26 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         )
     if problems := list(reward_and_data_problems(cfg)):
         raise ConfigError.many(problems)
-    reports = []
+    reports, failed, episodes = [], list[str](), 0
     for name in ("data.train", "data.eval"):
         if getattr(cfg.data, name.partition(".")[2]):
             rows, sources = read_sample(cfg.data, name, limit)
+            if cfg.environment.function is not None:
+                prompts = [row.prompt for row in rows[:EPISODES]]
+                failed, episodes = failed + try_environment(cfg, prompts), episodes + len(prompts)
+            if not grades(cfg):
+                continue
             if not scores_alone(cfg.reward):
                 refuse_unknown_sources(cfg.reward, sources, name)
             reports.append(try_reward(cfg.reward, rows, name, sources.total()))
-    print("\n\n".join(map(as_text, reports)), flush=True)
+    texts = [*map(as_text, reports)]
+    if cfg.environment.function is not None:
+        begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
+        texts.append("\n".join([f"{begun}, {len(failed)} failed", *failed]))
+    print("\n\n".join(texts), flush=True)
+    if failed:
+        print("\nthe environment fails, see above", file=sys.stderr, flush=True)
+        return exit_codes.USER_ERROR
     if all(report.is_sound for report in reports):
         return exit_codes.DONE
     print(f"\n{what_scores(cfg.reward)} does not agree with the data, see above", file=sys.stderr, flush=True)

@@ -92,10 +92,11 @@ class EpisodeOrder:
             parse = self.make_parser(own.tool_parser, tokenizer, self.tools)
             rules["action_of"] = lambda _, turn: parse(text.written_text_of(turn))
         os.environ.update(self.variables)
-        return Episodes(_sessions(own, self.num_engines, self.folder), text, bounds, **rules)
+        return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
 
 
-def _sessions(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
+def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
+    """Of the configured class, for one of ``num_engines`` that may share a machine."""
     assert own.function is not None
     workers = own.workers or default_workers(num_engines)
     limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
@@ -111,7 +112,7 @@ def check_environment(cfg: Config, check_parser: Callable[[str], None]) -> None:
     if cfg.environment.function is not None:
         if cfg.environment.tool_parser is not None:
             check_parser(cfg.environment.tool_parser)
-        sessions = _sessions(cfg.environment, 1, os.getcwd())
+        sessions = sessions_of(cfg.environment, 1, os.getcwd())
         try:
             sessions.check()
         finally:

@@ -102,7 +102,7 @@ class Episodes:
                 self._open[request.request_id] = _Episode(request, prompt, max_tokens, time.monotonic())
                 # All responses to a prompt face the same task: groups are compared. Its further occurrences in a step have others.
                 seed = request_seed(sampling.seed, request.step, prompt.index, -1 - prompt.occurrence)
-                self._sessions.open(request.request_id, _row(prompt), seed)
+                self._sessions.open(request.request_id, row_of(prompt), seed)
         return [request for request in requests if not isinstance(request, EpisodeRequest)]
 
     def cancel(self, request_ids: Collection[int]) -> None:
@@ -250,7 +250,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _row(prompt: Prompt) -> Mapping[str, Any]:
+def row_of(prompt: Prompt) -> Mapping[str, Any]:
     """What ``reset`` gets, as JSON values.
 
     Raises:

@@ -63,8 +63,8 @@ def fingerprints(cfg: Config) -> Inputs:
         if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             found[key] = _entry(spec, _code_digest(spec))
     for key, limit in _TEXTS.items():
-        if isinstance(file := values.get(key), str):
-            found[key] = _entry(file, _file_digest(Path(file), limit))
+        if isinstance(path := values.get(key), str):
+            found[key] = _entry(path, _file_digest(Path(path), limit))
     for key in _MODEL_KEYS:
         if (directory := values[key]) is not None:
             found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}

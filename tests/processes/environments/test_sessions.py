@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.cli import reward_test
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments import sessions as sessions_module
 from rlhf_mcore.environments.sessions import Answer, Sessions
@@ -61,6 +62,7 @@ class Lazy:
     def step(self, action): ...
 """
 Make = Callable[..., Sessions]
+BASE = Path(__file__).resolve().parents[3] / "configs" / "base.yaml"
 
 
 @pytest.fixture
@@ -189,3 +191,17 @@ def test_a_class_that_always_ends_its_process_ends_the_run(make: Make, monkeypat
         sessions.step(key, "exit")
     with pytest.raises(ConfigError, match="gave no answer to 2 calls in a row"):
         all_answers(sessions)
+
+
+def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    Path("run.yaml").write_text(f"base: {BASE}\ndata: {{train: [train.jsonl]}}\n")
+    assert reward_test.main(["run.yaml", "environment.function=file.py:Counting"]) == 0
+    assert (
+        capsys.readouterr().out
+        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n"
+    )
+    broken = "class Broken:\n    def reset(self, row, seed):\n        pass\n    def step(self, action):\n        return 'higher'\n"
+    Path("broken.py").write_text(broken)
+    assert reward_test.main(["run.yaml", "environment.function=broken.py:Broken"]) == 2
+    assert "2 failed\ntrain.jsonl, line 1, in step: returned 'higher' (str) from step" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""An environment is tried before a run: it is reset for some prompts, and hears nothing in the first turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.environments.build import sessions_of
+from rlhf_mcore.environments.episodes import row_of
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.types import Prompt
+
+
+def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[str]:
+    """What has failed, a line for each prompt.
+
+    Raises:
+        ConfigError: the environment cannot be loaded, or call after call is lost.
+    """
+    silent = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
+    sessions, problems, under_way = sessions_of(cfg.environment, 1, os.getcwd()), [], set(range(len(prompts)))
+    try:
+        for key, prompt in enumerate(prompts):
+            sessions.open(key, row_of(prompt), seed=cfg.seed)
+        for method in ("reset", "step"):
+            if method == "step":
+                for key in under_way:
+                    sessions.step(key, silent)
+            while sessions.num_calls:
+                for key, answer in sessions.poll(None):
+                    if answer.error:
+                        under_way.discard(key)
+                        problems.append(f"{prompts[key].prompt_id}, in {method}: {answer.error}")
+    finally:
+        sessions.close_all()
+    return problems
