@@ -15,6 +15,7 @@ from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.dry_run import TracedBytes, dry_run, fake_world
 from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, Metrics
 from rlhf_mcore.mcore.model_spec import load_spec
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import training_activations
 from rlhf_mcore.planning.inputs import GIB, Assumptions, PlannedRole, rank_share, roles_of, workload
 from rlhf_mcore.planning.report import table
@@ -31,12 +32,13 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
     count = min(rank_share(workload(cfg, assumed), role).num_microbatches, layout.pp)
     if layout.vpp:
         count = layout.pp
-    tokens = cfg.trainer.max_tokens_per_microbatch // layout.tp * layout.tp
+    multiple = layout.tp * layout.token_multiple
+    tokens = cfg.trainer.max_tokens_per_microbatch // multiple * multiple
     held = _trace(cfg, role, world_size, rank, [tokens] * count)
     state = state_bytes(role, rank)
     stage = layout.coordinates(rank)["pp"]
     even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others
-    kept = training_activations(role, stage, tokens, count, BYTES[dtype], even).total
+    kept = training_activations(role, stage, tokens // layout.cp, count, BYTES[dtype], even).total
     pairs = (
         ("weights", state.weights, held.weights),
         ("gradients", state.gradients, held.gradients),
@@ -63,14 +65,12 @@ def _trace(cfg: Config, role: PlannedRole, world_size: int, rank: int, lengths: 
     options = BuildOptions(role.dtype, "local", role.recompute, True, False, cfg.seed)
     logging.disable(logging.WARNING)
     with fake_world(rank, world_size):
-        return dry_run(
-            spec, role.layout, CpuPlatform(), options, _loss, [_microbatch(n, role.layout.tp) for n in lengths]
-        )
+        return dry_run(spec, role.layout, CpuPlatform(), options, _loss, [_microbatch(n, role.layout) for n in lengths])
 
 
-def _microbatch(tokens: int, multiple: int) -> Microbatch:
+def _microbatch(tokens: int, layout: ParallelLayout) -> Microbatch:
     row = RowTokens([0], [tokens], {"token_ids": torch.zeros(tokens, dtype=torch.int32)})
-    (made,) = make_microbatches(row, max_tokens=tokens, packing=False, pad_multiple=multiple)
+    (made,) = make_microbatches(row, max_tokens=tokens, packing=False, pad_multiple=layout.tp * layout.token_multiple)
     return made
 
 

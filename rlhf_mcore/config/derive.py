@@ -39,7 +39,12 @@ def longest_example(cfg: Config) -> int:
 
 def padded_to(layout: LayoutConfig) -> int:
     """The number of tokens of a microbatch is a multiple of it."""
-    return layout.tp if layout.sequence_parallel else 1
+    return token_multiple(layout.tp, layout.cp, layout.sequence_parallel)
+
+
+def token_multiple(tp: int, cp: int, sequence_parallel: bool) -> int:
+    """Context-parallel ranks have two chunks of every sequence, and under sequence parallelism tensor-parallel ranks share those."""
+    return cp * math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
 
 
 def role_layouts(cfg: Config) -> list[RoleLayout]:

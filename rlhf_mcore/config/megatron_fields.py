@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.derive import needs_critic
+from rlhf_mcore.config.derive import needs_critic, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten
@@ -276,6 +276,15 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
     for role, settings in trained + frozen:
         if settings:
             yield from _setting_problems(f"{role}.megatron", settings, is_trained=(role, settings) in trained)
+    for layout in role_layouts(cfg):
+        wanted = dict(trained + frozen).get(layout.name) or {}
+        if (kind := wanted.get("cp_comm_type")) is None:
+            continue
+        shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
+        if layout.layout.cp == 1:
+            yield f"{shown} has no effect with {layout.name}.layout.cp=1; remove it"
+        elif "a2a+p2p" in kind:
+            yield f"{shown} needs process groups of two levels, which are not made; set it to p2p, all_gather or a2a"
 
 
 def _setting_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) -> Iterator[str]:

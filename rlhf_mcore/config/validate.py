@@ -64,9 +64,6 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     problems += [*checkpoint_problems(cfg), *megatron_problems(cfg)]
     geometry, model_problems = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
     problems += [*model_problems, *map(FileProblem, own_tokenizer_problems(cfg.model))]
-    for role in role_layouts(cfg):
-        if role.layout.cp != 1:
-            problems.append(f"{role.name}.layout.cp={role.layout.cp} is not supported yet; set it to 1")
     # Numbers are compared with each other only where each is in range: the checks divide by them.
     in_range = not out_of_range
     if in_range:
@@ -264,10 +261,13 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
-    if cfg.trainer.max_tokens_per_microbatch < longest:
+    multiples = [padded_to(role.layout) for role in role_layouts(cfg) if role.layout.cp > 1]
+    needed = max([-(-longest // multiple) * multiple for multiple in multiples], default=longest)
+    if cfg.trainer.max_tokens_per_microbatch < needed:
+        padded = "" if needed == longest else f", padded for context parallelism to {needed}"
         yield (
             f"trainer.max_tokens_per_microbatch={cfg.trainer.max_tokens_per_microbatch} is less than "
-            f"data.max_prompt_tokens + {what}={longest}; raise it to {longest} or more"
+            f"data.max_prompt_tokens + {what}={longest}{padded}; raise it to {needed} or more"
         )
 
 

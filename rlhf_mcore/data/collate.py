@@ -45,6 +45,7 @@ def make_microbatches(
     packing: bool,
     rows_per_unit: int = 1,
     pad_multiple: int = 1,
+    sequence_multiple: int = 1,
     min_count: int = 1,
     multiple_of: int = 1,
     pad_token_id: int = 0,
@@ -57,15 +58,16 @@ def make_microbatches(
 
     Every ``rows_per_unit`` consecutive rows stay together, and follow each other. ``Microbatch.rows`` are places in ``held.rows``.
 
-    Packed: token_ids [1, N], with one extra dummy sequence that fills N up to ``pad_multiple``; it has an entry in
-    ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded: [b, T_b], T_b a multiple of ``pad_multiple``.
+    Packed: token_ids [1, N], each sequence filled up to ``sequence_multiple``, with one extra dummy sequence that fills N up to
+    ``pad_multiple``, a multiple of the former; it has an entry in ``cu_seqlens`` but none in ``rows`` and ``lengths``. Padded:
+    [b, T_b], T_b a multiple of ``pad_multiple``.
 
     Raises:
         ConfigError: one row, or unit of rows, is longer than ``max_tokens``.
     """
     assert "labels" not in held.fields, "labels are made here"
     units = in_units(range(len(held.rows)), rows_per_unit)
-    lengths = [[held.lengths[place] for place in unit] for unit in units]
+    lengths = [[round_up(held.lengths[place], sequence_multiple) for place in unit] for unit in units]
     cut, size, height = (pack, sum, 1) if packing else (group_by_length, _padded_size, rows_per_unit)
     bins = cut(
         [size(unit) for unit in lengths],
@@ -77,9 +79,11 @@ def make_microbatches(
     fields = {"labels": held.fields["token_ids"].long(), **held.fields}
     del fields["token_ids"]
     shifted = {name: to_model_layout(values, held.lengths) for name, values in fields.items()}
-    build = _build_packed if packing else _build_padded
     chosen = [[place for unit in bin for place in units[unit]] for bin in bins]
-    return [build(held, places, shifted, pad_multiple, pad_token_id) for places in chosen]
+    if packing:
+        multiples = sequence_multiple, pad_multiple
+        return [_build_packed(held, places, shifted, multiples, pad_token_id) for places in chosen]
+    return [_build_padded(held, places, shifted, pad_multiple, pad_token_id) for places in chosen]
 
 
 def in_units(rows: Sequence[int], rows_per_unit: int) -> list[list[int]]:
@@ -132,10 +136,18 @@ def last_positions(microbatch: Microbatch) -> Tensor:
     return microbatch.cu_seqlens[: len(lengths)].long() + lengths - 1
 
 
+def sequence_sizes(microbatch: Microbatch) -> list[int]:
+    """Tokens of each sequence along the last dimension, padding included: those of packed input, or the width of padded rows."""
+    if microbatch.cu_seqlens is None:
+        return [microbatch.token_ids.size(1)]
+    sizes: list[int] = microbatch.cu_seqlens.diff().tolist()
+    return sizes
+
+
 def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
     """Which sequence of the microbatch each position belongs to, in the shape of its token_ids, and how many there are.
 
-    Padding counts as part of its row, or as a sequence of its own behind the others (packed).
+    Padding counts as part of its row; what fills up a packed microbatch is a sequence of its own behind the others.
     """
     if microbatch.cu_seqlens is None:
         height = microbatch.token_ids.size(0)
@@ -161,16 +173,19 @@ def to_token_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _build_packed(
-    held: RowTokens, places: list[int], fields: Mapping[str, Tensor], pad_multiple: int, pad_token_id: int
+    held: RowTokens, places: list[int], fields: Mapping[str, Tensor], multiples: tuple[int, int], pad_token_id: int
 ) -> Microbatch:
-    starts, lengths = held.starts, [held.lengths[place] for place in places]
-    num_tokens = sum(lengths)
-    num_padding = max(round_up(num_tokens, pad_multiple), pad_multiple) - num_tokens
-    sizes = lengths + [num_padding] * (num_padding > 0)
+    (sequence_multiple, pad_multiple), starts = multiples, held.starts
+    lengths = [held.lengths[place] for place in places]
+    sizes = [round_up(length, sequence_multiple) for length in lengths]
+    num_padding = max(round_up(sum(sizes), pad_multiple), pad_multiple) - sum(sizes)
+    sizes += [num_padding] * (num_padding > 0)
 
     def packed(values: Tensor, filler: int) -> Tensor:
-        parts = [values[starts[place] : starts[place + 1]] for place in places]
-        return torch.cat([*parts, values.new_full((num_padding,), filler)])[None]
+        out = values.new_full((sum(sizes),), filler)
+        for part, place in zip(out.split(sizes), places, strict=False):
+            part[: held.lengths[place]] = values[starts[place] : starts[place + 1]]
+        return out[None]
 
     return Microbatch(
         token_ids=packed(held.fields["token_ids"], pad_token_id).long(),

@@ -34,6 +34,10 @@ class ModelGroups:
         return self.collection.tp.rank()
 
     @property
+    def cp_rank(self) -> int:
+        return self.collection.cp.rank()
+
+    @property
     def pp_rank(self) -> int:
         return self.collection.pp.rank()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -39,6 +41,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
+from rlhf_mcore.parallel.context import chunks_of, gather_context
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
 try:
@@ -71,7 +74,8 @@ class RMSNorm(torch.nn.Module):
 class SDPACoreAttention(torch.nn.Module):
     """Causal attention over torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
 
-    Padding is on the right, so the causal mask alone keeps real tokens from seeing it.
+    Padding is on the right, so the causal mask alone keeps real tokens from seeing it. Under context parallelism a rank has a part of
+    the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class SDPACoreAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ):
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         self._scale = softmax_scale
+        self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
 
     def forward(
         self,
@@ -97,6 +103,10 @@ class SDPACoreAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Returns [s, b, heads * d], or [N, heads * d] for packed input, with d of the values."""
+        cp = 1 if self._group is None else self._group.size()
+        if self._group is not None:
+            sizes = [len(query) * cp] if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
+            key, value = (gather_context(x, sizes, self._group, sums_gradient=True) for x in (key, value))
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v)  # [b, heads, s, d]
@@ -106,15 +116,24 @@ class SDPACoreAttention(torch.nn.Module):
         begin = 0
         for length, same in itertools.groupby(lengths):  # neighbours of one length are a batch
             count = len(list(same))
-            held = slice(begin, begin + count * length)
-            q, k, v = (x[held].unflatten(0, (count, length)).transpose(1, 2) for x in (query, key, value))
+            end = begin + count * length
+            q = query[begin // cp : end // cp].unflatten(0, (count, length // cp)).transpose(1, 2)
+            k, v = (x[begin:end].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
             parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
-            begin = held.stop
+            begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shares = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=shares)
+        attend = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=q.size(1) != k.size(1))
+        if self._group is None:
+            return attend(q, k, v, is_causal=True)
+        parts = []
+        for part, number in zip(q.chunk(2, dim=2), chunks_of(self._group.rank(), self._group.size()), strict=True):
+            length = part.size(2)
+            end = (number + 1) * length
+            mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
+            parts.append(attend(part, k[:, :, :end], v[:, :, :end], attn_mask=mask))
+        return torch.cat(parts, dim=2)
 
 
 class Router(TopKRouter):

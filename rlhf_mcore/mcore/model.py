@@ -30,6 +30,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.data.collate import sequence_ids, sequence_sizes
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.latent import set_frequencies
 from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, defer_logits, move_expert_biases, routers, use_te
@@ -38,6 +39,7 @@ from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums
+from rlhf_mcore.parallel.context import gather_context, local_places
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
@@ -190,7 +192,7 @@ class MegatronModel:
         Where the microbatch's ``weights``, or its ``loss_mask``, are zero there are no logits, and both are zero. ``outputs``: of this
         model, of the last stage.
         """
-        labels, fields = microbatch.fields["labels"], microbatch.fields
+        fields, labels = microbatch.fields, self._local(microbatch, microbatch.fields["labels"])
         chunk = unwrap(self.chunks[-1])
         tied = chunk.share_embeddings_and_output_weights
         weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
@@ -198,7 +200,7 @@ class MegatronModel:
         counted = fields.get("weights", fields.get("loss_mask"))
         places = None
         if counted is not None:
-            chosen = counted.flatten().nonzero().flatten()
+            chosen = self._local(microbatch, counted).flatten().nonzero().flatten()
             flat, places = flat[chosen], chosen.to(hidden.device)
             hidden = hidden.index_select(0, places)
         found = linear_logprobs(
@@ -215,9 +217,21 @@ class MegatronModel:
         def whole(values: Tensor) -> Tensor:
             if places is not None:
                 values = values.new_zeros(labels.numel()).index_copy(0, places, values)
-            return values.view(labels.shape)
+            return self._whole(microbatch, values.view(labels.shape))
 
         return whole(found[0]), None if found[1] is None else whole(found[1])
+
+    def _local(self, microbatch: Microbatch, values: Tensor) -> Tensor:
+        """Of [b, T] values of a microbatch those at this context-parallel rank's places: [b, T / cp]."""
+        cp = self.groups.layout.cp
+        return values if cp == 1 else values[:, local_places(sequence_sizes(microbatch), self.groups.cp_rank, cp)]
+
+    def _whole(self, microbatch: Microbatch, values: Tensor) -> Tensor:
+        """The other way, from all ranks: [b, T], of which all then compute the same loss. A rank's gradient is that of its places."""
+        if self.groups.layout.cp == 1:
+            return values
+        group = self.groups.collection.cp
+        return gather_context(values.t(), sequence_sizes(microbatch), group, sums_gradient=False).t()
 
     def _run(
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
@@ -255,12 +269,14 @@ class MegatronModel:
                 max_seqlen_kv=longest,
             )
         output = chunk(
-            input_ids=microbatch.token_ids.to(device),
-            position_ids=microbatch.position_ids.to(device),
+            input_ids=self._local(microbatch, microbatch.token_ids).to(device),
+            position_ids=self._local(microbatch, microbatch.position_ids).to(device),
             attention_mask=None,
             packed_seq_params=packed,
             padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self._balances else None,
         )
+        if self.groups.layout.cp > 1 and self.spec.geometry.head != "lm" and unwrap(chunk).post_process:
+            output = self._whole(microbatch, output.squeeze(-1)).unsqueeze(-1)
         return output, partial(on_outputs, microbatch)
 
     @property
@@ -269,10 +285,9 @@ class MegatronModel:
 
     def _padding(self, microbatch: Microbatch, chunk: GPTModel) -> Tensor:
         """True at the tokens that routers leave out of the balance, in the shape that this chunk expects."""
-        height, width = microbatch.token_ids.shape
-        lengths = [sum(microbatch.lengths)] if microbatch.cu_seqlens is not None else microbatch.lengths
-        real = torch.tensor(lengths + [0] * (height - len(lengths)))
-        mask = torch.arange(width) >= real[:, None]
+        ids, count = sequence_ids(microbatch)
+        real = torch.tensor(microbatch.lengths + [0] * (count - len(microbatch.lengths)))
+        mask = self._local(microbatch, microbatch.position_ids >= real[ids])
         if self.config.sequence_parallel and not chunk.pre_process:
             # Megatron shards the mask on the first stage, where it shards the embeddings, and not on the later ones.
             mask = mask.chunk(self.groups.layout.tp, dim=1)[self.groups.tp_rank]

@@ -37,6 +37,7 @@ _KERNELS = {
     "fp4": TE,
     "use_kitchen": TE,
     "nccl_ub": "",
+    "cp_comm_type": TE,
     "symmetric_ar_type": TE,
     "bias_dropout_fusion": "",
     "bias_activation_fusion": "",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhf_mcore.config.derive import token_multiple
 from rlhf_mcore.config.schema import LayoutConfig
 from rlhf_mcore.types import Shard
 
@@ -73,6 +74,16 @@ class ParallelLayout:
     def dp(self) -> int:
         """Data-parallel size."""
         return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence is padded to a multiple of it: two chunks for each context-parallel rank."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens of a microbatch are a multiple of it, so that context and sequence parallelism share them equally."""
+        return token_multiple(self.tp, self.cp, self.sequence_parallel)
 
     @property
     def num_stages(self) -> int:

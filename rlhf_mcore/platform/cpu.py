@@ -68,12 +68,13 @@ def _cuda_names() -> dict[str, Any]:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory whose ``device="cuda"`` means the CPU."""
+    """A tensor factory whose ``device="cuda"`` means the CPU, and whose pinned memory (of rotary embeddings) is plain memory."""
 
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

@@ -91,7 +91,7 @@ class RoleModel:
         ]
 
     def microbatches(self, held: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False) -> list[Microbatch]:
-        """Rows of this rank as microbatches: limited in tokens, padded for sequence parallelism, as many as the pipeline needs.
+        """Rows of this rank as microbatches: limited in tokens, padded for its layout, as many as the pipeline needs.
 
         Data-parallel ranks among which experts are sharded exchange tokens in every layer, so they all run equally many.
         """
@@ -103,7 +103,8 @@ class RoleModel:
             rows_per_unit=rows_per_unit,
             max_tokens=(self.trainer.forward_tokens or 2 * limit) if forward_only else limit,
             packing=self.trainer.packing,
-            pad_multiple=self.layout.tp if self.layout.sequence_parallel else 1,
+            pad_multiple=self.layout.token_multiple,
+            sequence_multiple=self.layout.sequence_multiple,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
         )
         made = split()
@@ -135,7 +136,7 @@ class RoleModel:
     def to_owners(self, batch: TrainBatch, tokens: Tensor) -> Tensor:
         """Values of tokens in the loss mask, on the ranks that own the rows: [N] fp32, zero elsewhere. Collective over the world.
 
-        ``tokens``: those of all rows that were run together, back to back on the first tensor-parallel rank of each last stage.
+        ``tokens``: those of all rows that were run together, back to back on the first rank of each data-parallel rank's last stage.
         """
         holders = np.zeros(batch.num_rows, np.int64)
         for replica, rows in enumerate(self._shares(batch.lengths, range(batch.num_rows), 1)):
@@ -147,7 +148,9 @@ class RoleModel:
     @property
     def keeps_outputs(self) -> bool:
         """Whether this rank gives the outputs of its data-parallel rank to others."""
-        return self.model is not None and self.model.is_last_stage and self.model.groups.tp_rank == 0
+        if self.model is None or not self.model.is_last_stage:
+            return False
+        return self.model.groups.tp_rank == 0 and self.model.groups.cp_rank == 0
 
     def _run(
         self, batch: TrainBatch, function: OutputFunction, fields: Mapping[str, Tensor] | None = None

@@ -34,10 +34,10 @@ from tests.distributed.update_worker import oracle, update
 BIAS_RATE = 0.01
 # The first layout of a model is the one that its update is tried on, too.
 FEW = {
-    "deepseek_v3": ("tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
-    "deepseek_v3_direct": ("pp2_ep2_dp2_uneven",),
-    "glm4_moe": ("tp2_sp_pp2_ep2_etp1",),
-    "deepseek_v3_dense": ("tp2_pp2",),  # without sequence parallelism
+    "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
+    "deepseek_v3_direct": ("pp2_ep2_dp2_uneven", "cp4_ep2"),
+    "glm4_moe": ("tp2_sp_pp2_ep2_etp1", "pp2_cp2_ep2"),
+    "deepseek_v3_dense": ("tp2_pp2", "tp2_cp2"),  # without sequence parallelism
 }
 
 
@@ -62,7 +62,7 @@ def main(directory: Path, wanted: str = "") -> None:
         with torch.no_grad():
             expected = [hf_logprobs(hf, row) for row in rows()]
         for layout in layouts_of(name) if wanted else FEW[name]:
-            mine = (groups_of if layout in LAYOUTS else moe_groups_of)(layout, groups)
+            mine = (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, groups)
             model, actor = build(path, mine, platform, Settings())
             found = findings[f"{name}/{layout}"] = {
                 "parity": {kind: distances(actor, kind == "packed", expected) for kind in ("packed", "padded")},

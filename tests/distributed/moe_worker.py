@@ -41,6 +41,8 @@ BALANCED = (
     "tp2_sp_ep2_etp1_dp2",
     "tp2_sp_dp2",
     "pp2_ep2_dp2",
+    "cp2_ep4_dp2",
+    "tp2_sp_cp2_ep2_etp1",
     "tp2_sp_pp2_ep2_etp1",
     "tp4_sp_ep2_etp1",
 )

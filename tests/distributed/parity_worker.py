@@ -27,6 +27,7 @@ from rlhf_mcore.roles.policy import Actor
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
+    CONTEXT_LAYOUTS,
     TEMPERATURE,
     Settings,
     batch_for,
@@ -50,7 +51,11 @@ EVERYWHERE = ("qwen2", "qwen3_tied", "qwen3_seven")
 
 def layouts_for(model: str) -> list[str]:
     """The layouts on which a model is compared."""
-    return layouts_of(model) if model in EVERYWHERE else ["dp4", "tp2_pp2_vpp2_sp", "tp4_sp", "pp4"]
+    few = ["dp4", "tp2_pp2_vpp2_sp", "tp4_sp", "pp4"]
+    shared = (
+        [*CONTEXT_LAYOUTS] if model == "qwen3_tied" else ["tp2_sp_cp2"] if "rope" in model or "yarn" in model else []
+    )
+    return [*(layouts_of(model) if model in EVERYWHERE else few), *shared]
 
 
 def main(directory: Path) -> None:

@@ -38,6 +38,7 @@ from tests.distributed.setting import (
 BUCKET_BYTES = 40_000
 TIMEOUT_S = 4.0
 CHANGES = 20
+DENSE_LAYOUTS = [*LAYOUTS, "tp2_cp2"]
 
 
 class Trainer:
@@ -260,7 +261,7 @@ def main(directory: Path) -> None:
     with trainer(directory, "qwen3_seven") as run:
         findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
     with trainer(directory, "qwen3") as run:
-        findings["layouts"] = layouts(run, list(LAYOUTS))
+        findings["layouts"] = layouts(run, DENSE_LAYOUTS)
         for part in (some_tensors, faults, own_fault, nodes, changes):
             findings[part.__name__] = part(run)
     with trainer(directory, "qwen3_moe") as run:

@@ -32,11 +32,12 @@ from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, 
 from tests.rows import rows_of_padded
 
 NUM_STEPS = 5
-# name -> layout of the actor (and reference), layout of the critic: (ranks, tp, pp, vpp, sequence parallel), first rank
+# name -> layout of the actor (and reference), layout of the critic: (ranks, tp, pp, vpp, sequence parallel), first rank, cp
 SETUPS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "one_process": ((1, 1, 1, None, False, 0), (1, 1, 1, None, False, 0)),
     "tp2_dp2_beside_pp2_dp2": ((4, 2, 1, None, False, 0), (4, 1, 2, None, False, 0)),
     "pp2_vpp2_dp2_beside_tp4_sp": ((4, 1, 2, 2, False, 0), (4, 4, 1, None, True, 0)),
+    "cp4_beside_tp2_sp_cp2": ((4, 1, 1, None, False, 0, 4), (4, 2, 1, None, True, 0, 2)),
     "disjoint_tp2_and_pp2": ((2, 2, 1, None, False, 0), (2, 1, 2, None, False, 2)),
     "disjoint_dp3_and_one": ((3, 1, 1, None, False, 1), (1, 1, 1, None, False, 0)),
 }
@@ -80,9 +81,9 @@ def make_classifier(kind: Any, path: Path, target: Path) -> None:
 
 def built(path: Path, head: str, cut: tuple[Any, ...], platform: Any, trainable: bool) -> tuple[Any, Any, Any]:
     """Layout, model (None outside of it) and spec."""
-    size, tp, pp, vpp, sp, first = cut
+    size, tp, pp, vpp, sp, first, *cp = cut
     spec = load_spec(path, head)
-    layout = ParallelLayout(size, tp, pp, vpp, sequence_parallel=sp, first_rank=first)
+    layout = ParallelLayout(size, tp, pp, vpp, *cp, sequence_parallel=sp, first_rank=first)
     groups = build_groups(layout, POOL)
     model: MegatronModel | None = None
     if groups is not None:

@@ -49,7 +49,16 @@ UNEVEN_LAYOUTS = {
     "tp2_pp2_vpp2_sp_uneven": (2, 2, 2, True, (2, 1, 1, 3)),
     "pp4_uneven": (1, 4, None, False, (1, 2, 3, 1)),
 }
-# name -> (tp, pp, vpp, sequence parallel, ep, etp), for models with experts; a seventh entry is as above.
+# Context parallelism beside the others: a sixth entry is its size.
+CONTEXT_LAYOUTS = {
+    "cp4": (1, 1, None, False, None, 4),
+    "cp2_dp2": (1, 1, None, False, None, 2),
+    "tp2_cp2": (2, 1, None, False, None, 2),
+    "tp2_sp_cp2": (2, 1, None, True, None, 2),
+    "pp2_cp2": (1, 2, None, False, None, 2),
+    "pp2_vpp2_cp2": (1, 2, 2, False, None, 2),
+}
+# name -> (tp, pp, vpp, sequence parallel, ep, etp), for models with experts; further entries are as above.
 MOE_LAYOUTS = {
     "dp4": (1, 1, None, False, 1, None),
     "ep2_dp4": (1, 1, None, False, 2, None),
@@ -64,6 +73,10 @@ MOE_LAYOUTS = {
     "pp2_vpp2_ep2_dp2": (1, 2, 2, False, 2, None),
     "tp2_sp_pp2_ep2_etp1": (2, 2, None, True, 2, 1),
     "tp2_sp_pp2": (2, 2, None, True, 1, None),
+    "cp4_ep2": (1, 1, None, False, 2, None, None, 4),
+    "cp2_ep4_dp2": (1, 1, None, False, 4, None, None, 2),
+    "tp2_sp_cp2_ep2_etp1": (2, 1, None, True, 2, 1, None, 2),
+    "pp2_cp2_ep2": (1, 2, None, False, 2, None, None, 2),
     "pp2_ep2_dp2_uneven": (1, 2, None, False, 2, None, (1, 3)),
 }
 TEMPERATURE = 0.8
@@ -92,9 +105,9 @@ def finish(findings: Any, directory: Path) -> None:
 def groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     """Groups are made once per layout: every gloo group costs sockets and threads."""
     if name not in cache:
-        tp, pp, vpp, sp, *stages = {**LAYOUTS, **UNEVEN_LAYOUTS}[name]
-        layers = stages[0] if stages else None
-        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, sequence_parallel=sp, layers_per_stage=layers)
+        tp, pp, vpp, sp, *rest = {**LAYOUTS, **UNEVEN_LAYOUTS, **CONTEXT_LAYOUTS}[name]
+        layers, cp = [*rest, *(None, 1)[len(rest) :]]
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, cp, sp, layers_per_stage=layers)
         groups = build_groups(layout, POOL)
         assert groups is not None
         cache[name] = groups
@@ -109,9 +122,9 @@ def layouts_of(model: str) -> list[str]:
 def moe_groups_of(name: str, cache: dict[str, ModelGroups]) -> ModelGroups:
     """The same for the layouts with experts."""
     if name not in cache:
-        tp, pp, vpp, sp, ep, etp, *stages = MOE_LAYOUTS[name]
-        layers = stages[0] if stages else None
-        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, 1, sp, ep, etp, layers)
+        tp, pp, vpp, sp, ep, etp, *rest = MOE_LAYOUTS[name]
+        layers, cp = [*rest, *(None, 1)[len(rest) :]]
+        layout = ParallelLayout(dist.get_world_size(), tp, pp, vpp, cp, sp, ep, etp, layers)
         groups = build_groups(layout, POOL)
         assert groups is not None
         cache[name] = groups

@@ -40,9 +40,9 @@ from tests.distributed.update_worker import fill
 from tests.rows import rows_of_padded
 
 CIRCLES = {
-    "qwen3_tied": ("tp2_pp2", "dp4", "pp2_dp2", "tp2_pp2"),
+    "qwen3_tied": ("tp2_cp2", "dp4", "pp2_cp2", "tp2_pp2", "tp2_cp2"),
     "qwen2": ("tp2_pp2_vpp2_sp", "tp4", "pp2_vpp2_dp2", "tp2_pp2_vpp2_sp"),
-    "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "ep4_dp4", "tp2_sp_ep2_etp1_dp2"),
+    "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "cp2_ep4_dp2", "tp2_sp_ep2_etp1_dp2"),
     "qwen2_moe": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2", "tp2_sp_pp2_ep2_etp1"),
 }
 STEPS_BEFORE = 2

@@ -38,7 +38,7 @@ from tests.distributed.setting import finish, gatherer, groups_of, load_hf, rows
 from tests.episodes import tokenized
 
 MODEL = "qwen3_tied"
-LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2", "tp2_pp2")
+LAYOUTS = ("dp4", "tp2_dp2", "tp2_dp2_sp", "pp2_dp2", "pp2_vpp2_dp2", "tp2_pp2", "cp4", "tp2_sp_cp2")
 CUTS = {"one_packed": (10_000, True), "many_packed": (48, True), "many_padded": (64, False)}
 NUM_UPDATES = 2
 CENTERING = 0.05

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.remote_bridge_worker import CHANGES, TIMEOUT_S
-from tests.distributed.setting import LAYOUTS, MOE_LAYOUTS, UNEVEN_LAYOUTS
+from tests.distributed.remote_bridge_worker import CHANGES, DENSE_LAYOUTS, TIMEOUT_S
+from tests.distributed.setting import MOE_LAYOUTS, UNEVEN_LAYOUTS
 from tests.distributed.world import World
 
 # Elements of the models of tests/distributed/models.py, counted by hand: 64 wide, 97 words, 4 query and 2 key heads of 32, 96 inner.
@@ -23,7 +23,7 @@ BYTES = {
 }
 MATRIX = [
     *(("uneven", layout) for layout in UNEVEN_LAYOUTS),
-    *(("layouts", layout) for layout in LAYOUTS),
+    *(("layouts", layout) for layout in DENSE_LAYOUTS),
     *(("experts", layout) for layout in MOE_LAYOUTS if "uneven" not in layout),
 ]
 MATRIX += [(model, f"{layout} by messages") for model in BYTES for layout in [x for m, x in MATRIX if m == model][::2]]

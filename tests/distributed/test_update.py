@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.setting import layouts_of
-from tests.distributed.update_worker import MODELS, NUM_SMALL_STEPS, OVERLAPPED_LAYOUTS, SMALL_LR, cuts_of
+from tests.distributed.update_worker import (
+    LOSSES,
+    MODELS,
+    NUM_SMALL_STEPS,
+    OVERLAPPED_LAYOUTS,
+    SHARED_LAYOUTS,
+    SMALL_LR,
+    cuts_of,
+    layouts_for,
+)
 from tests.distributed.world import World
 
 
@@ -20,7 +28,7 @@ def findings(four_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.mark.parametrize(
     ("model", "layout", "cut", "kind"),
-    [(model, layout, *cut) for model in MODELS for layout in layouts_of(model) for cut in cuts_of(model)],
+    [(model, layout, *cut) for model in MODELS for layout in layouts_for(model) for cut in cuts_of(model)],
 )
 def test_loss_gradient_and_new_weights_are_the_oracles(
     findings: Any, model: str, layout: str, cut: str, kind: str
@@ -46,6 +54,20 @@ def test_recomputed_activations_change_nothing(findings: Any, kind: str) -> None
     assert found["actor/grad_norm"] == without["actor/grad_norm"]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("layout", [layout for layout in SHARED_LAYOUTS if "cp" in layout])
+def test_no_loss_or_aggregation_depends_on_how_ranks_share_a_sequence(
+    findings: Any, layout: str, kind: str, loss: str
+) -> None:
+    found, whole = findings["losses"][f"{layout}/{kind}"][loss], findings["losses"]["dp4/packed"][loss]
+    assert found.keys() == whole.keys() and len(found) >= 10
+    for name, value in whole.items():
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    others = {tuple(other.values()) for name, other in findings["losses"][f"{layout}/{kind}"].items() if name != loss}
+    assert tuple(found.values()) not in others, "each is another loss"
+
+
 @pytest.mark.parametrize("layout", OVERLAPPED_LAYOUTS)
 def test_overlapped_gradient_reduction_and_weight_gathering_change_nothing(findings: Any, layout: str) -> None:
     found = findings["overlap"][layout]
@@ -57,7 +79,7 @@ def test_overlapped_gradient_reduction_and_weight_gathering_change_nothing(findi
     )
 
 
-@pytest.mark.parametrize("layout", layouts_of(MODELS[0]))
+@pytest.mark.parametrize("layout", layouts_for(MODELS[0]))
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_old_logprobs_of_the_update_itself_are_those_of_a_pass_before_it(findings: Any, layout: str, kind: str) -> None:
     check_old_of_update(findings["old"][f"{layout}/{kind}"])

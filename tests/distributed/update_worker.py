@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.algorithms.advantages import group_relative
+from rlhf_mcore.config.choices import POLICY_LOSSES
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, RolloutCorrectionConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import all_gather_json
@@ -21,6 +22,7 @@ from rlhf_mcore.types import TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.setting import (
+    CONTEXT_LAYOUTS,
     TEMPERATURE,
     Settings,
     algorithm,
@@ -48,7 +50,18 @@ RECOMPUTE = {
 }
 # Small buckets, so that there are several to reduce and gather behind each other.
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 2000}
-OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2")
+# The same tokens on one, two and four context-parallel ranks.
+SHARED_LAYOUTS = ("dp4", "cp2_dp2", "cp4")
+AGGREGATIONS = ("token", "sequence", "constant")
+LOSSES = {f"{loss}/{by}": (loss, by, "off") for loss in POLICY_LOSSES for by in AGGREGATIONS} | {
+    f"corrected by {mode}": ("ppo_clip", "sequence", mode) for mode in ("token", "sequence")
+}
+OVERLAPPED_LAYOUTS = ("dp4", "tp2_dp2_sp", "pp2_vpp2_dp2", "cp2_dp2")
+
+
+def layouts_for(model: str) -> list[str]:
+    """The first model's tokens are shared in every way too."""
+    return [*layouts_of(model), *(CONTEXT_LAYOUTS if model == MODELS[0] else ())]
 
 
 def cuts_of(model: str) -> list[tuple[str, str]]:
@@ -60,7 +73,8 @@ def cuts_of(model: str) -> list[tuple[str, str]]:
 def main(directory: Path) -> None:
     platform = start()
     groups: dict[str, ModelGroups] = {}
-    findings: dict[str, Any] = {"oracle": {}, "updates": {}, "recompute": {}, "overlap": {}, "precision": {}, "old": {}}
+    parts = ("oracle", "updates", "recompute", "overlap", "losses", "precision", "old")
+    findings: dict[str, Any] = {part: {} for part in parts}
     for name in MODELS:
         path = directory / name
         if dist.get_rank() == 0:
@@ -70,7 +84,7 @@ def main(directory: Path) -> None:
         dist.barrier()
         after = load_file(directory / f"{name}_after" / "model.safetensors")
         reference = load_hf(directory / f"{name}_reference")
-        for layout in layouts_of(name):
+        for layout in layouts_for(name):
             for cut, kind in cuts_of(name):
                 key = f"{name}/{layout}/{cut}/{kind}"
                 chunk = 5 if cut == "many" else None
@@ -95,9 +109,32 @@ def main(directory: Path) -> None:
         overlapped = replace(settings, megatron=OVERLAP)
         found = twice(path, groups_of(layout, groups), platform, overlapped, reference, plain[1])
         findings["overlap"][layout] = {"plain": plain[0], "overlapped": found[0], "weights": found[2]}
+    for layout in SHARED_LAYOUTS:
+        for kind in ("packed", "padded"):
+            made = every_loss(path, groups_of(layout, groups), platform, kind == "packed", reference)
+            findings["losses"][f"{layout}/{kind}"] = made
     for dtype in ("bf16", "fp16"):
         findings["precision"][dtype] = small_steps(path, groups_of("tp2_dp2", groups), platform, dtype, reference)
     finish(findings, directory)
+
+
+def every_loss(
+    path: Path, groups: ModelGroups, platform: Any, packing: bool, reference: torch.nn.Module
+) -> dict[str, dict[str, float]]:
+    """Metrics of an update by each policy loss and aggregation, with a correction by token and by sequence; weights stay."""
+    _, actor = build(path, groups, platform, Settings(max_tokens=48, packing=packing))
+    placed, found = actor.model, {}
+    placed.optimizer = OptimizerConfig(lr=0.0)
+    for name, (loss, aggregation, mode) in LOSSES.items():
+        correction = RolloutCorrectionConfig(mode=mode, cap=0.1)
+        cfg = replace(algorithm(aggregation), policy_loss=loss, rollout_correction=correction)
+        placed.plan = replace(placed.plan, loss_aggregation=aggregation)
+        batch = batch_for(rows())
+        fill(batch, reference)
+        if mode != "off":
+            batch.old_logprobs = None
+        found[name] = Actor(placed, TEMPERATURE, cfg).deliver_update(batch)()
+    return found
 
 
 def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:

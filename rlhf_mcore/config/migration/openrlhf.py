@@ -13,8 +13,8 @@ from rlhf_mcore.config.migration.table import (
     Table,
     Values,
     choose,
-    context_parallel,
     divided,
+    padded_length,
     pair,
     path,
     positive,
@@ -176,9 +176,12 @@ def _critic(values: Values) -> dict[str, Any]:
 def _tokens(values: Values) -> dict[str, Any]:
     new, prompt = values.get("rollout.max_new_tokens"), values.get("data.prompt_max_len")
     longest = int(values["data.max_len"] if new is None or prompt is None else new + prompt)
+    cp = int(values.get("ds.ring_attn_size", 1))
+    rounded = padded_length(longest, values.get("ds.tensor_parallel_size", 1), cp)
     if values["train.dynamic_batch_enable"]:
-        return {"trainer.max_tokens_per_microbatch": max(int(values["train.max_tokens_per_gpu"]), longest)}
-    return {"trainer.max_tokens_per_microbatch": int(values["train.micro_batch_size"]) * longest}
+        tokens = int(values["train.max_tokens_per_gpu"]) * cp
+        return {"trainer.max_tokens_per_microbatch": max(tokens, rounded)}
+    return {"trainer.max_tokens_per_microbatch": int(values["train.micro_batch_size"]) * rounded}
 
 
 def _reward_model(values: Values) -> dict[str, Any]:
@@ -219,7 +222,7 @@ MODEL_ROWS = (
 )
 ROWS = (
     *MODEL_ROWS,
-    Row("ds.ring_attn_size", "actor.layout.cp", context_parallel),
+    Row("ds.ring_attn_size", "actor.layout.cp", int),
     Row("critic.model_name_or_path", "critic.path", path),
     Row("critic.freezing_steps", "critic.warmup_steps", positive),
     Row("actor.dual_clip", "algorithm.dual_clip", float),
@@ -264,6 +267,8 @@ JOINTS = (
             "rollout.max_new_tokens",
             "data.prompt_max_len",
             "data.max_len",
+            "ds.ring_attn_size",
+            "ds.tensor_parallel_size",
         ),
         _tokens,
     ),

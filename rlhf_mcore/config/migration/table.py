@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from rlhf_mcore.config.derive import token_multiple
 from rlhf_mcore.config.keys import KEYS
 
 Values = Mapping[str, Any]  # their dotted keys -> values
@@ -147,11 +148,10 @@ def positive(value: Any) -> int:
     return max(int(value), 0)
 
 
-def context_parallel(size: Any) -> int:
-    """Context-parallel size, which is 1 so far."""
-    if int(size) != 1:
-        raise Lost("context parallelism is not supported yet; long sequences are shared by tp with sequence_parallel")
-    return 1
+def padded_length(length: int, tp: Any, cp: Any) -> int:
+    """Tokens of a microbatch of one sequence of ``length``, where context parallelism shares it."""
+    multiple = token_multiple(int(tp), int(cp), int(tp) > 1) if int(cp) > 1 else 1
+    return -(-length // multiple) * multiple
 
 
 def pair(first: str, second: str) -> Callable[[Values], dict[str, Any]]:

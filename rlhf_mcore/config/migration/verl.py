@@ -12,9 +12,9 @@ from rlhf_mcore.config.migration.table import (
     Table,
     Values,
     choose,
-    context_parallel,
     divided,
     files,
+    padded_length,
     pair,
     path,
     positive,
@@ -157,13 +157,15 @@ def warmup(theirs: str, ours: str) -> Joint:
 
 
 def microbatch(values: Values) -> dict[str, Any]:
-    longest = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    tp, cp = (int(values.get(MEGATRON + f"{kind}_parallel_size", 1)) for kind in ("tensor_model", "context"))
+    longest = padded_length(int(values["data.max_prompt_length"]) + int(values["data.max_response_length"]), tp, cp)
+    # Theirs are the tokens of one context-parallel rank, ours those of all.
     if values.get(ACTOR + "use_dynamic_bsz"):
-        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"])
+        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"]) * cp
     elif values.get(ACTOR + "ppo_micro_batch_size_per_gpu"):
         tokens = int(values[ACTOR + "ppo_micro_batch_size_per_gpu"]) * longest
     else:
-        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"])
+        tokens = int(values[ACTOR + "ppo_max_token_len_per_gpu"]) * cp
     return {"trainer.max_tokens_per_microbatch": max(tokens, longest)}
 
 
@@ -254,7 +256,7 @@ def _layout_rows(theirs: str, ours: str) -> list[Row]:
         Row(theirs + "tensor_model_parallel_size", ours + "tp", int),
         Row(theirs + "pipeline_model_parallel_size", ours + "pp", int),
         Row(theirs + "virtual_pipeline_model_parallel_size", ours + "vpp"),
-        Row(theirs + "context_parallel_size", ours + "cp", context_parallel),
+        Row(theirs + "context_parallel_size", ours + "cp", int),
         Row(theirs + "expert_model_parallel_size", ours + "ep", int),
         Row(theirs + "expert_tensor_parallel_size", ours + "etp"),
     ]
@@ -379,6 +381,8 @@ JOINTS = (
             ),
             "data.max_prompt_length",
             "data.max_response_length",
+            MEGATRON + "tensor_model_parallel_size",
+            MEGATRON + "context_parallel_size",
         ),
         microbatch,
     ),

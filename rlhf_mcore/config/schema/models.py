@@ -35,7 +35,13 @@ class LayoutConfig:
         null="equally many",
         more="For models whose layers `pp` (times `vpp`) does not divide, or to leave room beside the embeddings.",
     )
-    cp: int = key(1, "context-parallel size; only 1 so far")
+    cp: int = key(
+        1,
+        "context-parallel size: the tokens of every sequence are shared by so many ranks",
+        _PARTS,
+        more="For long sequences: a rank has 1/`cp` of the activations of a microbatch, whose tokens are counted over all of them. "
+        "A sequence is padded to a multiple of 2 · `cp`.",
+    )
     ep: int = key(
         1,
         "expert-parallel size: the experts of a layer are distributed over so many ranks of a pipeline stage",

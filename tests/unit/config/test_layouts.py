@@ -124,7 +124,7 @@ def test_roles_that_fit(scorer: Any, overrides: list[str], world_size: int | Non
     ("settings", "world_size", "words"),
     [
         (["layout.tp=2", "layout.pp=2"], 6, ["processes=6", "tp*pp*cp=2*2*1=4", "multiple of 4"]),
-        (["layout.cp=2"], 2, ["layout.cp=2", "not supported yet"]),
+        (["layout.cp=2"], 3, ["processes=3", "tp*pp*cp=1*1*2=2", "multiple of 2"]),
         (["layout.ep=2"], 2, ["layout.ep=2", "no experts", "set it to 1"]),
         (["layout.etp=2"], 2, ["layout.etp=2", "layout.tp=1", "null"]),
         (["layout.vpp=2"], 1, ["layout.vpp=2", "layout.pp", "null"]),

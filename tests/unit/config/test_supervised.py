@@ -77,7 +77,10 @@ def test_the_schedule_is_as_long_as_the_run(kind: str) -> None:
         (["data.max_tokens=1025"], ["data.max_tokens=1025", "max_position_embeddings=1024"]),
         (["data.max_tokens=1"], ["data.max_tokens=1", "at least 2"]),
         (["data.max_tokens=1000", "trainer.max_tokens_per_microbatch=999"], ["=999", "max_tokens=1000"]),
-        (["actor.layout.cp=2"], ["actor.layout.cp=2", "not supported"]),
+        (
+            ["actor.layout.cp=2", "data.max_tokens=1000", "trainer.max_tokens_per_microbatch=999"],
+            ["=999", "max_tokens=1000"],
+        ),
         (["actor.layout.pp=3"], ["actor.layout.pp=3", "num_hidden_layers=4"]),
         (["actor.optimizer.lr=1e-6", "actor.optimizer.schedule.min_lr=1e-5"], ["min_lr=1e-05", "lr=1e-06"]),
         (["data.train=[]"], ["data.train=[]"]),

@@ -69,7 +69,7 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["actor.layout.tp=2", "actor.layout.pp=2"], 6, ["processes=6", "tp*pp*cp=2*2*1=4", "multiple of 4"]),
         (["actor.layout.tp=2", "trainer.world_size=3"], None, ["trainer.world_size=3", "actor.layout"]),
         (["rollout.layout.tp=2"], 3, ["processes=3", "rollout.layout.tp=2", "multiple of 2"]),
-        (["actor.layout.cp=2"], 2, ["actor.layout.cp=2", "not supported yet"]),
+        (["actor.layout.cp=2"], 3, ["processes=3", "tp*pp*cp=1*1*2=2", "multiple of 2"]),
         (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "no experts", "set it to 1"]),
         (["actor.layout.ep=0"], None, ["actor.layout.ep=0", "at least 1"]),
         (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "actor.layout.tp=1", "null"]),
@@ -250,8 +250,7 @@ VALUES = [key for key in KEYS if not is_group(key)]
 def test_every_number_has_a_range_and_only_numbers_have_one() -> None:
     numbers = {key for key in VALUES if KEYS[key] in (int, float, int | None, float | None)}
     ranges = {key for key in VALUES if isinstance(DESCRIPTIONS[key].allowed, Range)}
-    assert numbers - ranges == {"actor.layout.cp", "critic.layout.cp", "reward.model.layout.cp"}  # 1 is all there is
-    assert ranges <= numbers
+    assert numbers == ranges
 
 
 def test_every_key_is_described() -> None:

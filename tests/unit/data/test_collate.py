@@ -74,6 +74,18 @@ def test_a_packed_microbatch_by_hand() -> None:
     assert micro.fields["rollout_logprobs"].tolist() == [[0, -3, 0, -5, -6, 0, 0, 0]]
 
 
+def test_sequences_of_a_packed_microbatch_are_padded_one_by_one_for_context_parallelism() -> None:
+    held = tokens([[1, 2, 3], [4, 5, 6, 7]], [[0, 0, -3], [0, -5, -6, -7]])
+    (micro,) = microbatches_of(held, packing=True, sequence_multiple=4, pad_multiple=12)
+    assert micro.token_ids.tolist() == [[1, 2, 3, PAD, 4, 5, 6, 7, *[PAD] * 4]]
+    assert micro.position_ids.tolist() == [[0, 1, 2, 3] * 3]
+    assert micro.cu_seqlens is not None and micro.cu_seqlens.tolist() == [0, 4, 8, 12]
+    assert (micro.rows, micro.lengths, micro.max_seqlen) == ([0, 1], [3, 4], 4)
+    assert micro.fields["labels"].tolist() == [[2, 3, 0, 0, 5, 6, 7, 0, 0, 0, 0, 0]]
+    assert micro.fields["mask"].tolist() == [[False, True, *[False] * 2, True, True, True, *[False] * 5]]
+    assert last_positions(micro).tolist() == [2, 7]
+
+
 def test_a_padded_microbatch_by_hand() -> None:
     (micro,) = microbatches_of(tokens([[1, 2, 3], [4, 5]], [[0, 0, -3], [0, -5]]), packing=False, pad_multiple=4)
     assert micro.token_ids.tolist() == [[1, 2, 3, PAD], [4, 5, PAD, PAD]]

@@ -59,7 +59,7 @@ class Lookup:
     def groups(self) -> Any:
         lone = ThreadGroup(Meeting(1), 0)
         collection = SimpleNamespace(dp=self.dp_group, intra_dist_opt=self.dp_group, tp=lone)
-        return SimpleNamespace(layout=self.layout, tp_rank=self.tp_rank, collection=collection)
+        return SimpleNamespace(layout=self.layout, tp_rank=self.tp_rank, cp_rank=0, collection=collection)
 
     @property
     def spec(self) -> Any:

@@ -71,6 +71,10 @@ def test_flags() -> None:
             "--train.dynamic_batch_enable --train.max_tokens_per_gpu 9000",
             {"trainer.max_tokens_per_microbatch": 9000},
         ),
+        (
+            "--train.dynamic_batch_enable --train.max_tokens_per_gpu 9000 --ds.ring_attn_size 2",
+            {"trainer.max_tokens_per_microbatch": 18000, "actor.layout.cp": 2},
+        ),
         ("--actor.eps_clip_low_high 0.2 0.28", {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.28}),
         ("--actor.policy_loss_type gspo", {"algorithm.policy_loss": "gspo", "algorithm.loss_aggregation": "sequence"}),
         (
@@ -138,7 +142,6 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
         ),
         ("--data.max_len 4096", "data.max_len", "was halved"),
         ("--use_wandb key --wandb_project p", "logger.wandb.key", "metrics.jsonl"),
-        ("--ds.ring_attn_size 2", "ds.ring_attn_size", "not supported yet"),
         ("--unheard_of 1", "unheard_of", "there is no such key here"),
         ("--ref_num_nodes 1", "ref.num_nodes", "share the processes"),
     ],

@@ -96,6 +96,15 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
             [ACTOR + "use_dynamic_bsz=True", ACTOR + "ppo_max_token_len_per_gpu=9000"],
             {"trainer.max_tokens_per_microbatch": 9000},
         ),
+        # Theirs are the tokens of one context-parallel rank.
+        (
+            [
+                ACTOR + "use_dynamic_bsz=True",
+                ACTOR + "ppo_max_token_len_per_gpu=9000",
+                ACTOR + "megatron.context_parallel_size=2",
+            ],
+            {"trainer.max_tokens_per_microbatch": 18000, "actor.layout.cp": 2},
+        ),
         ([ACTOR + "ppo_micro_batch_size_per_gpu=4"], {"trainer.max_tokens_per_microbatch": 4096}),
         (["data.filter_overlong_prompts=True", "data.truncation=error"], {"data.overlong_prompts": "drop"}),
         (["data.train_files=~/a.parquet"], {"data.train": ["${oc.env:HOME}/a.parquet"]}),
@@ -185,7 +194,6 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("data.train_batch_size=many", "a value of a kind"),
         ("data.gen_batch_size=1536", "every batch of prompts"),
         ("trainer.logger=['console','wandb']", "wandb cannot be written to"),
-        (ACTOR + "megatron.context_parallel_size=2", "not supported yet"),
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
