@@ -32,6 +32,7 @@ INSTALL_REQUIRES = [
     "zstandard",  # differences between checkpoints, and archives of them
     "pyarrow",  # parquet data
     "rich",  # progress display and tables
+    "argcomplete",  # TAB in bash and zsh (rlhf-mcore completion)
     "tensorboard",  # the event files of a run
     "math-verify",  # the reward rule math
     "google-re2",  # the reward rules regex and language

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import rank
+from rlhf_mcore.cli.preflight import check_packages
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
@@ -228,6 +229,7 @@ def evaluate(
     cfg.evaluate.checkpoint = str(checkpoint) if checkpoint else cfg.evaluate.checkpoint or default_checkpoint(cfg)
     cfg.evaluate.compare = str(compare) if compare else cfg.evaluate.compare
     validate_evaluation(cfg, _world_size(cfg))
+    check_packages(cfg)
     with _one_process():
         from rlhf_mcore.cli.evaluation import run
 
@@ -340,6 +342,7 @@ def _prepared(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_pro
     """A resolved copy with what was given from Python."""
     cfg = _with_given(cfg, reward, prompts, eval_prompts)
     validate(cfg, _world_size(cfg))
+    check_packages(cfg)
     return resolve(cfg)
 
 

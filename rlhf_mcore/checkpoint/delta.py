@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,13 +110,23 @@ def has_base(checkpoint: Path) -> bool:
     return True
 
 
-def verify_chain(checkpoint: Path, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
-    """What keeps a checkpoint from being loaded: ``manifest.verify``, ``contents.lacking``, and damage of a delta's base."""
+def verify_chain(
+    checkpoint: Path,
+    *,
+    hashes: bool = True,
+    model: str | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Problem]:
+    """What keeps a checkpoint from being loaded: ``manifest.verify``, ``contents.lacking``, and damage of a delta's base.
+
+    ``progress`` is called with the size of each file of the checkpoint itself when it was compared, from any thread.
+    """
     try:
         manifest = read_manifest(checkpoint)
     except ConfigError as error:
         return [Problem(MANIFEST, "manifest", str(error))]
-    problems = compare(checkpoint, manifest, hashes=hashes, model=model) + lacking(checkpoint, manifest.files)
+    problems = compare(checkpoint, manifest, hashes=hashes, model=model, progress=progress)
+    problems += lacking(checkpoint, manifest.files)
     try:
         base = _base_of(checkpoint, manifest)
     except ConfigError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
@@ -199,14 +199,23 @@ def verify(directory: Path, *, hashes: bool = True, model: str | None = None) ->
     return compare(directory, manifest, hashes=hashes, model=model)
 
 
-def compare(directory: Path, manifest: Manifest, *, hashes: bool = True, model: str | None = None) -> list[Problem]:
-    """As ``verify``, of a checkpoint whose manifest has been read."""
+def compare(
+    directory: Path,
+    manifest: Manifest,
+    *,
+    hashes: bool = True,
+    model: str | None = None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> list[Problem]:
+    """As ``verify``, of a checkpoint whose manifest has been read. ``progress`` gets the size of each file, from any thread."""
     root = directory.resolve()
     num_bytes = sum(entry.size for entry in manifest.files.values())
 
     def check(item: tuple[str, FileEntry]) -> Problem | None:
         wanted = model is None or item[0].rpartition("/")[0] == model
-        return _check(root, *item, hashes=hashes and wanted)
+        found = _check(root, *item, hashes=hashes and wanted)
+        progress(item[1].size)
+        return found
 
     found = spread(check, manifest.files.items(), num_bytes)
     problems = [problem for problem in found if problem is not None]

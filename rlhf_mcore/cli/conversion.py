@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -12,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
@@ -24,6 +22,7 @@ from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
+from rlhf_mcore.cli.progress import progress_bar
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
@@ -197,14 +196,6 @@ def _role_directory(checkpoint: Path, role: str) -> Path:
     if not (checkpoint / role).is_dir():
         raise ConfigError(f"--role={role}: {checkpoint} holds no {role}")
     return checkpoint / role
-
-
-@contextmanager
-def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as display:
-        task = display.add_task(what, total=total)
-        yield lambda num_bytes: display.advance(task, num_bytes)
 
 
 def _check_written(request: Conversion, directory: Path, geometry: ModelGeometry, types: TensorTypes) -> ModelSource:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 
 FORMATS = ("checkpoint", "hf", "megatron", "fsdp")
@@ -69,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
         "Convert a model between formats, a few tensors in memory at a time. Sources: checkpoint (of a run here; of a run "
         "directory the newest), hf (safetensors), megatron (torch_dist), fsdp (model_world_size_X_rank_Y.pt). Everything "
         "is checked against config.json before and after; DST appears whole or not at all.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore convert --from checkpoint --to hf outputs/quickstart/grpo my-model --dtype bf16 --verify",
+            "rlhf-mcore convert --from fsdp --to hf checkpoints/global_step_100/actor my-model",
+            "rlhf-mcore convert --from hf --to megatron models/Qwen3-1.7B megatron/Qwen3-1.7B",
+        )
+        + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("--from", dest="source_format", choices=FORMATS, required=True, help="format of SRC")
     parser.add_argument("--to", dest="target_format", choices=TARGETS, required=True, help="format of DST")

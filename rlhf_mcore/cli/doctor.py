@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.doctor import machine, software, storage
@@ -87,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore doctor",
         "Check versions, fused kernels, GPUs, limits and the run directory's disk. With --ranks, or under torchrun, "
         "also latency and bandwidth between ranks.",
-        EPILOG,
+        examples(
+            "rlhf-mcore doctor",
+            "rlhf-mcore doctor --ranks 8 --run-dir outputs",
+        )
+        + EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
     parser.add_argument("--quick", action="store_true", help="import no library and write little: under two seconds")

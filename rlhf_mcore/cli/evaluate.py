@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.errors import ConfigError
@@ -34,7 +34,12 @@ def _parser() -> argparse.ArgumentParser:
         "a Hugging Face directory, a checkpoint, a run directory, or shards of FSDP or Megatron; without it the latest "
         "checkpoint of the configuration's own run is taken. evaluate.compare=DIR names what it is compared with: "
         "an improvement on that is positive. Killed and started again, it continues where it was.",
-        exit_codes.EPILOG,
+        examples(
+            "rlhf-mcore evaluate configs/quickstart/grpo.yaml",
+            "rlhf-mcore evaluate my_run.yaml evaluate.checkpoint=outputs/my/run/checkpoint-100 evaluate.compare=models/Qwen3-1.7B",
+            "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
+        )
+        + exit_codes.EPILOG,
         "YAML file: the one of the training run will do",
     )
 
@@ -48,8 +53,10 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     if cfg.evaluate.checkpoint is None:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
+    from rlhf_mcore.cli import preflight
+
+    preflight.check_packages(cfg)
     if torchrun_world_size() is None:
-        from rlhf_mcore.cli import preflight
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.trial import check_reward
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import rlhf_mcore
+from rlhf_mcore.cli import completion
 from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR, report_of_tool
 from rlhf_mcore.foreign import shorten
 
@@ -37,12 +38,15 @@ COMMANDS = {
     "rollouts": "list, add, drain or remove the engines of a running job",
     "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
+    "completion": "make TAB complete commands, options, keys and values in bash and zsh",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Hand the arguments after the command's name to the command. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if completion.ASKED in os.environ:
+        completion.answer(COMMANDS)
     if not args:
         _parser().print_help(sys.stderr)
         return USER_ERROR

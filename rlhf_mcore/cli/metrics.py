@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.metrics import GROUPS, Metric, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
 
-_EXAMPLES = """\
-examples:
-  rlhf-mcore metrics
-  rlhf-mcore metrics kl/mean
-  rlhf-mcore metrics entropy
-
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
-    parser = command_parser("rlhf-mcore metrics", "What the metrics of a run mean.", _EXAMPLES + exit_codes.TOOL_EPILOG)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric, or a part of its name; without it all")
-    name = parser.parse_args(argv).name
+    name = _parser().parse_args(argv).name
     try:
         print("\n".join(_all() if name is None else _named(name)))
     except ConfigError as error:
         return exit_codes.report_of_tool(error)
     return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore metrics",
+        "What the metrics of a run mean.",
+        examples("rlhf-mcore metrics", "rlhf-mcore metrics kl/mean", "rlhf-mcore metrics entropy")
+        + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a metric, or a part of its name; without it all")
+    return parser
 
 
 def _all() -> Iterator[str]:

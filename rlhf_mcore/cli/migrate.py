@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 
@@ -28,7 +28,10 @@ def _parser() -> argparse.ArgumentParser:
         "Carry a configuration of verl (YAML, or a launch script with key=value overrides) or of OpenRLHF (a launch script) "
         "over as far as both have the same thing. Every key that could not be is named, in the file and here; then the result "
         "is validated and planned. A script is read as a shell does in which no variable is set; nothing in it is run.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore migrate run_qwen2-7b_math_megatron.sh -o my_run.yaml",
+        )
+        + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("source", type=Path, metavar="SRC", help="YAML file or launch script; nothing in it is run")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help="file to write")

@@ -11,7 +11,7 @@ from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import MANIFEST, checkpoint_path
 from rlhf_mcore.checkpoint.links import pin, read_pins, unpin
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 
 
@@ -53,7 +53,11 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore pin",
         "Keep the checkpoint of a step under a name, RUN/pins/NAME: checkpoint.save_total_limit and archiving leave it "
         "alone. The run may be running. Without STEP the pins of the run are listed.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore pin outputs/my/run 400 good",
+            "rlhf-mcore pin outputs/my/run",
+        )
+        + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="step of the checkpoint")

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import GPUS, Assumptions, GpuType
@@ -35,7 +35,12 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore plan",
         "Work out memory per rank and phase, traffic of a sync, microbatches and a rough time of a step. A model is its "
         "config.json: weights, tokenizer and prompts need not be there (configs/models has some).",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore plan configs/experiments/llama-3-70b-ppo.yaml",
+            "rlhf-mcore plan my_run.yaml --world-size 16 --gpu A100 --suggest",
+            "rlhf-mcore plan my_run.yaml actor.layout.tp=4 --set reserve_bytes=4e9",
+        )
+        + exit_codes.TOOL_EPILOG,
         "YAML file, as for train",
     )
     parser.add_argument(
@@ -92,10 +97,14 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
         print(as_text(plan))
         if args.trace:
             warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
-            from rlhf_mcore.cli.plan_trace import traced
+            from rlhf_mcore.cli.progress import working
 
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
-            print(f"\n{traced(cfg, world_size, update.rank, plan.dtype, assumed)}")
+            with working(f"an update of rank {update.rank} on fake tensors"):
+                from rlhf_mcore.cli.plan_trace import traced  # imports torch and Megatron
+
+                table = traced(cfg, world_size, update.rank, plan.dtype, assumed)
+            print(f"\n{table}")
         _print_suggestions(suggestions)
     if plan.fits:
         return exit_codes.DONE

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -34,6 +35,34 @@ _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
 RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
+
+
+def check_packages(cfg: Config) -> None:
+    """
+    Raises:
+        ConfigError: a key asks for a package that is not installed, with what installs it.
+    """
+    rollout, stack = cfg.rollout, "gpu" if has_gpu() else "cpu"
+    wanted = [
+        (rollout.engine == "vllm", "rollout.engine=vllm", "vllm", stack, "rollout.engine=hf"),
+        (
+            rollout.placement == "disaggregated",
+            "rollout.placement=disaggregated",
+            "ray",
+            "ray",
+            "rollout.placement=colocated",
+        ),
+        (cfg.reward.pool == "ray", "reward.pool=ray", "ray", "ray", "reward.pool=local"),
+    ]
+    for is_wanted, setting, package, extra, instead in wanted if run_kind(cfg).generates else []:
+        if is_wanted and find_spec(package) is None:
+            raise ConfigError(
+                f"{setting} needs {package}, which is not installed: pip install 'rlhf_mcore[{extra}]', or set {instead}"
+            )
+
+
+def has_gpu() -> bool:
+    return Path("/dev/nvidiactl").exists()
 
 
 def announce(cfg: Config) -> int | None:

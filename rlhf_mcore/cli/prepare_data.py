@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.prepare import TASKS, Options, prepare, read_source, write_splits
 from rlhf_mcore.data.recipes import RECIPES
@@ -28,7 +28,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore prepare-data",
         "Turn GSM8K-, MATH-, DAPO-, OpenAssistant-, chat- and preference-shaped data into train.parquet and eval.parquet.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore prepare-data gsm8k/train.jsonl --out data/gsm8k",
+            "rlhf-mcore prepare-data pairs.parquet --task preference --out data/pairs",
+        )
+        + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="file, directory, or id of a data set (needs `datasets`)"

@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and print where. Returns the exit code."""
     args = _parser().parse_args(argv)
     try:
+        from rlhf_mcore.cli.progress import working
         from rlhf_mcore.observability.files import write_atomically
         from rlhf_mcore.report.page import page
         from rlhf_mcore.report.run_data import read_run
@@ -26,8 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or args.run[0] / "report.html"
         if out.is_dir() or not out.parent.is_dir():
             raise ConfigError(f"--out {out}: a directory, or in none; name a file")
-        runs = [read_run(run, args.rollouts) for run in args.run]
-        content = page(runs).encode("utf-8")
+        with working("reading", len(args.run)) as begin:
+            runs = []
+            for run in args.run:
+                begin(str(run))
+                runs.append(read_run(run, args.rollouts))
+            content = page(runs).encode("utf-8")
         write_atomically(out, content)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 
 EPISODES = 8  # of an environment, of each file
@@ -34,7 +34,11 @@ def _parser() -> argparse.ArgumentParser:
         "Score the ground truths of data.train and data.eval as if a model had answered them, in the notations that models use; "
         "then empty responses, and the answers of other rows. The first must get the full mark, the others must not. Every "
         "disagreement is printed. An environment is reset for some rows, and takes a turn without a word. No model is loaded.",
-        EPILOG,
+        examples(
+            "rlhf-mcore reward-test configs/quickstart/grpo.yaml",
+            "rlhf-mcore reward-test my_run.yaml reward.function=examples/own_reward.py:grade --limit 200",
+        )
+        + EPILOG,
         "YAML file: the one of the training run",
     )
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="rows of each of the two (default: 50)")

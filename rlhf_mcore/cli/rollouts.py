@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
 
 _COLUMNS = {
@@ -42,7 +42,11 @@ def _parser() -> argparse.ArgumentParser:
         "that is added answers requests after the next publish of weights; one that is drained answers its own first; the "
         "requests of one that is removed are answered by others. The configuration stays as it is: a run that is started again "
         "begins with rollout.num_engines.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore rollouts outputs/my/run list",
+            "rlhf-mcore rollouts outputs/my/run add 2",
+        )
+        + exit_codes.TOOL_EPILOG,
     )
     parser.add_argument("directory", metavar="RUN_DIR", help="<output_dir>/<project>/<experiment> of the job")
     parser.add_argument("command", choices=("list", "add", "drain", "remove"), help="what to do")

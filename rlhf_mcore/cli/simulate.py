@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.plan import device_and_assumptions
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -37,7 +37,10 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore simulate",
         "Simulate steps of generation and training over a distribution of response lengths: synchronous, one step off, and bounded "
         "staleness with partial rollouts. Each schedule is shown with the split of the devices that makes it fastest.",
-        exit_codes.TOOL_EPILOG,
+        examples(
+            "rlhf-mcore simulate my_run.yaml --lengths 'lognormal(7.3,1.1,16384)' --devices 32",
+        )
+        + exit_codes.TOOL_EPILOG,
         "YAML file, as for train",
     )
     parser.add_argument(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from rlhf_mcore.cli import exit_codes, rank
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
@@ -33,7 +33,13 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore train",
         "Train a policy. Without torchrun, this starts as many processes on this machine as the layouts ask for "
         "(trainer.world_size); under torchrun or SLURM it is one of the processes.",
-        exit_codes.EPILOG,
+        examples(
+            "rlhf-mcore train configs/quickstart/grpo.yaml",
+            "rlhf-mcore train my_run.yaml trainer.num_steps=50 experiment=short",
+            "rlhf-mcore train my_run.yaml --print-config",
+            "torchrun --nproc-per-node 8 -m rlhf_mcore.cli.train my_run.yaml",
+        )
+        + exit_codes.EPILOG,
         "YAML file; see configs/base.yaml for all keys",
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
@@ -58,6 +64,9 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     if print_config:
         show(cfg)
         return exit_codes.DONE
+    from rlhf_mcore.cli import preflight
+
+    preflight.check_packages(cfg)
     if world_size is None:
         return _launch(cfg, [path, *overrides])
     quiet()

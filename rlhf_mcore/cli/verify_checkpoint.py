@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from rich.console import Console
 
 from rlhf_mcore.checkpoint.contents import model_names
 from rlhf_mcore.checkpoint.delta import base_of, verify_chain
@@ -15,7 +17,8 @@ from rlhf_mcore.checkpoint.layout import BEST, LATEST, MANIFEST, linked_checkpoi
 from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.cli import exit_codes
-from rlhf_mcore.cli.arguments import command_parser
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.cli.progress import progress_bar
 from rlhf_mcore.config.errors import ConfigError
 
 EPILOG = """\
@@ -48,15 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check and print. Returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        reports = [_check(path, hashes=not args.quick) for path in _checkpoints(Path(args.directory))]
+        found = _checkpoints(Path(args.directory))
+        with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, found))) as advance:
+            reports = [_check(path, advance, hashes=not args.quick) for path in found]
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     if args.json:
-        found = [
+        content = [
             {"path": str(r.path), "intact": r.is_intact, "pins": r.pins, "problems": [asdict(p) for p in r.problems]}
             for r in reports
         ]
-        print(json.dumps(found, indent=1))
+        print(json.dumps(content, indent=1))
     else:
         print("\n".join(report.as_text() for report in reports))
     return exit_codes.DONE if all(report.is_intact for report in reports) else exit_codes.USER_ERROR
@@ -67,7 +72,11 @@ def _parser() -> argparse.ArgumentParser:
         "rlhf-mcore verify-checkpoint",
         "Compare every file of a checkpoint with its manifest; of a delta, the full checkpoint that it needs too. "
         "Given a run directory, all checkpoints in it and the links to them.",
-        EPILOG,
+        examples(
+            "rlhf-mcore verify-checkpoint outputs/my/run",
+            "rlhf-mcore verify-checkpoint outputs/my/run/checkpoint-100 --quick",
+        )
+        + EPILOG,
     )
     parser.add_argument("directory", metavar="DIR", help="a checkpoint, or a run directory")
     parser.add_argument("--quick", action="store_true", help="compare names and sizes, read no content")
@@ -91,10 +100,18 @@ def _checkpoints(directory: Path) -> list[Path]:
     return [*found, *(directory / link for link in (LATEST, BEST) if (directory / link).is_symlink())]
 
 
-def _check(path: Path, *, hashes: bool) -> CheckpointReport:
+def _num_bytes(path: Path) -> int:
+    """Of the files that a checkpoint's manifest names, 0 where it cannot be read or is a link."""
+    try:
+        return 0 if path.is_symlink() else sum(entry.size for entry in read_manifest(path).files.values())
+    except ConfigError:
+        return 0
+
+
+def _check(path: Path, progress: Callable[[int], None], *, hashes: bool) -> CheckpointReport:
     if not path.is_symlink():
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
-        report = CheckpointReport(path, verify_chain(path, hashes=hashes), pins)
+        report = CheckpointReport(path, verify_chain(path, hashes=hashes, progress=progress), pins)
         if hashes and report.is_intact:
             report.problems.extend(_unusable(path, report.problems))
         return report

@@ -67,6 +67,12 @@ def language_of(code: str) -> str:
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
+def help_of(command: str) -> Block:
+    """The examples of a command's help."""
+    epilog = import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}")._parser().epilog
+    return Block(command, "bash", re.findall(r"^examples?:\n((?:  .*\n)+)", epilog)[0])
+
+
 def commands(block: Block) -> Iterator[list[str]]:
     """Its lines that call something of ours, in words. What comes after three blanks tells what it does."""
     for line in re.sub(r" *\\\n\s*", " ", block.text).splitlines():
@@ -115,9 +121,9 @@ def module_of(words: list[str]) -> str | None:
             return None
         assert words[1] in COMMANDS, f"there is no command {words[1]}"
         return f"rlhf_mcore.cli.{words[1].replace('-', '_')}"
-    if "-m" in words and words[words.index("-m") + 1].startswith("rlhf_mcore."):
-        return words[words.index("-m") + 1]
-    return None
+    module = words[words.index("-m") + 1] if "-m" in words else ""
+    assert not module.startswith("rlhf_mcore.") or find_spec(module), f"there is no module {module}"
+    return module if module.startswith("rlhf_mcore.cli.") else None
 
 
 def problems(words: list[str]) -> Iterator[str]:
@@ -174,6 +180,14 @@ def test_commands_name_what_there_is() -> None:
         for problem in problems(words)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_examples_of_what_there_is(command: str) -> None:
+    lines = list(commands(help_of(command)))
+    assert [problem for words in lines for problem in problems(words)] == []
+    assert all(words[1] == command for words in lines if words[0] == "rlhf-mcore" and command != "serve-reward")
+    assert lines or command == "completion", "which a shell evaluates"
 
 
 @cache

@@ -150,3 +150,25 @@ def test_a_link_in_the_place_of_the_logs_is_refused(
     (RUN / "logs").symlink_to(tmp_path)
     assert train() == 2 and launched == []
     assert "logs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "changes", "remedy"),
+    [
+        ("vllm", [], "needs vllm, which is not installed: pip install 'rlhf_mcore[cpu]', or set rollout.engine=hf"),
+        ("ray", ["reward.function=reward.py:grade", "reward.pool=ray"], "pip install 'rlhf_mcore[ray]', or set reward.pool=local"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_missing_is_named_with_what_installs_it(
+    package: str,
+    changes: list[str],
+    remedy: str,
+    launched: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("reward.py").write_text("def grade(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
+    assert train(*changes) == 2 and launched == []
+    assert remedy in capsys.readouterr().err and not RUN.exists()

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,22 @@ def test_where_there_is_no_checkpoint(
 ) -> None:
     assert run(tmp_path / name) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_person_sees_how_many_bytes_were_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 20)
+    checkpoint = save(tmp_path, 40)
+    counted: list[int] = []
+
+    @contextmanager
+    def bar(console: object, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        yield counted.append
+        counted.append(-total)
+
+    monkeypatch.setattr("rlhf_mcore.cli.verify_checkpoint.progress_bar", bar)
+    assert run(checkpoint.parent) == 0
+    files = [path for path in tmp_path.glob("checkpoint-*/**/*") if path.is_file() and path.name != "manifest.json"]
+    assert counted[-1] == -sum(path.stat().st_size for path in files) < 0 and sum(counted) == 0
 
 
 def test_it_is_instant() -> None:

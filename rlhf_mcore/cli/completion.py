@@ -1,0 +1,104 @@
+"""``rlhf-mcore completion bash|zsh``, and what the shell asks on a TAB: commands, options, files, keys and their values.
+
+The library (argcomplete) is imported for these alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+
+ASKED = "_ARGCOMPLETE"  # is set by the shell where it asks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what the shell has to run once. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    import argcomplete
+
+    print(argcomplete.shellcode(["rlhf-mcore"], shell=args.shell))
+    return exit_codes.DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore completion",
+        "Print a script that makes TAB complete commands, options, files, and the keys and values of a configuration.",
+        examples(
+            'eval "$(rlhf-mcore completion bash)"    # for ever: the same line in ~/.bashrc',
+            'eval "$(rlhf-mcore completion zsh)"     # in ~/.zshrc, after compinit',
+        )
+        + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"), help="whose script")
+    return parser
+
+
+def answer(commands: Mapping[str, str]) -> None:
+    """Answer what the shell asks, and end the process. The parser of one command is made, the one on the line."""
+    import argcomplete
+
+    words = os.environ.get("COMP_LINE", "").split()
+    parser = argparse.ArgumentParser(prog="rlhf-mcore")
+    parser.add_argument("--version", action="store_true")
+    chosen = parser.add_subparsers()
+    for name, summary in commands.items():
+        chosen.add_parser(name, help=summary)
+    command = next((word for word in words[1:] if word in commands), None)
+    if command is not None:
+        own = import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}")._parser()
+        _teach(own)
+        chosen.choices[command] = own
+    argcomplete.autocomplete(parser, default_completer=argcomplete.FilesCompleter())
+    sys.exit(exit_codes.DONE)  # it was not asked
+
+
+def _teach(parser: argparse.ArgumentParser) -> None:
+    """Give the arguments that name keys and metrics, here and in subcommands, what completes them."""
+    known: dict[str, Any] = {"overrides": _settings, "key": _keys}
+    if parser.prog == "rlhf-mcore metrics":
+        known["name"] = _metrics
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _teach(inner)
+        elif action.dest in known:
+            action.completer = known[action.dest]  # type: ignore[attr-defined]
+
+
+def _settings(prefix: str, **_: object) -> Iterable[str]:
+    """``key=`` of every key, and behind it the values that it may have."""
+    from rlhf_mcore.config.keys import DESCRIPTIONS, KEYS, choices_of, is_group
+    from rlhf_mcore.config.schema.key import Choices
+
+    key, equals, _value = prefix.partition("=")
+    if not equals:
+        return [f"{name}=" for name in DESCRIPTIONS if not is_group(name)]
+    if key not in DESCRIPTIONS:
+        return []
+    if isinstance(DESCRIPTIONS[key].allowed, Choices):
+        return [f"{key}={choice}" for choice in choices_of(key)]
+    return [f"{key}={value}" for value in ("true", "false")] if KEYS[key] is bool else []
+
+
+def _keys(**_: object) -> Iterable[str]:
+    from rlhf_mcore.config.keys import KEYS
+
+    return KEYS
+
+
+def _metrics(**_: object) -> Iterable[str]:
+    from rlhf_mcore.config.metrics import GROUPS
+
+    return [metric.name for metrics in GROUPS.values() for metric in metrics]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
