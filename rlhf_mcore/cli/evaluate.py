@@ -66,7 +66,10 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         logs = preflight.logs_directory(cfg)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
     quiet()
-    from rlhf_mcore.cli.evaluation import run
+    from rlhf_mcore.platform import eager_imports
+
+    with eager_imports():
+        from rlhf_mcore.cli.evaluation import run
 
     with rank.no_early_exit():
         run(cfg)

@@ -70,7 +70,10 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     if world_size is None:
         return _launch(cfg, [path, *overrides])
     quiet()
-    from rlhf_mcore.cli.compose import run
+    from rlhf_mcore.platform import eager_imports
+
+    with eager_imports():
+        from rlhf_mcore.cli.compose import run
 
     with rank.no_early_exit():
         return run(cfg, announced)

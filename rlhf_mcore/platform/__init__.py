@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -181,6 +182,21 @@ def current_platform() -> Platform:
     from rlhf_mcore.platform.cpu import CpuPlatform
 
     return CpuPlatform()
+
+
+@contextmanager
+def eager_imports() -> Iterator[None]:
+    """Around the first import of Megatron-core. Its fused functions, which ``torch.compile`` decorates, are not called on a CPU: there
+    torch's compiler is not imported for them, which would take a second of each rank."""
+    name = "TORCHDYNAMO_DISABLE"  # read where a function is decorated
+    if name in os.environ or torch.cuda.is_available():
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 class ModuleView(ModuleType):

@@ -10,7 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.distributed.setting import start
+from rlhf_mcore.platform import eager_imports
+
+with eager_imports():
+    from tests.distributed.setting import start
 
 
 def main(requests: Path, pid_of_tests: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# No test calls what Megatron compiles; not to import torch's compiler for it saves each worker a second.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

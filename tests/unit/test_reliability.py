@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROWS = dict(
 )  # number -> where its tests are
 
 
+@cache
 def cited() -> dict[str, set[str]]:
     """Number of a fault -> files with tests of its name: test_fault_05_and_08_... is of two."""
     found: dict[str, set[str]] = defaultdict(set)

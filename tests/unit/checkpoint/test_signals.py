@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,25 +36,6 @@ def test_what_a_signal_asks_for_is_acknowledged_but_not_the_way_torchrun_ends_ra
         os.kill(os.getpid(), signal.SIGUSR1)
     assert begun == ["yes"]
     assert [text.split(":")[0] for text in told] == ["asked to save", "Ctrl-C"]
-
-
-INTERRUPTED = """
-import os, signal, sys
-from rlhf_mcore.checkpoint.triggers import SignalRequests
-with SignalRequests().listening() as requests:
-    if sys.argv[1] == "training":
-        requests.begin()
-        os.kill(os.getpid(), signal.SIGINT)
-        print("first", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("not reached", flush=True)
-"""
-
-
-@pytest.mark.parametrize(("when", "printed"), [("training", "first\n"), ("starting", "")])
-def test_fault_30_the_second_ctrl_c_and_one_before_the_first_step_end_at_once(when: str, printed: str) -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, when], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, printed, "")
 
 
 def test_a_signal_asks_for_one_save() -> None:

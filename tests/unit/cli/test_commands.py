@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +51,6 @@ def test_a_mistake_ends_with_code_2_and_one_message(
     write_parquet("q.parquet", "question")
     assert main_module.main(["train", "run.yaml", override]) == 2
     assert capsys.readouterr() == ("", message.format(root=workspace.root))
-
-
-def test_a_world_that_the_layout_does_not_divide(workspace: Any) -> None:
-    arguments = ["train", "run.yaml", "actor.layout.tp=2", "trainer.world_size=3"]
-    command = [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: trainer.world_size=3 is not divisible by actor.layout.tp*pp*cp=2*1*1=2; "
-        "use a multiple of 2 processes or change actor.layout\n"
-    )
 
 
 def test_under_torchrun_the_world_is_that_of_the_environment_and_rank_0_speaks(
@@ -186,43 +172,3 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
         main_module.main(args)
     assert ended.value.code == 2
     assert "rlhf-mcore" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate"])
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (
-            "\n\ndef grade(prompt, answer): return 1.0\n",
-            "error: reward.function is 'grade.py:grade', but its parameters are (prompt, answer), line 3 (too many positional "
-            "arguments): let it take (data_source, solution_str, ground_truth, extra_info)\n",
-        ),
-        (
-            "import torchh\ndef grade(*arguments): return 1.0\n",
-            "error: reward.function is 'grade.py:grade', but {root}/grade.py fails to import (ModuleNotFoundError: No module "
-            "named 'torchh') (grade.py, line 1): correct the file\n",
-        ),
-        (
-            "import os\nos._exit(0)\ndef grade(*arguments): return 1.0\n",
-            "error: reward.function=grade.py:grade ended its process with exit code 0 while it was loaded: correct the file\n",
-        ),
-    ],
-)
-def test_a_reward_function_is_loaded_before_any_rank_starts(
-    workspace: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    source: str,
-    message: str,
-) -> None:
-    launched: list[Any] = []
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, **options: launched.append(arguments) or 0)
-    (workspace.root / "grade.py").write_text(source)
-    arguments = [command, "run.yaml", "reward.function=grade.py:grade", "trainer.prompts_per_step=1"]
-    arguments += ["data.eval=[train.jsonl]", "evaluate.checkpoint=model"] if command == "evaluate" else []
-    assert main_module.main(arguments) == 2
-    assert capsys.readouterr().err == message.format(root=workspace.root)
-    (workspace.root / "grade.py").write_text("def grade(*arguments): return 1.0")
-    assert main_module.main(arguments) == 0
-    assert len(launched) == 1

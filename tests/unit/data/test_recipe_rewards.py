@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.recipes import GSM8K_INSTRUCTION, RECIPES, PreparedExample
-from rlhf_mcore.rewards.reward import build_reward
+from rlhf_mcore.rewards.reward import Graders, build_reward
 from rlhf_mcore.types import Prompt
 from tests.episodes import single_turn
 
@@ -63,33 +64,39 @@ def as_asked(example: PreparedExample, answer: str) -> str:
     return f"Let us see.\nAnswer: {answer}" if "Answer: $Answer" in prompt else rf"Let us see. \boxed{{{answer}}}"
 
 
-def scores(cfg: Config, recipe: str, responses: list[str]) -> list[float]:
+def scores(reward: Graders, recipe: str, responses: list[str]) -> list[float]:
     made = examples(recipe)
     rows = [
         single_turn(Prompt(str(n), n, [1], "", ground_truth=example.ground_truth), 0, [1], [0.0], text, "stop", 0)
         for n, (example, text) in enumerate(zip(made, responses, strict=True))
     ]
-    return [score.value for score in build_reward(cfg.reward).score(rows)]
+    return [score.value for score in reward.score(rows)]
+
+
+@cache
+def config(path: Path) -> Config:
+    return load_config(path)
 
 
 def pairs() -> list[tuple[Path, str]]:
     found = []
     for path in EXPERIMENTS:
-        (folder,) = {str(Path(file).parent) for file in load_config(path).data.train}
+        (folder,) = {str(Path(file).parent) for file in config(path).data.train}
         found += [(path, recipe) for recipe in DATA[folder]]
     return found
 
 
 @pytest.mark.parametrize(("path", "recipe"), pairs(), ids=lambda each: each if isinstance(each, str) else each.stem)
 def test_the_right_answer_as_the_prompt_asks_for_it_is_worth_the_most(path: Path, recipe: str) -> None:
-    cfg = load_config(path)
+    cfg = config(path)
+    reward = build_reward(cfg.reward)
     most = sum(rule.weight * rule.correct for rule in cfg.reward.rules)
     made = examples(recipe)
     assert len(made) == len(ROWS[recipe])
-    right = scores(cfg, recipe, [as_asked(example, str(example.ground_truth)) for example in made])
+    right = scores(reward, recipe, [as_asked(example, str(example.ground_truth)) for example in made])
     assert right == [most] * len(made)
     for wrong in ([""] * len(made), [as_asked(example, "123456") for example in made], ["I do not know."] * len(made)):
-        assert max(scores(cfg, recipe, wrong)) < most
+        assert max(scores(reward, recipe, wrong)) < most
 
 
 def test_every_recipe_with_answers_is_graded_by_an_experiment() -> None:
@@ -98,7 +105,7 @@ def test_every_recipe_with_answers_is_graded_by_an_experiment() -> None:
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_a_right_answer_that_is_too_long_is_worth_more_than_a_wrong_one(path: Path) -> None:
-    cfg = resolve(load_config(path))
+    cfg = resolve(config(path))
     penalty = cfg.algorithm.overlong.penalty if cfg.algorithm.overlong.enabled else 0.0
     for rule in cfg.reward.rules:
         assert rule.weight * rule.correct - penalty > rule.weight * rule.incorrect

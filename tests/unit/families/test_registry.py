@@ -45,8 +45,9 @@ DEEPSEEK: dict[str, Any] = {
 
 def test_no_module_but_a_familys_own_names_it() -> None:
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name != "families":
-            texts = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        source = path.read_text()
+        if path.parent.name != "families" and any(name in source for name in FAMILIES):  # to parse takes longer
+            texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
             assert not texts & set(FAMILIES), path
 
 

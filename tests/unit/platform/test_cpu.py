@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from types import ModuleType
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 # What the package loads of Megatron is what gets redirected.
 import rlhf_mcore.mcore.model
 import rlhf_mcore.mcore.optimizer
-from rlhf_mcore.platform import cpu, current_platform, megatron_versions
+from rlhf_mcore.platform import cpu, current_platform, eager_imports, megatron_versions
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.platform.megatron_versions import VERSION
 
@@ -56,6 +57,20 @@ def calls(name: str, sources: str) -> list[str]:
             end += 1
         found.append(sources[match.start() : end])
     return found
+
+
+def test_functions_that_are_imported_eagerly_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    with eager_imports():
+        assert torch.compile(plain) is plain
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the user's own stays
+    with eager_imports():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_this_machine_is_the_cpu_platform() -> None:
