@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -40,7 +41,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.inputs import fingerprints
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.profiler import StepProfiler
-from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.record import MAX_HEARD, RunRecord
 from rlhf_mcore.trainer.resume import Start, find_start
 
 SUMMARISED = {
@@ -113,7 +114,9 @@ def opened(
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
             record.without_score = "leave the step, with the other responses to their prompts"
-        record.mark = process.platform.range
+        record.mark, record.samples_every = process.platform.range, cfg.logging.samples
+        if dist.get_rank() != 0:
+            stack.enter_context(_heard(record.heard))
         requests = stack.enter_context(SignalRequests(record.acknowledge, process.reporter.training).listening())
         start = _broadcast(on_every_rank(lambda: _open_record(cfg, record, stack, announced, trackers, requests)))
         if start.is_over:
@@ -127,6 +130,29 @@ def opened(
         timers.pop()  # of the phases before the first step
         sharing.pop()
         yield OpenRun(cfg, record, trainer, start.step + 1)
+
+
+@contextmanager
+def _heard(warnings: list[str]) -> Iterator[None]:
+    """What libraries warn of by ``logging`` on this rank goes to ``warnings`` too, for the first rank to show."""
+
+    class Ear(logging.Handler):
+        def emit(self, entry: logging.LogRecord) -> None:
+            if len(warnings) < MAX_HEARD:
+                warnings.append(f"{entry.levelname.lower()}: {entry.getMessage()}")
+
+    root, ear = logging.getLogger(), Ear(logging.WARNING)
+    own = (
+        [ear] if root.handlers else [ear, logging.StreamHandler()]
+    )  # without any handler Python itself writes to stderr
+    for handler in own:
+        handler.setLevel(logging.WARNING)
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in own:
+            root.removeHandler(handler)
 
 
 def _profiler(cfg: Config, record: RunRecord, done: int) -> StepProfiler:

@@ -27,7 +27,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
-from rlhf_mcore.observability.files import keep_steps, pretty_json, write_atomically
+from rlhf_mcore.observability.files import json_line, keep_steps, pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 
 KEPT_STARTS = 20  # whose logs a run directory holds
@@ -89,10 +89,18 @@ def announce(cfg: Config) -> int | None:
     if damaged:
         return 0
     if is_over(cfg, directory.path, newest.step):
-        print(finished_text(cfg, newest.path, newest.step), flush=True)
+        say(cfg, finished_text(cfg, newest.path, newest.step))
         return None
-    print(continues_text(cfg, newest.path, newest.step), flush=True)
+    say(cfg, continues_text(cfg, newest.path, newest.step))
     return newest.step
+
+
+def say(cfg: Config, text: str) -> None:
+    """Print what a launcher has to tell, in the way of ``logging.console``."""
+    if cfg.logging.console == "json":
+        text = json_line({"note": text}).decode("utf-8").rstrip()
+    if cfg.logging.console != "off":
+        print(text, flush=True)
 
 
 @contextmanager

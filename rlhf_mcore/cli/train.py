@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code (see ``exit_codes``). No traceback is printed for a ConfigError, wherever it was raised.
     """
     args = _parser().parse_intermixed_args(argv)
+    args.overrides += ["logging.console=off"] * args.quiet + ["logging.console=json"] * args.json
     try:
         return _train(args.config, args.overrides, args.announced, print_config=args.print_config)
     except ConfigError as error:
@@ -42,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
         + exit_codes.EPILOG,
         "YAML file; see configs/base.yaml for all keys",
     )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--quiet", action="store_true", help="print errors alone (logging.console=off)")
+    shown.add_argument("--json", action="store_true", help="print an object per line (logging.console=json)")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     # From the launcher to its ranks: the step after which the run continues, printed already.
     parser.add_argument("--announced", type=int, default=0, help=argparse.SUPPRESS)
@@ -100,11 +104,10 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
                 preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
             if warning := check_reward(cfg):
-                print(f"warning: {warning}", flush=True)
+                preflight.say(cfg, f"warning: {warning}")
     logs = preflight.logs_directory(cfg)
-    if cfg.logging.console != "off":
-        count = "one process" if world_size == 1 else f"{world_size} processes"
-        print(f"starting {count}; logs are in {os.path.relpath(logs)}", flush=True)
+    count = "one process" if world_size == 1 else f"{world_size} processes"
+    preflight.say(cfg, f"starting {count}; logs are in {os.path.relpath(logs)}")
     return launch(
         [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
         world_size,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import cycle
 from types import TracebackType
 from typing import Any
 
@@ -24,12 +25,25 @@ from rich.text import Text
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import choices_of
-from rlhf_mcore.observability.figures import figure_text, figures_that_fit, sparkline, step_line
+from rlhf_mcore.observability.figures import (
+    CURVES,
+    figure_text,
+    figures_that_fit,
+    phase_shares,
+    rates,
+    sparkline,
+    step_line,
+)
+from rlhf_mcore.observability.files import json_line
 
 RECENT_STEPS = 6
 MAX_WIDTH = 110
 NARROW = 70
 PANEL_EDGES = 4
+PHASE_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
+LEGEND_SHARE = 0.01  # a phase with less of the time is not named
+SAMPLE_CHARS = 240  # of a prompt's end and a response's beginning
+MAX_WARNINGS = 20  # of other ranks
 NOT_FINITE = ("nan", "inf", "-inf")
 REFRESHES_PER_SECOND = 4
 
@@ -37,8 +51,8 @@ REFRESHES_PER_SECOND = 4
 class Console:
     """A run's progress, for rank 0: ``with Console("auto", total_steps, title) as console: ...``.
 
-    ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "off"
-    prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``output`` is where it goes,
+    ``mode``: "rich" is a live display, "plain" one line per step, "auto" rich on a terminal and plain elsewhere, "json" an object per
+    line, "off" prints nothing. ``first_step``: steps that were made before, by a run that is continued. ``output`` is where it goes,
     standard output except in tests.
 
     Raises:
@@ -74,7 +88,10 @@ class Console:
         self._phase_name = "starting"
         # Replaced, never changed in place: the display is drawn from a thread of its own.
         self._recent: tuple[tuple[int, Mapping[str, Any]], ...] = ()
-        self._rewards: tuple[float, ...] = ()
+        self._curves: dict[str, tuple[float, ...]] = {}  # by metric
+        self._progress_text = ""
+        self._sample: tuple[int, str, str, float | None] | None = None
+        self._warnings: set[str] = set()
         self._step_seconds: tuple[float, ...] = ()
 
     def __enter__(self) -> Console:
@@ -96,7 +113,21 @@ class Console:
 
     def phase(self, name: str) -> None:
         """Show what is being done now: generate, score, update, ... The live display only."""
-        self._phase_name, self._phase_started = name, self._clock()
+        self._phase_name, self._phase_started, self._progress_text = name, self._clock(), ""
+
+    def progress(self, text: str) -> None:
+        """How far the phase is. The live display only."""
+        self._progress_text = text
+
+    def sample(self, step: int, prompt: str, response: str, score: float | None) -> None:
+        """Show a response that the model has written. The live display only."""
+        self._sample = step, prompt, response, score
+
+    def warning(self, rank: int, text: str) -> None:
+        """What another rank warns of, once. The live display only: logs of ranks have it too."""
+        if self.mode == "rich" and text not in self._warnings and len(self._warnings) < MAX_WARNINGS:
+            self._warnings.add(text)
+            self._print(f"rank {rank}: {printable(text)}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Report step ``step`` (from 1) as finished, with its metrics under the names of metrics.jsonl."""
@@ -106,20 +137,28 @@ class Console:
         if step > 0:  # step 0 is the evaluation before training
             self._step_seconds = (*self._step_seconds, float(seconds))
         self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
-        self._rewards = (*self._rewards, float(metrics.get("reward/mean", math.nan)))
+        for curve in CURVES:
+            if (value := metrics.get(curve.metric)) is not None:  # replaced in one step: the display reads it
+                self._curves = {**self._curves, curve.metric: (*self._curves.get(curve.metric, ()), float(value))}
         if self.mode == "plain":
             self._print(step_line(step, self.total_steps, metrics))
+        elif self.mode == "json":
+            self._print_json({"step": step, **metrics})
 
     def acknowledge(self, text: str) -> None:
         """Show at once that something was asked for. Safe inside a signal handler, which may have cut another print short."""
         if self._live is not None:
             self._request = text
+        elif self.mode == "json":
+            os.write(self._output.file.fileno(), json_line({"note": text}))
         elif self.mode != "off":
             os.write(self._output.file.fileno(), f"{text}\n".encode())
 
     def note(self, text: str) -> None:
         """Print a line that stays: an event rather than a number."""
-        if self.mode != "off":
+        if self.mode == "json":
+            self._print_json({"note": text})
+        elif self.mode != "off":
             self._print(text)
 
     def summary(
@@ -128,6 +167,9 @@ class Console:
         """Print the table that a run ends with, and below it lines of text as they are. Ends the live display."""
         self._stop("done")
         if self.mode == "off":
+            return
+        if self.mode == "json":
+            self._print_json({"title": title, "header": header, "rows": rows, "footer": footer})
             return
         table = Table(title=title, title_style="bold", title_justify="left", box=box.ROUNDED)
         for place, name in enumerate(header):
@@ -145,15 +187,20 @@ class Console:
         doing: RenderableType = Text(self._phase_name, style="cyan")
         if self._live is not None:
             seconds = self._clock() - self._phase_started
-            self._phase.update(text=Text(f"{self._phase_name}  {seconds:.0f} s", style="cyan"))
+            far = f"  {self._progress_text}" if self._progress_text else ""
+            self._phase.update(text=Text(f"{self._phase_name}  {seconds:.0f} s{far}", style="cyan"))
             doing = self._phase
         parts = [self._progress(), doing]
         if self._request:
             parts.append(Text(self._request, style="bold yellow"))
-        if self._recent:
-            if any(map(math.isfinite, self._rewards)):
-                parts += [Text(), self._reward_curve()]
-            parts += [Text(), _recent_table(self._recent, width - PANEL_EDGES)]
+        recent, room = self._recent, width - PANEL_EDGES
+        if recent:
+            parts += _where_time_goes([metrics for _, metrics in recent], room)
+            if curves := self._drawn_curves():
+                parts += [Text(), *curves]
+            if self._sample is not None and self._output.width >= NARROW:
+                parts += [Text(), *_sample_lines(self._sample, room)]
+            parts += [Text(), _recent_table(recent, room)]
         return Panel(
             Group(*parts), title=Text(self.title, style="bold"), title_align="left", width=width, padding=(0, 1)
         )
@@ -175,11 +222,19 @@ class Console:
         line.add_row(Text(figures[0], style="bold"), bar, Text(" · ".join(figures[1:])))
         return line
 
-    def _reward_curve(self) -> Text:
-        known = [reward for reward in self._rewards if math.isfinite(reward)]
-        ends = f"  {known[0]:.3f} → {known[-1]:.3f}" if known else ""
-        room = min(self._output.width, MAX_WIDTH) - 30
-        return Text.assemble(("reward  ", "bold"), (sparkline(self._rewards, max(room, 8)), "green"), ends)
+    def _drawn_curves(self) -> list[Text]:
+        room = max(min(self._output.width, MAX_WIDTH) - 30, 8)
+        drawn, curves = [], self._curves
+        for curve in CURVES:
+            values = curves.get(curve.metric, ())
+            if known := [value for value in values if math.isfinite(value)]:
+                ends = f"  {curve.text(known[0])} → {curve.text(known[-1])}"
+                drawn.append(Text.assemble((f"{curve.label:<8}", "bold"), (sparkline(values, room), "green"), ends))
+        return drawn
+
+    def _print_json(self, content: Mapping[str, Any]) -> None:
+        self._output.file.write(json_line(content).decode("utf-8"))
+        self._output.file.flush()
 
     def _print(self, text: str) -> None:
         """A line as it is: no markup, no wrapping (a path must stay whole)."""
@@ -190,6 +245,45 @@ class Console:
         if live is not None:
             self._phase_name = last_phase
             live.stop()
+
+
+def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[RenderableType]:
+    """A bar of the phases with their shares of the last steps, and what the last one reports of speed and memory."""
+    shares = phase_shares(reported)
+    styles = dict(zip((phase for phase, _ in shares), cycle(PHASE_STYLES), strict=False))
+    parts: list[RenderableType] = []
+    if shares:
+        bar, drawn, total = Text(no_wrap=True), 0, 0.0
+        for phase, share in shares:
+            total += share
+            until = round(total * room)
+            bar.append("━" * (until - drawn), style=styles[phase])
+            drawn = until
+        legend = Text("  ").join(
+            Text(f"{phase} {share:.0%}", style=styles[phase]) for phase, share in shares if share >= LEGEND_SHARE
+        )
+        legend.truncate(room, overflow="crop")
+        parts += [bar, legend]
+    if figures := rates(reported[-1]):
+        parts.append(Text(" · ".join(figures), style="dim", no_wrap=True, overflow="crop"))
+    return parts
+
+
+def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list[Text]:
+    """The end of a prompt and the beginning of its response, without what a terminal would take for a command."""
+    step, prompt, response, score = sample
+    title = f"sample of step {step}" + (f", reward {score:.3g}" if score is not None else "")
+    lines = [Text(title, style="bold")]
+    for text, style in ((f"…{prompt[-SAMPLE_CHARS:]}", "dim"), (response[:SAMPLE_CHARS], "")):
+        line = Text(printable(text).strip(), style=style, no_wrap=True)
+        line.truncate(room, overflow="crop")
+        lines.append(line)
+    return lines
+
+
+def printable(text: str) -> str:
+    """On one line, without control characters: what a model or another program has written must not reach a terminal as it is."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _recent_table(recent: Sequence[tuple[int, Mapping[str, Any]]], width: int) -> Table:

@@ -56,6 +56,52 @@ FIGURES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric whose course a person watches."""
+
+    label: str
+    metric: str
+    text: Callable[[float], str]
+
+
+CURVES = (
+    Curve("reward", "reward/mean", "{:.3f}".format),
+    Curve("loss", "loss/sft", "{:.4f}".format),
+    Curve("loss", "loss/reward_model", "{:.4f}".format),
+    Curve("kl", "kl/mean", "{:.4f}".format),
+    Curve("entropy", "actor/entropy", "{:.2f}".format),
+    Curve("length", "rollout/response_length_mean", "{:.1f}".format),
+)
+
+
+def phase_shares(reported: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """The share of each phase in the time of steps, the largest first."""
+    seconds: dict[str, float] = {}
+    for metrics in reported:
+        for name, value in metrics.items():
+            phase = name.removeprefix("timing/").removesuffix("_s")
+            if name == f"timing/{phase}_s" and phase not in ("step", "tokens_per"):
+                seconds[phase] = seconds.get(phase, 0.0) + float(value)
+    total = sum(seconds.values())
+    shares = [(phase, value / total) for phase, value in seconds.items()] if total > 0 else []
+    return sorted(shares, key=lambda share: -share[1])
+
+
+def rates(metrics: Mapping[str, Any]) -> list[str]:
+    """Speed and memory of a step, as far as it reports them."""
+    found = []
+    if (speed := metrics.get("timing/tokens_per_s")) is not None:
+        found.append(f"{speed:,.0f} tokens/s")
+    if (mfu := metrics.get("throughput/mfu")) is not None:
+        found.append(f"mfu {_percent(mfu)}")
+    for suffix in ("_allocated_bytes", "_bytes"):
+        peaks = [value for name, value in metrics.items() if name.startswith("memory/") and name.endswith(suffix)]
+        if peaks:
+            return [*found, f"memory {max(peaks) / 2**30:.1f} GiB"]
+    return found
+
+
 def figures_that_fit(reported: Sequence[Mapping[str, Any]], width: int) -> list[Figure]:
     """The figures that any of ``reported`` has, in order, as many as columns of two spaces apart fit into ``width``."""
     figures = [figure for figure in FIGURES if any(figure_text(figure, metrics) for metrics in reported)]

@@ -154,6 +154,10 @@ class Recorder(Protocol):
         """Time a phase of the step, and show what is happening."""
         ...
 
+    def progress(self, text: str) -> None:
+        """Show how far the phase is."""
+        ...
+
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         """Keep the step's rollouts. Collective."""
         ...

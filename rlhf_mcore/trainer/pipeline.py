@@ -111,6 +111,7 @@ class PipelinedBatches:
             if self.first is None:
                 return ""
             ahead, needs_weights = self.first.ahead, self.first.needs_weights
+            self.recorder.progress(f"{ahead.num_in_flight} responses in flight")
             ahead.wait(lambda: is_done(ahead) or needs_weights(), TURN_S)
             return "done" if is_done(ahead) else "publish" if needs_weights() else ""
 

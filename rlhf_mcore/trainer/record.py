@@ -23,6 +23,7 @@ from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.profiler import StepProfiler
 from rlhf_mcore.types import Score, Trajectory
 
+MAX_HEARD = 5  # warnings of a rank in a step that are shown
 RECENT = 100  # steps whose figures are in a checkpoint
 LOSSES = ("loss/total", "loss/sft", "loss/reward_model")  # of the model that a run trains; each kind of run has one
 CLOCK, SPEED = "timing/unix_time", "timing/tokens_per_s"
@@ -50,6 +51,8 @@ class RunRecord:
     profiler: StepProfiler | None = None
     mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
     # Gets every step's rollouts, on the first rank. Set on every rank or on none.
+    heard: list[str] = field(default_factory=list)  # warnings on this rank that the first one has not shown yet
+    samples_every: int = 0  # steps between responses that the display shows
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
@@ -85,9 +88,18 @@ class RunRecord:
                 stack.enter_context(self.memory.phase(name))
             yield
 
+    def progress(self, text: str) -> None:
+        """How far the phase is, for the display."""
+        if self.console is not None:
+            self.console.progress(text)
+
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         """Show how many responses have no score, and write the step's rollouts when they are due. Collective."""
         self._note_failures(step, scores)
+        if self.console is not None and trajectories and self.samples_every and (step - 1) % self.samples_every == 0:
+            shown = step % len(trajectories)
+            one = trajectories[shown]
+            self.console.sample(step, one.prompt.text, one.response_text, scores[shown].value)
         is_due = self.rollouts_every > 0 and step % self.rollouts_every == 0
         if not is_due and self.on_rollouts is None:
             return
@@ -102,10 +114,15 @@ class RunRecord:
                 self.on_rollouts(step, records)
 
     def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
-        """One line for all ranks, with the first problem of the first rank that has one."""
+        """One line for all ranks, with the first problem of the first rank that has one; and what other ranks have warned of."""
         causes = [score.cause or score.failure for score in scores if score.failure is not None]
-        parts = gather_json([len(scores), len(causes), *causes[:1]])
-        if first := [part[2] for part in parts if len(part) > 2]:
+        heard, self.heard[:] = self.heard[:MAX_HEARD], []
+        parts = gather_json([len(scores), len(causes), causes[:1], heard])
+        if self.console is not None:
+            for rank, part in enumerate(parts):
+                for text in part[3]:
+                    self.console.warning(rank, text)
+        if first := [part[2][0] for part in parts if part[2]]:
             without, total = sum(part[1] for part in parts), sum(part[0] for part in parts)
             self.note(
                 f"step {step}: {without} of {total} responses got no score and {self.without_score}; the first: {first[0]}"

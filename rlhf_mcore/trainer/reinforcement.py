@@ -52,9 +52,15 @@ class SampledBatches:
 
         def attempt(prompts: Sequence[Prompt], number: int) -> tuple[Rollouts, list[Score]]:
             waits: dict[int, Callable[[], list[Score]]] = {}  # by position, for the scores of its trajectories
+            longest = count = 0
 
             def finished(position: int, trajectories: Sequence[Trajectory]) -> None:
+                nonlocal longest, count
                 waits[position] = self.reward.submit(trajectories)
+                count += len(trajectories)
+                longest = max(longest, *(trajectory.num_sampled for trajectory in trajectories))
+                waiting = self.worker.generator.num_in_flight
+                self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
 
             with self.recorder.phase("generate"):
                 sampling = sampling_of_batch(self.sampling, number)

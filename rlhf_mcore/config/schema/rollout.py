@@ -29,7 +29,9 @@ _AHEAD = "trainer.max_staleness"
 class RolloutLayoutConfig:
     """How an engine is cut."""
 
-    tp: int = key(1, "tensor-parallel size of an engine; `colocated`: world size / tp engines run side by side", Range(1, 4096))
+    tp: int = key(
+        1, "tensor-parallel size of an engine; `colocated`: world size / tp engines run side by side", Range(1, 4096)
+    )
 
 
 @dataclass

@@ -281,7 +281,15 @@ class LoggingConfig:
     """The record of a run, beside ``metrics.jsonl``."""
 
     console: str = key(
-        "auto", "", one_of(auto="rich on a terminal, else plain", rich="live display", plain="a line per step", off="")
+        "auto",
+        "",
+        one_of(
+            auto="rich on a terminal, else plain",
+            rich="live display",
+            plain="a line per step",
+            json="an object per line: `--json`",
+            off="errors alone: `--quiet`",
+        ),
     )
     trackers: list[str] = key(
         ["tensorboard"],
@@ -305,6 +313,7 @@ class LoggingConfig:
         AT_LEAST_0,
         more="With `algorithm.entropy_coef` it is computed in every step.",
     )
+    samples: int = key(10, "steps between responses that the live display shows; 0: never", AT_LEAST_0)
     rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)
 
 

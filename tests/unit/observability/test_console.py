@@ -97,8 +97,9 @@ def test_the_live_display_shows_progress_phase_and_figures() -> None:
     assert "step 12/40" in lines[1] and "elapsed 0:00:30 · left 0:00:56 · 2.0 s/step" in lines[1]
     assert "old logprobs" in lines[2]
     assert "reward  ▁▁▂▃▃▄▅▆▆▇██  0.050 → 0.600" in lines[4]
-    assert [line.split()[1] for line in lines[8:14]] == ["7", "8", "9", "10", "11", "12"]
-    assert lines[13].split()[2:-1] == ["0.600", "0.0123", "7.2", "25", "%", "0.80", "3e-07", "2.0", "s"]
+    assert "length  ▅▅▅▅▅▅▅▅▅▅▅▅  7.2 → 7.2" in lines[5]
+    assert [line.split()[1] for line in lines[9:15]] == ["7", "8", "9", "10", "11", "12"]
+    assert lines[14].split()[2:-1] == ["0.600", "0.0123", "7.2", "25", "%", "0.80", "3e-07", "2.0", "s"]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -175,7 +176,7 @@ def test_auto_is_plain_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"logging.console='fancy': must be one of auto, rich, plain, off"):
+    with pytest.raises(ConfigError, match=r"logging.console='fancy': must be one of auto, rich, plain, json, off"):
         Console("fancy", 1, "grpo")
 
 

@@ -154,6 +154,8 @@ class Watch:
         self.log.append(("phase", name))
         yield
 
+    def progress(self, text: str) -> None: ...
+
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         self.log.append(("rollouts", step, len(trajectories), len(scores)))
 

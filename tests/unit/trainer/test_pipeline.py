@@ -31,6 +31,8 @@ class Record:
     def phase(self, name: str) -> Iterator[None]:
         yield
 
+    def progress(self, text: str) -> None: ...
+
     def rollouts(self, step: int, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> None:
         assert len(trajectories) == len(scores)
 
