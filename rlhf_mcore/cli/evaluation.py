@@ -60,6 +60,7 @@ from rlhf_mcore.trainer.evaluation_results import (
     sources_table,
 )
 from rlhf_mcore.trainer.failures import OnError
+from rlhf_mcore.trainer.inputs import own_files
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.rollouts import RolloutWorker
 from rlhf_mcore.types import Prompt
@@ -77,6 +78,7 @@ _HOW_TO_GRADE = (
     "max_error_share",
 )  # not what: no reason to begin anew
 _SERVICES = ("remote", "judge")
+_TOOLS, _OTHERS = "environment.options.tools[", ("environment.tools", "environment.options.corpus")
 _HOW_TO_ASK = ("token_env", "batch_size", "concurrency", "timeout_s", "deadline_s", "retries")
 
 
@@ -281,7 +283,10 @@ def _settings(task: _Task, dtype: str) -> dict[str, Any]:
     if cfg.environment.function is not None:
         file = cfg.environment.function.rpartition(":")[0]
         held = {key: value for key, value in asdict(cfg.environment).items() if key not in _HOW_TO_GRADE}
-        environment = {**held, "code": digest_of_file(Path(file)) if file else None}
+        others = {
+            key: entry["content"] for key, entry in own_files(cfg).items() if key in _OTHERS or key.startswith(_TOOLS)
+        }
+        environment = {**held, "code": digest_of_file(Path(file)) if file else None, **others}
     return {
         **({} if environment is None else {"environment": environment}),
         "model": {

@@ -19,7 +19,7 @@ import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import leaves
+from rlhf_mcore.config.keys import leaves, value_of
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
@@ -29,9 +29,8 @@ from rlhf_mcore.observability.files import sketch_of_file
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 
 _MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path")
-_TEXTS = dict.fromkeys(
-    ("reward.judge.rubric_file", "environment.tools"), float(INDEX.num_bytes)
-)  # and bytes of each at most
+# Texts, and how many bytes of each are read.
+_TEXTS: dict[str, float] = {"reward.judge.rubric_file": INDEX.num_bytes, "environment.tools": INDEX.num_bytes}
 _TEXTS |= {"environment.options.corpus": math.inf}
 _TOKENIZER = tuple(
     name for name in COMPANIONS if name not in ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES)
@@ -55,6 +54,25 @@ def fingerprints(cfg: Config) -> Inputs:
     for key, files in (("data.train", cfg.data.train), ("data.eval", cfg.data.eval)):
         for number, file in enumerate(files):
             found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
+    found |= own_files(cfg)
+    for key in _MODEL_KEYS:
+        if (directory := value_of(cfg, key)) is not None:
+            found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
+    tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
+    found["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))
+    templates = [_without_idle(tokenizer / "tokenizer_config.json").get("chat_template")]
+    templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
+    found["chat template"] = _entry(tokenizer, _digest(templates))
+    return found
+
+
+def own_files(cfg: Config) -> Inputs:
+    """Of functions, tools and texts that the user has written.
+
+    Raises:
+        ConfigError: a file is not there or cannot be read.
+    """
+    found: dict[str, Mapping[str, str]] = {}
     values = dict(leaves(asdict(cfg)))
     listed = {
         f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
@@ -65,14 +83,6 @@ def fingerprints(cfg: Config) -> Inputs:
     for key, limit in _TEXTS.items():
         if isinstance(path := values.get(key), str):
             found[key] = _entry(path, _file_digest(Path(path), limit))
-    for key in _MODEL_KEYS:
-        if (directory := values[key]) is not None:
-            found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
-    tokenizer = Path(cfg.model.tokenizer_path or cfg.model.path)
-    found["tokenizer"] = _entry(tokenizer, _digest([_companion(tokenizer / name) for name in _TOKENIZER]))
-    templates = [_without_idle(tokenizer / "tokenizer_config.json").get("chat_template")]
-    templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
-    found["chat template"] = _entry(tokenizer, _digest(templates))
     return found
 
 
