@@ -165,6 +165,8 @@ class Sessions:
     def _give_out(self) -> None:
         for host in self._hosts:
             while host.process.ready and host.waiting and len(host.calls) < host.capacity:
+                if host.calls and any(map(self._is_suspect, (host.waiting[0], *host.calls))):
+                    break
                 key = host.waiting.popleft()
                 session = self._sessions[key]
                 item: dict[str, Any] = {"session": key, "seed": session.seed, "actions": session.actions[-1:]}
@@ -174,6 +176,11 @@ class Sessions:
                     session.is_there, num_calls = True, 1 + len(session.actions)
                 host.process.outgoing += encode(item)
                 host.calls[key] = time.monotonic() + self._limits.timeout_s * num_calls
+
+    def _is_suspect(self, key: int) -> bool:
+        """Whether a call was there when processes were lost, and others too: it is made alone, so that the guilty one is known."""
+        session = self._sessions.get(key)
+        return session is not None and session.tries > self._limits.retries
 
     def _round(self, end: float | None) -> None:
         """Wait until something has happened or ``end``, and take note of it."""
@@ -223,7 +230,10 @@ class Sessions:
             self._answers.append((key, answer))
 
     def _lose(self, host: _Host, cause: str, guilty: list[int], timed_out: bool = False) -> None:
-        """End a process. Its sessions are played again elsewhere when they are called; the calls of ``guilty`` once more at most."""
+        """End a process. Its sessions are played again elsewhere when they are called; the calls of ``guilty`` once more at most.
+
+        Of several that may be guilty each is made alone then.
+        """
         self._hosts.remove(host)
         host.process.stop()
         tail = f"; it last printed: {host.process.tail.strip()!r}" if host.process.tail.strip() else ""
@@ -235,7 +245,7 @@ class Sessions:
         for key in pending:
             session = self._sessions[key]
             session.tries += key in guilty
-            if session.tries <= self._limits.retries:
+            if session.tries <= self._limits.retries or key not in guilty or len(guilty) > 1:
                 self._call(key, again=True)
                 continue
             self._lost_in_a_row += 1

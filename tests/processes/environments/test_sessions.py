@@ -58,6 +58,16 @@ class Waiting:
         await self.together.wait()
         return None, None, True
 
+class Exiting:
+    async def reset(self, row, seed):
+        self.row = row
+
+    async def step(self, action):
+        await asyncio.sleep(0.01)
+        if self.row["prompt"] == "bad":
+            os._exit(3)
+        return None, 1.0, True
+
 class Lazy:
     def step(self, action): ...
 """
@@ -133,6 +143,19 @@ def test_sessions_of_a_lost_process_are_played_again_and_the_guilty_call_fails_a
     assert one(lost, 2, "2") == one(kept, 2, "2")  # the draws of the session that was played again are the same
     one(lost, 2, "exit once"), one(kept, 2, "0")
     assert one(lost, 2, "3") == one(kept, 2, "3")
+
+
+def test_a_call_that_ends_the_process_of_many_takes_no_other_along(make: Make) -> None:
+    sessions = make("Exiting")
+    for key in range(12):
+        sessions.open(key, {"prompt": "bad" if key in (3, 4) else "good"}, seed=key)
+    all_answers(sessions)
+    for key in range(12):
+        sessions.step(key, "go")
+    found = all_answers(sessions)
+    assert [key for key, answer in found.items() if answer.error] == [3, 4]
+    assert "ended its process with exit code 3" in found[3].error
+    assert all(answer.reward == 1.0 for key, answer in found.items() if key not in (3, 4))
 
 
 def test_a_step_beyond_its_deadline_costs_a_deadline_and_no_other_session(make: Make) -> None:
