@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import mlp
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from numpy.typing import NDArray
@@ -117,10 +118,10 @@ def dry_run(
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
     one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
     fused = patch.multiple(mlp, bias_swiglu_impl=_swiglu, weighted_bias_swiglu_impl=_weighted_swiglu)
-    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, fused, counted:
+    scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scattered)
+    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, fused, scattered, counted:
         model = build_model(spec, groups, platform, options)
         model.config.variable_seq_lengths = False
-        model.config.bias_activation_fusion = True
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
         weights = sum(buffer.param_data.nbytes for buffer in buffers)
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
@@ -148,9 +149,21 @@ class _Done:
     def wait(self) -> None: ...
 
 
+def _scattered(
+    inputs: Tensor, group: dist.ProcessGroup, input_split_sizes: Sequence[int] | None = None, *args: Any
+) -> Tensor:
+    """NCCL reduces rows where they are; gloo has no such collective, and the platform makes one of a copy."""
+    if group.size() == 1:
+        return inputs
+    rows = len(inputs) // group.size() if input_split_sizes is None else input_split_sizes[group.rank()]
+    return inputs.new_empty(rows, *inputs.shape[1:])
+
+
 def _stand_in(chunk: torch.nn.Module) -> None:
     """Where a GPU has a kernel, what it keeps for the backward pass is kept, and not what plain torch would."""
     for module in chunk.modules():
+        if isinstance(module, mlp.MLP):  # experts have a config of their own
+            module.config.bias_activation_fusion = True
         if isinstance(module, RMSNorm):
             module.forward = partial(_norm, module.weight)  # type: ignore[method-assign]
         elif isinstance(module, SDPACoreAttention):

@@ -40,30 +40,57 @@ def training_activations(
 ) -> ActivationBytes:
     """Peak of a forward and backward pass over microbatches of ``tokens`` tokens (this rank's part under context parallelism).
 
-    ``width`` is the size of an activation's element in bytes.
+    Beside what microbatches keep, that is the largest of three, which come one after the other: what one layer needs for itself,
+    the logits, and the gradient of the embedding. ``width`` is the size of an activation's element in bytes.
     """
     layout, geometry = role.layout, role.geometry
-    kept = full = 0.0
+    kept = computing = 0.0
     for chunk in range(layout.vpp or 1):
         layers = layout.layers_of(geometry.num_layers, pp, chunk)
         kept += _chunk_bytes(role, layers, width, assumed)
-        full = max([full, *(_layer_bytes(role, layer, width, assumed) for layer in layers)])
+        computing = max([computing, *(_computing_bytes(role, layer, tokens, width, assumed) for layer in layers)])
     in_flight = _in_flight(layout, pp, num_microbatches)
-    # The activations of a recomputed unit exist while its backward pass runs.
-    recompute = role.recompute
-    unit = recompute.num_layers if recompute.method == "uniform" else 1
-    recomputing = unit * full if recompute.granularity == "full" else 0.0
-    recomputing += _backward_bytes(role, width)
-    return ActivationBytes(
-        int(tokens * (kept * in_flight + recomputing)), head_bytes(role, pp, tokens, width, training=True)
-    )
+    head = head_bytes(role, pp, tokens, width, training=True)
+    embedding = 0.0
+    if pp == 0:  # its gradient is whole, in the width of weights, and what the microbatch kept is free by then
+        left = in_flight if role.recompute.granularity == "full" else max(in_flight - 1, 0)
+        rows = geometry.padded_vocab(layout.tp) // layout.tp
+        embedding = width * geometry.hidden_size * (rows + tokens) - tokens * kept * (in_flight - left)
+    # What comes from the stage before, and the gradient from the one behind.
+    passed_on = 2 * width * geometry.hidden_size / _sequence_share(layout) if layout.pp > 1 else 0.0
+    return _peak(tokens * (kept * in_flight + passed_on), max(computing, embedding), head)
+
+
+def _peak(kept: float, layers: float, head: int) -> ActivationBytes:
+    """Logits are freed before a layer is gone through backwards, and made after the last one has been gone through."""
+    return ActivationBytes(int(kept), head) if head > layers else ActivationBytes(int(kept + layers), 0)
+
+
+def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, assumed: Assumptions) -> float:
+    """Beside what is kept, the most that a layer needs at a time: what it has computed again, and what is there for a moment only."""
+    geometry, recompute = role.geometry, role.recompute
+    again = 0.0
+    if recompute.granularity == "full":  # the activations of a recomputed unit exist while its backward pass runs
+        again = (recompute.num_layers if recompute.method == "uniform" else 1) * _layer_bytes(
+            role, layer, width, assumed
+        )
+    elif recompute.granularity == "selective":
+        again = _dropped_bytes(role, layer, width, assumed)
+    own = _dispatch_bytes if geometry.is_moe_layer(layer) else _backward_bytes
+    return tokens * again + own(role, tokens, width, assumed)
 
 
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
     """Peak of a forward pass without gradients: one layer at a time, and the logits."""
     chunks = (role.layout.layers_of(role.geometry.num_layers, pp, chunk) for chunk in range(role.layout.vpp or 1))
-    peak = max(_layer_bytes(role, layer, width, assumed) for layers in chunks for layer in layers)
-    return ActivationBytes(int(tokens * peak), head_bytes(role, pp, tokens, width, training=False))
+    peak = max(_forward_bytes(role, layer, tokens, width, assumed) for layers in chunks for layer in layers)
+    return _peak(0.0, peak, head_bytes(role, pp, tokens, width, training=False))
+
+
+def _forward_bytes(role: PlannedRole, layer: int, tokens: int, width: int, assumed: Assumptions) -> float:
+    is_moe = role.geometry.is_moe_layer(layer)
+    sent = _dispatch_bytes(role, tokens, width, assumed) if is_moe else 0.0
+    return tokens * _layer_bytes(role, layer, width, assumed) + sent
 
 
 def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
@@ -82,7 +109,8 @@ def _chunk_bytes(role: PlannedRole, layers: range, width: int, assumed: Assumpti
     recompute = role.recompute
     whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]
     if recompute.granularity != "full":
-        return sum(whole)  # selective recomputation of core attention saves the score matrix, which is not kept anyway
+        dropped = (_dropped_bytes(role, layer, width, assumed) for layer in layers)
+        return sum(whole) - (sum(dropped) if recompute.granularity == "selective" else 0.0)
     inputs = width * role.geometry.hidden_size / _sequence_share(role.layout)
     if recompute.method == "block":
         recomputed = min(recompute.num_layers, len(whole))
@@ -100,11 +128,34 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
     share = _sequence_share(layout)
     norms = 4 * geometry.hidden_size / share  # inputs and outputs of two norms
     mlp = _experts if geometry.is_moe_layer(layer) else _dense_mlp
+    rotation = 4 * (geometry.rope_head_dim or geometry.head_dim)  # cosines and sines, of queries and of keys
     return (
-        width * (norms + _attention(geometry) / layout.tp)
+        width * (norms + _attention(geometry) / layout.tp + rotation)
         + _FP32 * geometry.num_heads / layout.tp
         + mlp(role, width, assumed)
     )
+
+
+def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions) -> float:
+    """Bytes a token of a layer that selective recomputation does not keep.
+
+    Of the core of attention that is next to nothing: its score matrix is not kept anyway.
+    """
+    geometry, layout, modules = role.geometry, role.layout, role.recompute.modules
+    is_moe, dropped = geometry.is_moe_layer(layer), 0.0
+    if "core_attn" in modules:
+        dropped += _FP32 * geometry.num_heads / layout.tp
+    if "layernorm" in modules:
+        dropped += width * 2 * geometry.hidden_size / _sequence_share(layout)
+    if "mlp" in modules and not is_moe:
+        dropped += _dense_mlp(role, width, assumed)
+    if "moe" in modules and is_moe:
+        return dropped + _experts(role, width, assumed)
+    if "moe_act" in modules and is_moe:
+        dropped += width * _copies(role, assumed) * geometry.expert_ffn_size / layout.expert_tp
+    if "shared_experts" in modules and is_moe:
+        dropped += width * 3 * geometry.shared_expert_ffn_size / layout.tp
+    return dropped
 
 
 def _attention(geometry: ModelGeometry) -> int:
@@ -126,48 +177,79 @@ def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:
     return width * 3 * role.geometry.ffn_size / role.layout.tp
 
 
-def _backward_bytes(role: PlannedRole, width: int) -> float:
-    """Bytes a token while a layer's MLP is gone through backwards: the gradients of three of its parts, and its input, gathered."""
-    geometry, layout = role.geometry, role.layout
-    routed = geometry.expert_ffn_size * geometry.experts_per_token * layout.expert_tp / _sequence_share(layout)
-    widest = max(geometry.ffn_size / layout.tp, routed / layout.expert_tp)
-    return width * (3 * widest + geometry.hidden_size)
+def _backward_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumptions) -> float:
+    """While a dense MLP is gone through backwards: the gradient of its output and of the halves and their product, that one being
+    free by then; or that of the halves and of their weight and input, with what sequence parallelism gathers and scatters for them.
+    """
+    hidden, ffn, share = (
+        role.geometry.hidden_size,
+        role.geometry.ffn_size / role.layout.tp,
+        _sequence_share(role.layout),
+    )
+    gathered = hidden + 2 * hidden / share if share > 1 else 0.0
+    activation = tokens * (hidden + 2 * ffn)
+    weight = 2 * hidden * ffn + tokens * (hidden + gathered - ffn)
+    return width * max(activation, weight)
+
+
+def _copies(role: PlannedRole, assumed: Assumptions) -> float:
+    """Of each token, for the experts of a rank: where they are split over more ranks than tokens are, it sees those of all of them."""
+    return (
+        role.geometry.experts_per_token
+        * role.layout.expert_tp
+        / _sequence_share(role.layout)
+        * assumed.expert_imbalance
+    )
 
 
 def _experts(role: PlannedRole, width: int, assumed: Assumptions) -> float:
-    """Router logits and probabilities in fp32, and of every token's copies the input, the gated product and the output.
+    """Router logits and probabilities in fp32, and of every token's copies the sorted input, both halves and their product.
 
     Of a shared expert the gated MLP, its output and, times its gate, once more.
     """
     geometry, layout = role.geometry, role.layout
     share = _sequence_share(layout)
-    # With experts split over more ranks than tokens are, a rank sees the tokens of all of them.
-    copies = role.geometry.experts_per_token * layout.expert_tp / share * assumed.expert_imbalance
-    per_copy = 2 * geometry.hidden_size + 4 * geometry.expert_ffn_size / layout.expert_tp
-    shared = 4 * geometry.shared_expert_ffn_size / layout.tp
+    per_copy = geometry.hidden_size + 3 * geometry.expert_ffn_size / layout.expert_tp
+    shared = 3 * geometry.shared_expert_ffn_size / layout.tp
     if shared:
         shared += 2 * geometry.hidden_size / share
-    return width * (copies * per_copy + shared) + 2 * _FP32 * geometry.num_experts / share
+    copies = _copies(role, assumed)
+    return width * (copies * per_copy + shared) + _FP32 * (copies + 2 * geometry.num_experts / share)
+
+
+def _dispatch_bytes(role: PlannedRole, tokens: int, width: int, assumed: Assumptions) -> float:
+    """When a mixture has computed: its tokens' copies before and after they were sent, the experts' outputs, and those in the
+    order of the copies. Experts that are split over ranks add these up in fp32.
+    """
+    hidden, etp = role.geometry.hidden_size, role.layout.expert_tp
+    copies = _copies(role, assumed)
+    sent, several = copies / etp, role.geometry.num_experts > role.layout.ep
+    there = width * (2 * sent + (2 if several else 1) * copies)
+    return tokens * hidden * (there + (_FP32 * (copies + sent) if etp > 1 else 0))
 
 
 def head_bytes(role: PlannedRole, pp: int, tokens: int, width: int, *, training: bool) -> int:
-    """The last stage's logits as parallel/logprobs.py makes them: a chunk in fp32, its softmax, gradient and another copy.
+    """The last stage's logits as parallel/logprobs.py makes them, in fp32: scaled, their exponentials, and two more for entropies.
 
-    Logits of a microbatch that is no more than a chunk stay for the backward pass. Beyond that all tokens have their hidden states,
-    in fp32 and in the model's own type, and while training their gradients.
+    Of a microbatch that is no more than a chunk they stay, and become their gradient: in the model's own type beside that of the
+    weight. Beyond that a chunk has them at a time. Hidden states are there in fp32 and in the model's own type.
     """
     if pp != role.layout.pp - 1:
         return 0
-    norm = 2 * width * tokens * role.geometry.hidden_size // _sequence_share(role.layout)
+    hidden = role.geometry.hidden_size
+    norm = 2 * width * tokens * hidden // _sequence_share(role.layout)
     if role.geometry.head != "lm":
         return norm + 2 * _FP32 * tokens
     columns = role.geometry.padded_vocab(role.layout.tp) // role.layout.tp
     chunk_tokens = max(CHUNK_BYTES // (_FP32 * columns), 1)
-    if tokens > chunk_tokens:
-        hidden = (_FP32 + width) * tokens * role.geometry.hidden_size * (2 if training else 1)
-        return norm + hidden + 4 * _FP32 * chunk_tokens * columns
-    chunk = 4 * _FP32 * min(tokens, CHUNK_TOKENS) * columns  # scaled logits, log-probabilities, probabilities, gradient
-    return norm + (2 if training else 1) * width * tokens * columns + chunk
+    is_kept = tokens <= chunk_tokens
+    softmax_tokens = min(tokens, CHUNK_TOKENS) if is_kept else chunk_tokens
+    logits = _FP32 * columns * (min(tokens, chunk_tokens) + 3 * softmax_tokens)
+    if training:
+        at_a_time = min(tokens, chunk_tokens)
+        backwards = (_FP32 + width) * at_a_time * columns + width * hidden * (columns + tokens)
+        logits = max(logits, backwards)
+    return norm + (_FP32 + width) * tokens * hidden + logits
 
 
 def describe(recompute: RecomputeConfig) -> str:

@@ -29,6 +29,19 @@ TINY = {
 BIG = {
     "Qwen2.5-7B": (8, "actor.layout.tp=2 actor.layout.pp=2"),
     "Llama-3-70B": (64, "actor.layout.tp=8 actor.layout.pp=8"),
+    "Qwen3-235B-A22B": (
+        256,
+        "actor.layout.tp=4 actor.layout.pp=8 actor.layout.ep=4 actor.layout.layers_per_stage=[11,12,12,12,11,12,12,12] "
+        "actor.recompute.granularity=full",
+    ),
+}
+GLM = ROOT / "configs" / "models" / "GLM-4.5-Air" / "config.json"
+SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
+RECOMPUTED = {
+    "nothing": "",
+    "everything": "actor.recompute.granularity=full",
+    "parts": "actor.recompute.granularity=selective actor.recompute.modules=[core_attn,mlp,shared_experts]",
+    "experts": "actor.recompute.granularity=selective actor.recompute.modules=[moe]",
 }
 
 
@@ -62,3 +75,12 @@ def test_weights_gradients_and_state_to_the_byte_and_activations_nearly(tmp_path
 def test_models_of_the_size_that_they_are_planned_in(model: str) -> None:
     world_size, layout = BIG[model]
     check(differences(ROOT / "configs" / "models" / model, world_size, layout))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("recomputed", RECOMPUTED)
+def test_layers_with_a_shared_expert(recomputed: str, etp: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(GLM.read_text()) | SHARED_EXPERTS))
+    layout = f"actor.layout.tp=2 actor.layout.pp=2 actor.layout.ep=2 actor.layout.etp={etp}"
+    check(differences(tmp_path, 8, f"{layout} {RECOMPUTED[recomputed]}"))
