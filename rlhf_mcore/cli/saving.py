@@ -171,6 +171,7 @@ def build_checkpointer(
         after_commit=keeper.after_commit,
         at_end=keeper.at_end,
         note=record.note,
+        show=record.console.phase if record.console is not None else lambda phase: None,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
         load_best=load_best if cfg.checkpoint.load_best_model_at_end else lambda: None,

@@ -251,7 +251,7 @@ RULES = (
         _percent,
         "updates of one step that were left out because loss or gradient were not finite",
         "lower the learning rate; with float16 use bfloat16",
-        alarm_steps=1,
+        alarm_steps=3,
     ),
     Rule(
         "stale tokens",

@@ -92,7 +92,10 @@ class Alarms:
             if (judged := watch.begins(value / samples if watch.counts else value)) is not None:
                 text = f"step {step}: alarm: {watch.describe(judged)}: {watch.remedy}"
                 yield Alarm(step, watch.name, watch.metric, judged, text, watch.actions)
-        names = sorted(name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value))
+        # The gradient of an update that was skipped is not finite, which the rule for those tells.
+        bad = [name for name, value in metrics.items() if name.endswith("/skipped_updates") and value]
+        skipped = {name.replace("skipped_updates", "grad_norm") for name in bad}
+        names = sorted(name for name, value in metrics.items() if not math.isfinite(value) and name not in skipped)
         if self._finite is not None and self._finite.begins(float(bool(names))) is not None:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             text = (

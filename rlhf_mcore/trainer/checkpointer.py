@@ -66,6 +66,7 @@ class RunCheckpointer:
     in_background: bool = False
     stop_on_failure: bool = True
     at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
+    show: Callable[[str], None] = lambda phase: None  # what is being done now, for the display
     load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
     _flush: _Flush | None = field(default=None, init=False)
 
@@ -101,6 +102,7 @@ class RunCheckpointer:
         """
         self.drain()
         self._refuse_not_finite(step)
+        self.show("save")
         started = time.monotonic()
         # What ``latest`` and ``best`` name at the end is what others use: whole.
         whole = END in decision.reasons or decision.best

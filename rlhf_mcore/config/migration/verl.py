@@ -204,7 +204,7 @@ def output(values: Values) -> dict[str, Any]:
 def logger(names: Any) -> bool:
     names = [names] if isinstance(names, str) else list(names)
     if foreign := sorted(set(map(str, names)) - {"console", "tensorboard", "file"}):
-        reason = f"{', '.join(foreign)} cannot be written to; metrics go to metrics.jsonl and TensorBoard"
+        reason = f"{', '.join(foreign)} is not written to: add it to logging.trackers, where it is one; TensorBoard is"
         raise Lost(reason, {"logging.tensorboard": True})
     return "tensorboard" in names
 

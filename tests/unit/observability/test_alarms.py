@@ -46,6 +46,8 @@ def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> 
             [(5, "reward errors")],
         ),
         ([{"loss/total": 1.0}, {"loss/total": NAN, "kl/mean": NAN}, {"loss/total": NAN}], [(2, "not finite")]),
+        # Half precision skips an update now and then, whose gradient is not finite; three steps in a row are an alarm.
+        ([{"actor/skipped_updates": 1.0, "actor/grad_norm": NAN}] * 4, [(3, "skipped updates")]),
         # Silent while it lasts and for ten steps after.
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 9, {"loss/total": NAN}], [(1, "not finite")]),
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 10, {"loss/total": NAN}], [(1, "not finite"), (12, "not finite")]),

@@ -193,7 +193,7 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
         ("data.truncation=left", "prompts are never cut"),
         ("data.train_batch_size=many", "a value of a kind"),
         ("data.gen_batch_size=1536", "every batch of prompts"),
-        ("trainer.logger=['console','wandb']", "wandb cannot be written to"),
+        ("trainer.logger=['console','wandb']", "wandb is not written to: add it to logging.trackers"),
     ],
 )
 def test_what_is_lost_is_named_with_its_reason(override: str, reason: str) -> None:
