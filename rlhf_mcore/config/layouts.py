@@ -8,7 +8,7 @@ from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
-from rlhf_mcore.families import has_expert_bias
+from rlhf_mcore.families import FAMILIES, has_expert_bias
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -179,6 +179,11 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
         yield (
             f"{role}.layout.etp={etp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of {model}; "
             f"choose a divisor of {geometry.expert_ffn_size}"
+        )
+    if etp > 1 and FAMILIES[geometry.family].has_stacked_experts:
+        yield (
+            f"{role}.layout.etp={etp}: experts with biases ({model}) are whole on a rank; set it to 1, which with "
+            f"{role}.layout.tp > 1 asks for {role}.layout.ep > 1"
         )
     if layout.tp > 1 and not layout.sequence_parallel:
         yield (

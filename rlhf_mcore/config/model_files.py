@@ -152,7 +152,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     headers: dict[str, Fields] = {}
     names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
     number = geometry.num_layers + hf_config.integer("num_nextn_predict_layers", default=0)
-    if f"model.layers.{number}.input_layernorm.weight" in names:
+    if f"model.layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
     for name, shape in _some_shapes(geometry).items():
@@ -174,7 +174,7 @@ def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
     ]  # without the head, which may be another one here
     rules += family.layer_rules(geometry, 0)
     found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    return found | {f"model.layers.{last}.input_layernorm.weight": (geometry.hidden_size,)}
+    return found | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 
 def _header(folder: Path, name: str, known: dict[str, Fields]) -> Fields:
@@ -222,15 +222,18 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
         supported = (known for known, (_, kind) in ARCHITECTURES.items() if kind in heads)
-        yield f"{prefix}: architecture {shorten(name)} is not supported; supported are: {', '.join(supported)}"
+        whole = (
+            "; it is more than a language model: save its language model alone" if "text_config" in hf_config else ""
+        )
+        yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
         return
     labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two
     num_labels = hf_config.integer("num_labels", default=len(labels))
     if head != "lm" and num_labels != 1:
         yield f"{prefix}: {name} with {num_labels} labels; a value or a score is one number: use a model with one label"
-    activation = hf_config.text("hidden_act", default="silu")
-    if activation != "silu":
-        yield f"{prefix}: hidden_act {shorten(activation)!r} is not supported, only 'silu'; use another model"
+    for key in ("hidden_act", "hidden_activation"):
+        if (activation := hf_config.text(key, default=family.activation)) != family.activation:
+            yield f"{prefix}: {key} {shorten(activation)!r} is not supported, only {family.activation!r}; use another model"
     yield from _rope_problems(hf_config, prefix)
     hf_config.number("rms_norm_eps", 0.0, 1.0, default=None)
     yield from (f"{prefix}: {problem}" for problem in family.problems(hf_config, name))

@@ -7,12 +7,22 @@ number over the whole layer). A parameter that no rule names is an error, so not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal
 
 from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
-from rlhf_mcore.families.sizes import head_dim, latent_sizes, max_positions, num_kv_heads, rope_type, rotary, size
+from rlhf_mcore.families.sizes import (
+    MAX_SIZES,
+    head_dim,
+    latent_sizes,
+    max_positions,
+    num_kv_heads,
+    rope_type,
+    rotary,
+    size,
+)
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -27,6 +37,7 @@ class Dim:
 
 ONE = Dim("one", lambda g: 1)
 HIDDEN = Dim("hidden", lambda g: g.hidden_size)
+HEADS = Dim("heads", lambda g: g.num_heads)
 QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
 HEAD_DIM = Dim("head_dim", lambda g: g.head_dim)
@@ -35,6 +46,7 @@ FFN = Dim("ffn", lambda g: g.ffn_size)
 VOCAB = Dim("vocab", lambda g: g.vocab_size)
 EXPERTS = Dim("experts", lambda g: g.num_experts)
 EXPERT_FFN = Dim("expert_ffn", lambda g: g.expert_ffn_size)
+EXPERT_GATE_UP = Dim("expert_gate_up", lambda g: 2 * g.expert_ffn_size)
 SHARED_FFN = Dim("shared_ffn", lambda g: g.shared_expert_ffn_size)
 # Of latent attention: what is projected down to, what is projected up to, and queries where they are projected at once.
 Q_RANK = Dim("q_rank", lambda g: g.q_lora_rank)
@@ -45,8 +57,9 @@ VALUES = Dim("values", lambda g: g.num_heads * g.value_dim)
 DIRECT_QUERIES = Dim("direct_queries", lambda g: 0 if g.q_lora_rank else g.num_heads * g.head_dim)
 
 # How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
-# columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group.
-Kind = Literal["replicated", "column_parallel", "row_parallel", "vocab_parallel", "qkv"]
+# columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group;
+# the part of one expert, transposed, of tensors that have those of all.
+Kind = Literal["replicated", "column_parallel", "row_parallel", "vocab_parallel", "qkv", "stacked"]
 Layers = Literal["all", "dense", "moe"]  # that have a parameter
 Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's
 
@@ -73,6 +86,10 @@ class Rule:
             name.format(i=layer, e=expert): tuple(dim.of(geometry) for dim in dims)
             for name, dims in self.tensors.items()
         }
+
+    def numel(self, geometry: ModelGeometry) -> int:
+        """Elements in one layer, of one expert."""
+        return sum(map(prod, self.shapes(geometry).values())) // (geometry.num_experts if self.kind == "stacked" else 1)
 
     def exists(self, geometry: ModelGeometry) -> bool:
         """Whether the layers of a model have this parameter."""
@@ -106,6 +123,13 @@ _OUTSIDE = (
     Rule("embedding.word_embeddings.weight", "vocab_parallel", {"model.embed_tokens.weight": (VOCAB, HIDDEN)}),
     Rule("decoder.final_layernorm.weight", "replicated", {"model.norm.weight": (HIDDEN,)}),
 )
+# Norms of what comes out of attention and of the MLP, where a family has them.
+OUTPUT_NORMS = (
+    Rule(
+        _MEGATRON + "self_attn_bda.norm.weight", "replicated", {_LAYER + "post_attention_layernorm.weight": (HIDDEN,)}
+    ),
+    Rule(_MEGATRON + "mlp_bda.norm.weight", "replicated", {_LAYER + "post_feedforward_layernorm.weight": (HIDDEN,)}),
+)
 _MLP = (
     Rule(_MEGATRON + "pre_mlp_layernorm.weight", "replicated", _MLP_NORM, "dense", "local"),
     # The norm before a mixture stands alone: there is no single linear layer to fuse it with.
@@ -129,6 +153,18 @@ DECODER = (
     ),
     *_MLP,
     _OUTSIDE[1],
+)
+_INPUT_NORMS = (*_INPUT_NORM, *_MLP_NORM)
+# With norms of outputs alone, and with both.
+POST_NORM_DECODER = (*(rule for rule in DECODER if not set(rule.tensors) & set(_INPUT_NORMS)), *OUTPUT_NORMS)
+SANDWICH_DECODER = (
+    *(
+        replace(rule, tensors={_LAYER + "pre_feedforward_layernorm.weight": (HIDDEN,)})
+        if rule.tensors == _MLP_NORM
+        else rule
+        for rule in DECODER
+    ),
+    *OUTPUT_NORMS,
 )
 
 
@@ -162,11 +198,11 @@ QKV_BIAS = (
 )
 
 
-def qk_norm(size: Dim) -> tuple[Rule, ...]:
-    """Norms of query and key heads."""
+def qk_norm(queries: Dim, keys: Dim | None = None) -> tuple[Rule, ...]:
+    """Norms of queries and of keys (as large, if nothing else is given)."""
     return tuple(
         Rule(f"{_MEGATRON}self_attention.{x}_layernorm.weight", "replicated", {f"{_ATTENTION}{x}_norm.weight": (size,)})
-        for x in "qk"
+        for x, size in (("q", queries), ("k", keys or queries))
     )
 
 
@@ -189,6 +225,40 @@ def experts(block: str, *names: tuple[str, str, str]) -> tuple[Rule, ...]:
     )
 
 
+def stacked_experts() -> tuple[Rule, ...]:
+    """A mixture in which all parts have biases, and files have the experts of a layer in one tensor, with columns for outputs."""
+    router, block = _MEGATRON + "mlp.router.", _LAYER + "mlp.experts."
+    layers = (("1", "gate_up_proj", HIDDEN, EXPERT_GATE_UP), ("2", "down_proj", EXPERT_FFN, HIDDEN))
+    names: tuple[tuple[Spec, str], ...] = (
+        ("local", "local_experts.{k}.linear_fc{n}.{part}"),
+        ("te", "linear_fc{n}.{part}{k}"),
+    )
+    return (
+        Rule(router + "weight", "replicated", {_LAYER + "mlp.router.weight": (EXPERTS, HIDDEN)}, "moe"),
+        Rule(router + "bias", "replicated", {_LAYER + "mlp.router.bias": (EXPERTS,)}, "moe"),
+        *(
+            Rule(
+                _MEGATRON + "mlp.experts." + name.replace("{n}", n).replace("{part}", part),
+                "stacked",
+                {block + hf + suffix: (EXPERTS, *dims)},
+                "moe",
+                spec,
+            )
+            for spec, name in names
+            for n, hf, inputs, outputs in layers
+            for part, suffix, dims in (("weight", "", (inputs, outputs)), ("bias", "_bias", (outputs,)))
+        ),
+    )
+
+
+SINKS = (
+    Rule(
+        _MEGATRON + "self_attention.core_attention.softmax_offset", "column_parallel", {_ATTENTION + "sinks": (HEADS,)}
+    ),
+)
+OUTPUT_BIAS = (
+    Rule(_MEGATRON + "self_attention.linear_proj.bias", "replicated", {_ATTENTION + "o_proj.bias": (HIDDEN,)}),
+)
 EXPERT_BIAS = (
     Rule(
         _MEGATRON + "mlp.router.expert_bias",
@@ -209,32 +279,88 @@ def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Windows:
+    """Some layers of a model attend to the last ``sliding_window`` tokens alone.
+
+    ``every``: where config.json has no ``layer_types``, one layer of so many attends to all tokens, the last of them.
+    """
+
+    every: int
+
+    def settings(self, hf_config: Fields) -> dict[str, Any]:
+        """Settings of Megatron's attention."""
+        kinds = self._kinds(hf_config)
+        # A token sees itself and ``sliding_window - 1`` before it.
+        width = hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"])
+        return {
+            "window_size": (width - 1, 0),
+            "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
+        }
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """What of a config.json is not supported."""
+        self.settings(hf_config)
+        kinds, num_layers = self._kinds(hf_config), size(hf_config, "num_hidden_layers")
+        if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+            yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
+        if len(kinds) != num_layers:
+            yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
+
+    def _kinds(self, hf_config: Fields) -> Sequence[str]:
+        every = hf_config.integer("sliding_window_pattern", 1, 1024, default=self.every)
+        kinds = [
+            "sliding_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(size(hf_config, "num_hidden_layers"))
+        ]
+        return hf_config.texts("layer_types", default=kinds)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family.
 
     ``architecture`` is how the names of its Hugging Face architectures begin. ``megatron``: settings that are not Megatron's defaults,
     by the names that TransformerConfig and the arguments of a Megatron-LM checkpoint share. ``head_dim``: where config.json has none
-    (None: the hidden size over the number of heads). ``latent``: attention is multi-head latent attention. ``flags``: the only
-    supported values of flags in config.json, which are also their defaults. ``texts``: the only supported values of keys that an
-    engine reads otherwise where they are absent, so that they have to be there. ``qk_norm_key``: the flag that decides whether there
-    are norms of query and key heads, where not all models of the family have them.
+    (None: the hidden size over the number of heads). ``latent``: attention is multi-head latent attention. ``flags`` and ``numbers``:
+    the only supported values of keys in config.json, which are also their defaults. ``texts``: the only supported values of keys that
+    an engine reads otherwise where they are absent, so that they have to be there. ``qk_norm_key``: the flag that decides whether
+    there are norms of query and key heads, where not all models of the family have them. ``norm_of_projections``: such a norm is of
+    all heads together. ``norms``: of what goes into attention and MLP of a layer, of what comes out, or of both.
 
-    A window of attention is refused where it is active: ``window_switch`` is the key that decides, beside ``sliding_window`` itself
-    (``default_window`` where that is absent).
+    ``activation`` of the MLP, as config.json names it. ``tied``: whether the embedding is the output layer too, where config.json does
+    not decide it. ``scales_embeddings``: by the root of the hidden size. ``absent``: keys that are refused where they have a value.
+    ``settings``: what else Megatron needs to know of a config.json.
+
+    ``windows``: layers that attend to some tokens only. Without, a window is refused where it is active: ``window_switch`` is the key
+    that decides, beside ``sliding_window`` itself (``default_window`` where that is absent).
     """
 
     name: str
     architecture: str
     rules: tuple[Rule, ...]
-    megatron: Mapping[str, bool] = field(default_factory=dict)
+    megatron: Mapping[str, Any] = field(default_factory=dict)
     head_dim: int | None = None
     latent: bool = False
     mixture: Mixture | SigmoidMixture | None = None
     flags: Mapping[str, bool] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     qk_norm_key: str = ""
+    norm_of_projections: bool = False
+    norms: Literal["inputs", "outputs", "both"] = "inputs"
+    activation: str = "silu"
+    tied: bool = False
+    scales_embeddings: bool = False
+    absent: tuple[str, ...] = ()
+    settings: Callable[[Fields], Mapping[str, Any]] | None = None
+    windows: Windows | None = None
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether files have the experts of a layer in one tensor; their gates and linear parts then take turns."""
+        return any(rule.kind == "stacked" for rule in self.rules)
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
         """Rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
@@ -261,9 +387,9 @@ class Family:
             head_dim=0 if self.latent else head_dim(hf_config, self.head_dim),
             ffn_size=size(hf_config, "intermediate_size"),
             vocab_size=size(hf_config, "vocab_size"),
-            tied_embeddings=hf_config.flag("tie_word_embeddings", default=False) and head == "lm",
+            tied_embeddings=hf_config.flag("tie_word_embeddings", default=self.tied) and head == "lm",
             head=head,
-            max_positions=max_positions(hf_config),
+            max_positions=max_positions(hf_config, is_stretched=self.windows is not None),
             has_qk_norm=self._has_qk_norm(hf_config),
         )
         if self.latent:
@@ -277,6 +403,10 @@ class Family:
             found["qk_layernorm"] = self._has_qk_norm(hf_config)
         if self.mixture is not None:
             found |= self.mixture.settings(hf_config)
+        if self.windows is not None:
+            found |= self.windows.settings(hf_config)
+        if self.settings is not None:
+            found |= self.settings(hf_config)
         if self.latent:
             sizes, rope, is_yarn = latent_sizes(hf_config), rotary(hf_config), rope_type(hf_config) == "yarn"
             found |= {
@@ -304,6 +434,9 @@ class Family:
             if hf_config.flag(key, default=supported) != supported:
                 asked = f"{key}=false" if supported else key
                 yield f"{asked} is not supported for {architecture}; use another model"
+        for key, only in self.numbers.items():
+            if (number := hf_config.number(key, default=only)) != only:
+                yield f"{key}={number} is not supported for {architecture}, only {only}; use another model"
         for key, needed in self.texts.items():
             if (value := hf_config.text(key, default="")) != needed:
                 asked = (
@@ -313,8 +446,12 @@ class Family:
                     f'config.json has no {key}, and engines take another one than {needed!r}; add "{key}": "{needed}"'
                 )
                 yield asked if value else absent
-        window = self._active_window(hf_config)
-        if window is not None:
+        for key in self.absent:
+            if key in hf_config:
+                yield f"{key} is not supported for {architecture}; use another model"
+        if self.windows is not None:
+            yield from self.windows.problems(hf_config)
+        elif (window := self._active_window(hf_config)) is not None:
             yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
         if self.mixture is not None:
             yield from self.mixture.problems(hf_config)

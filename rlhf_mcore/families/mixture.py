@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_mcore.families.sizes import dense_layers, num_experts, size
-from rlhf_mcore.foreign import Fields
+from rlhf_mcore.foreign import Fields, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,11 @@ class SigmoidMixture:
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
         """Settings of Megatron's router."""
-        groups, best = _groups(hf_config)
+        groups, best = self._groups(hf_config)
         if not self.sizes(hf_config):
             return {}
         return {
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
+            **self._scores(),
             "moe_router_topk_scaling_factor": hf_config.number("routed_scaling_factor", 1e-6, 1e6),
             "moe_router_num_groups": groups if groups > 1 else None,
             "moe_router_group_topk": best if groups > 1 else None,
@@ -91,7 +90,7 @@ class SigmoidMixture:
         top_k, found, (groups, best) = (
             size(hf_config, "num_experts_per_tok"),
             num_experts(hf_config),
-            _groups(hf_config),
+            self._groups(hf_config),
         )
         hf_config.number("routed_scaling_factor", 1e-6, 1e6)
         if not 2 <= top_k <= found:
@@ -100,13 +99,43 @@ class SigmoidMixture:
             yield (
                 f"n_group={groups}, topk_group={best}: {top_k} of {found} experts cannot be taken so; export the model again"
             )
-        elif groups > 1 and top_k // best != 2:
+        elif groups > 1 and top_k // best != 2 and self._adds_two:
             # transformers adds up the two best scores of a group, Megatron those of as many experts as are taken of one.
             yield f"topk_group={best} is supported with num_experts_per_tok={2 * best} only, not {top_k}; use another model"
         if (frequency := hf_config.integer("moe_layer_freq", default=1)) != 1:
             yield f"moe_layer_freq={frequency} is not supported, only 1; use another model"
 
+    _adds_two: ClassVar[bool] = True  # scores of a group, to choose the groups
 
-def _groups(hf_config: Fields) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token's experts are taken from."""
-    return tuple(hf_config.integer(key, 1, 4096, default=1) for key in ("n_group", "topk_group"))  # type: ignore[return-value]
+    def _scores(self) -> dict[str, Any]:
+        return {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+    def _groups(self, hf_config: Fields) -> tuple[int, int]:
+        """Groups of experts, and how many of them a token's experts are taken from."""
+        return tuple(hf_config.integer(key, 1, 4096, default=1) for key in ("n_group", "topk_group"))  # type: ignore[return-value]
+
+
+class SoftmaxMixture(SigmoidMixture):
+    """The same by a softmax over all experts, without a bias: of all of them, or of the groups with the best expert each.
+
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2.
+    """
+
+    __slots__ = ()
+    _adds_two = False
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """What of a config.json is not supported."""
+        if (method := self._method(hf_config)) not in ("greedy", "group_limited_greedy"):
+            yield f"topk_method {shorten(method)!r} is not supported, only 'greedy' and 'group_limited_greedy'; use another model"
+        yield from SigmoidMixture.problems(self, hf_config)
+
+    def _scores(self) -> dict[str, Any]:
+        return {"moe_router_pre_softmax": True}
+
+    def _groups(self, hf_config: Fields) -> tuple[int, int]:
+        return (1, 1) if self._method(hf_config) == "greedy" else SigmoidMixture._groups(self, hf_config)
+
+    @staticmethod
+    def _method(hf_config: Fields) -> str:
+        return hf_config.text("topk_method", default="greedy")

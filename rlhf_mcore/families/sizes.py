@@ -121,8 +121,10 @@ def latent_sizes(hf_config: Fields) -> dict[str, Any]:
 
 
 def rotary(hf_config: Fields) -> Fields:
-    """How rotary embeddings are scaled; empty where config.json does not have it."""
+    """How rotary embeddings are scaled, of layers that attend to all tokens; empty where config.json does not have it."""
     found = hf_config.object("rope_scaling", default=None) or hf_config.object("rope_parameters", default=None)
+    if found is not None and "full_attention" in found:
+        found = found.object("full_attention")
     return found or Fields({}, hf_config.where, hf_config.remedy)
 
 
@@ -132,10 +134,10 @@ def rope_type(hf_config: Fields) -> str:
     return rope.text("rope_type", default=rope.text("type", default="default"))
 
 
-def max_positions(hf_config: Fields) -> int:
+def max_positions(hf_config: Fields, *, is_stretched: bool = False) -> int:
     """Tokens of the longest sequence, 0 where config.json does not have it.
 
-    yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched.
+    yarn and linear scaling stretch what config.json has; with llama3 it is stated stretched, and wherever ``is_stretched``.
     """
     key = "max_position_embeddings"
     if key not in hf_config:
@@ -143,4 +145,5 @@ def max_positions(hf_config: Fields) -> int:
     stated, rope = size(hf_config, key), rotary(hf_config)
     original = rope.integer("original_max_position_embeddings", 1, default=stated)
     factor = rope.number("factor", 0.0, 1e6, default=1.0)
-    return max(stated, int(original * factor)) if rope_type(hf_config) in ("yarn", "linear") else stated
+    stretches = rope_type(hf_config) in ("yarn", "linear") and not is_stretched
+    return max(stated, int(original * factor)) if stretches else stated

@@ -6,8 +6,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import Adam
 
 from rlhf_mcore.doctor.kernels import FUSED_ADAM, MEGATRON, OURS, TE, TORCH
-from rlhf_mcore.mcore.layers import RMSNorm, SDPACoreAttention, routers
+from rlhf_mcore.mcore.layers import SDPACoreAttention, routers
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.norms import RMSNorm
 from rlhf_mcore.mcore.weights import unwrap
 
 ADAM = Adam.__module__  # of the class that Megatron has found

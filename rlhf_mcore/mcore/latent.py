@@ -75,10 +75,10 @@ class _SummedGradient(torch.autograd.Function):
         return total, None
 
 
-class _Rotary(RotaryEmbedding):
+class Rotary(RotaryEmbedding):
     """Rotary embeddings of given frequencies; of the kind yarn Megatron asks for the factor of sines and cosines too."""
 
-    def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None):
+    def __init__(self, like: RotaryEmbedding, inv_freq: Tensor, scale: float | None = None):
         super().__init__(2 * len(inv_freq), 1.0, use_cpu_initialization=True, cp_group=like.cp_group)
         self.inv_freq = inv_freq.to(like.inv_freq.device)
         self._scale = scale
@@ -93,7 +93,7 @@ def set_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
     factor = scale if chunk.config.rope_type == "yarn" else None
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
-        attention.rotary_pos_emb = _Rotary(attention.rotary_pos_emb, inv_freq, factor)
+        attention.rotary_pos_emb = Rotary(attention.rotary_pos_emb, inv_freq, factor)
 
 
 def local_attention_spec(norm: type[torch.nn.Module], core_attention: type[torch.nn.Module]) -> ModuleSpec:

@@ -9,8 +9,7 @@ ranks share the tokens, and a scalar head may stand in the place of the output l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_mlp_module_spec_for_backend,
@@ -25,7 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -38,9 +38,13 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from rlhf_mcore.mcore.latent import LatentAttention, local_attention_spec
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.base import Family
+from rlhf_mcore.mcore.latent import LatentAttention, Rotary, local_attention_spec
+from rlhf_mcore.mcore.norms import NormedAdd, ProjectionNorm, RMSNorm
 from rlhf_mcore.parallel.context import chunks_of, gather_context
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
@@ -52,30 +56,12 @@ except ImportError:
     HAVE_TE = False
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
-
-    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks;
-    the attribute ``sequence_parallel`` asks Megatron for that. Norms of query and key heads are summed by name instead.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
-
-
 class SDPACoreAttention(torch.nn.Module):
     """Causal attention over torch's scaled_dot_product_attention, for padded [s, b, heads, d] and packed [N, heads, d] input.
 
     Padding is on the right, so the causal mask alone keeps real tokens from seeing it. Under context parallelism a rank has a part of
-    the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered.
+    the tokens (``parallel/context.py``): its queries attend to the keys and values of all ranks, which are gathered. In layers to
+    which Megatron's config gives a window, a token sees so many before it.
     """
 
     def __init__(
@@ -91,6 +77,12 @@ class SDPACoreAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
         self._scale = softmax_scale
         self._group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if has_window else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            held = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(held, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -124,16 +116,88 @@ class SDPACoreAttention(torch.nn.Module):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attend = partial(F.scaled_dot_product_attention, scale=self._scale, enable_gqa=q.size(1) != k.size(1))
         if self._group is None:
-            return attend(q, k, v, is_causal=True)
+            return self._attend_last(q, k, v)
         parts = []
         for part, number in zip(q.chunk(2, dim=2), chunks_of(self._group.rank(), self._group.size()), strict=True):
-            length = part.size(2)
-            end = (number + 1) * length
-            mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
-            parts.append(attend(part, k[:, :, :end], v[:, :, :end], attn_mask=mask))
+            end = (number + 1) * part.size(2)
+            parts.append(self._attend_last(part, k[:, :, :end], v[:, :, :end]))
         return torch.cat(parts, dim=2)
+
+    def _attend_last(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries of the last tokens, keys and values of all."""
+        shares, total, mask, scale = q.size(1) != k.size(1), k.size(2), None, self._scale
+        before, window = total - q.size(2), self._window or total
+        if before or total > window:
+            mask = (
+                torch.ones(q.size(2), total, dtype=torch.bool, device=q.device).tril(before).triu(before + 1 - window)
+            )
+        if (sinks := self.softmax_offset) is not None:
+            scale = scale or q.size(-1) ** -0.5
+            q, k, v = _with_sinks(q, k, v, sinks / scale)
+            mask = mask if mask is None else F.pad(mask, (1, 0, 1, 0), value=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares
+        )
+        return out if sinks is None else out[:, :, 1:]
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A token in front of [b, heads, s, d], which all see and whose value is zero: its products with queries are ``sinks`` [heads].
+
+    So a head's weights add up to less than one by what it gives to its sink, as OpenAI 2025 (arXiv 2508.10925) has it, in any kernel.
+    """
+    q = torch.cat([q, sinks[None, :, None, None].expand(*q.shape[:-1], 1)], dim=-1)
+    k = F.pad(F.pad(k, (0, 1)), (0, 0, 1, 0))
+    token = torch.zeros(k.size(-1), dtype=k.dtype, device=k.device)
+    token[-1] = 1.0
+    k = torch.cat([token.expand(*k.shape[:2], 1, -1), k[:, :, 1:]], dim=2)
+    return F.pad(q, (0, 0, 1, 0)), k, F.pad(v, (0, 0, 1, 0))
+
+
+class Attention(SelfAttention):
+    """Megatron's, whose rotation may be another one in some layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rotation: Rotary | None = None  # that of the model
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> tuple:
+        if self.rotation is not None and rotary_pos_emb is not None:
+            is_packed = kwargs.get("packed_seq_params") is not None
+            parts = 1 if is_packed else self.pg_collection.cp.size()
+            rotary_pos_emb = self.rotation(len(rotary_pos_emb) * parts, packed_seq=is_packed)
+        return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class ProjectionNormAttention(Attention):
+    """With norms of the whole projections to queries and to keys."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        assert config.num_query_groups is not None
+        self.q_layernorm = ProjectionNorm(config, config.num_attention_heads, self.pg_collection.tp)
+        self.k_layernorm = ProjectionNorm(config, config.num_query_groups, self.pg_collection.tp)
+
+
+def taking_turns(linear: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A linear layer whose rows are of gate and linear part in turn: what it returns is all of the gate, then the linear part."""
+
+    class TakingTurns(linear):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+            return tuple(
+                x if x is None else x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in super().forward(*args, **kwargs)
+            )
+
+    return TakingTurns
+
+
+class BiasedExpertOutput(RowParallelLinear):
+    """Megatron adds the bias of an expert, times the expert's weight, to what this returns in place: it must not be a view."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class Router(TopKRouter):
@@ -153,6 +217,13 @@ class Router(TopKRouter):
     balance_sum: float | Tensor = 0.0
     assigned: Tensor | None = None
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.moe_router_num_groups and config.moe_router_score_function == "softmax":
+            if config.moe_router_fusion:
+                raise ConfigError("moe_router_fusion chooses other groups of experts than this model; remove it")
+            self.router_replay = _BestExpertOfGroups()
+
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
@@ -170,6 +241,22 @@ class Router(TopKRouter):
         if self.assigned is not None and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask.reshape(-1, 1)
             self.assigned = self.assigned.to(real.device) + real.sum(dim=0)
+
+
+class _BestExpertOfGroups:
+    """Where Megatron asks a replayed routing for experts: those of the groups with the best expert each.
+
+    Megatron's own adds up the scores of as many experts of a group as are taken of one.
+    """
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int, group_topk: int, compute_topk: Callable[..., tuple]
+    ) -> tuple[Tensor, Tensor]:
+        """Values and numbers [n, topk] of the experts that tokens go to, of ``scores`` [n, experts]."""
+        groups = scores.unflatten(1, (num_groups, -1))
+        best = groups.amax(-1).topk(group_topk, dim=-1).indices
+        chosen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
+        return torch.topk(groups.masked_fill(~chosen[..., None], 0.0).flatten(1), k=topk, dim=1)
 
 
 def move_expert_biases(routers: Iterable[Router], rate: float, group: dist.ProcessGroup) -> None:
@@ -230,27 +317,59 @@ def defer_logits(output_layer: torch.nn.Module, tp_group: dist.ProcessGroup) -> 
     output_layer.forward = forward
 
 
+def scale_embeddings(embedding: torch.nn.Module, factor: float) -> None:
+    """Multiply what an embedding returns, in its dtype: the output layer may share its weight and is not scaled."""
+    embedding.register_forward_hook(lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype))
+
+
+def set_window_frequencies(chunk: GPTModel, inv_freq: Tensor | None) -> None:
+    """Give the layers of a chunk that have a window rotary frequencies [head_dim / 2] of their own; None: they have the model's."""
+    rotation = None if inv_freq is None else Rotary(chunk.rotary_pos_emb, inv_freq)
+    for layer in chunk.decoder.layers:
+        windows = chunk.config.window_size, chunk.config.window_attn_skip_freq
+        if rotation is not None and is_layer_window_attention(*windows, layer.layer_number):
+            layer.self_attention.rotation = rotation
+
+
 def use_te(kind: str) -> bool:
     """Whether ``model.layer_spec`` means Transformer Engine here ("auto": when it is installed)."""
     return kind == "te" or (kind == "auto" and HAVE_TE)
 
 
 def decoder_spec(
-    config: TransformerConfig, kind: str, *, pp_rank: int, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
+    config: TransformerConfig, kind: str, family: Family, *, pp_rank: int, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
     te = use_te(kind)
-    if te and config.num_moe_experts is None:
-        return _te_spec(config, moe=False)
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
     build = _te_spec if te else _local_spec
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
-    specs = {moe: build(config, moe=moe) for moe in {_is_moe(config, number) for number in numbers}}
+    specs = {moe: build(config, family, moe=moe) for moe in {_is_moe(config, number) for number in numbers}}
+    for spec in specs.values():
+        _adapt(spec.submodules, config, family)
     return TransformerBlockSubmodules(
         layer_specs=[specs[_is_moe(config, number)] for number in numbers], layer_norm=TENorm if te else RMSNorm
     )
+
+
+def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
+    """Give a layer what its family has beside Megatron's: norms of outputs, instead of inputs or too, and its attention."""
+    if family.norms == "outputs":
+        layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
+    if family.norms != "inputs":
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config})
+    if family.windows is not None:
+        layer.self_attention.module = Attention
+    if family.has_stacked_experts:
+        experts = submodules_of(layer.mlp).experts.submodules
+        experts.linear_fc1 = taking_turns(experts.linear_fc1)
+        if experts.linear_fc2 is RowParallelLinear:
+            experts.linear_fc2 = BiasedExpertOutput
+    if family.norm_of_projections:
+        layer.self_attention.module = ProjectionNormAttention
+        layer.self_attention.submodules.q_layernorm = layer.self_attention.submodules.k_layernorm = IdentityOp
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
@@ -258,7 +377,7 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
     return config.num_moe_experts is not None and (isinstance(frequency, int) or bool(frequency[layer]))
 
 
-def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=moe,
@@ -269,10 +388,15 @@ def _te_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         spec.submodules.self_attention.module = LatentAttention
     if moe:
         submodules_of(spec.submodules.mlp).router = Router
+    if family.norms == "outputs":  # and none is a part of the linear layers
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     return spec
 
 
-def _local_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:
     backend = LocalSpecProvider()
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     if moe:  # one expert after the other

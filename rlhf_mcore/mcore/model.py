@@ -31,15 +31,26 @@ from torch import Tensor
 
 from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
 from rlhf_mcore.data.collate import sequence_ids, sequence_sizes
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.latent import set_frequencies
-from rlhf_mcore.mcore.layers import ScalarHead, decoder_spec, defer_logits, move_expert_biases, routers, use_te
+from rlhf_mcore.mcore.layers import (
+    ScalarHead,
+    decoder_spec,
+    defer_logits,
+    move_expert_biases,
+    routers,
+    scale_embeddings,
+    set_window_frequencies,
+    use_te,
+)
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters, unwrap
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context, local_places
+from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
@@ -388,7 +399,13 @@ def _build_chunk(
     last = groups.pp_rank == groups.layout.pp - 1 and vp_stage in (None, (groups.layout.vpp or 1) - 1)
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=decoder_spec(config, options.layer_spec, pp_rank=groups.pp_rank, vp_stage=vp_stage),
+        transformer_layer_spec=decoder_spec(
+            config,
+            options.layer_spec,
+            FAMILIES[spec.geometry.family],
+            pp_rank=groups.pp_rank,
+            vp_stage=vp_stage,
+        ),
         vocab_size=spec.geometry.padded_vocab(groups.layout.tp),
         max_sequence_length=spec.hf_config.max_position_embeddings,
         pre_process=first,
@@ -407,6 +424,9 @@ def _build_chunk(
         set_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
         chunk.rotary_pos_emb.inv_freq = spec.inv_freq.to(chunk.rotary_pos_emb.inv_freq.device)
+        set_window_frequencies(chunk, spec.window_inv_freq)
+    if first and FAMILIES[spec.geometry.family].scales_embeddings:
+        scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)
     _mark_tensor_parallel(chunk)
     return chunk
 
@@ -418,10 +438,18 @@ def _mark_tensor_parallel(chunk: GPTModel) -> None:
     one rank's part only, and clipping is silently wrong.
     """
     for module in chunk.modules():
-        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
+        if (sinks := getattr(module, "softmax_offset", None)) is not None:
+            set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        kinds = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+        dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
         weight = getattr(module, "weight", None)
         if dim is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, dim, 1)
+    for name, parameter in chunk.named_parameters():
+        if is_expert(name) and name.rpartition(".")[2].startswith("bias"):
+            # Ranks that share tokens have different experts: nothing of these is summed over them, and the norm counts all.
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True
 
 
 def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, options: BuildOptions) -> torch.nn.Module:

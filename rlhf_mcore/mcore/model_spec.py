@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -19,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rlhf_mcore.config.errors import ConfigError, FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.families import ARCHITECTURES, architecture_name
+from rlhf_mcore.families import ARCHITECTURES, FAMILIES, architecture_name
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.overrides import Overrides
@@ -36,6 +38,7 @@ class ModelSpec:
     megatron: Mapping[str, Any]  # settings of TransformerConfig that the family needs
     inv_freq: torch.Tensor  # [head_dim / 2] rotary frequencies, of latent attention [rope_head_dim / 2]
     rope_scale: float  # multiplies the rotary sines and cosines (yarn's attention factor)
+    window_inv_freq: torch.Tensor | None = None  # [head_dim / 2] frequencies of layers with a window, where they differ
 
     @property
     def has_fresh_head(self) -> bool:
@@ -78,7 +81,8 @@ def load_spec(
         raise ConfigError.many(problems)
     try:
         hf = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-        inv_freq, rope_scale = _rotary(hf)
+        inv_freq, rope_scale = _rotary(hf, "full_attention")
+        own = _rotary(hf, _WINDOW)[0] if _WINDOW in hf.rope_parameters else None
     except ConfigError:
         raise
     except Exception as error:  # of whatever kind: a key that only transformers reads is not what it expects
@@ -88,21 +92,30 @@ def load_spec(
         ) from error
     family, _ = ARCHITECTURES[hf.architectures[0]]
     found = Fields(hf.to_dict(), f"{field}={path}: config.json", "export the model again")
-    return ModelSpec(family.geometry(found, head), hf, family.megatron_settings(found), inv_freq, rope_scale)
+    return ModelSpec(family.geometry(found, head), hf, family.megatron_settings(found), inv_freq, rope_scale, own)
 
 
-def _rotary(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Frequencies as transformers computes them, so that every scaling rule has one implementation."""
-    kind = hf.rope_parameters["rope_type"]
+_WINDOW = "sliding_attention"  # the kind of layers with a window
+
+
+def _rotary(hf: PretrainedConfig, layers: str) -> tuple[torch.Tensor, float]:
+    """Frequencies as transformers computes them, so that every scaling rule has one implementation. ``layers``: a kind of them."""
+    is_layered = layers in hf.rope_parameters
+    rope = hf.rope_parameters[layers] if is_layered else hf.rope_parameters
+    kind = rope["rope_type"]
     if kind != "default":
-        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
+            hf, torch.device("cpu"), **({"layer_type": layers} if is_layered else {})
+        )
+        if scale != 1.0 and is_layered:
+            raise ConfigError(f"model.path: a rotary attention factor ({scale}) of some layers is not supported.")
         if scale < 1.0 and not hasattr(hf, "kv_lora_rank"):  # of which Megatron takes the factor itself
             raise ConfigError(f"model.path: a rotary attention factor below 1 ({scale}) is not supported.")
         return inv_freq.float(), float(scale)
     dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    dim = int(dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    return 1.0 / (hf.rope_parameters["rope_theta"] ** exponents), 1.0
+    return 1.0 / (rope["rope_theta"] ** exponents), 1.0
 
 
 def transformer_config(
@@ -122,8 +135,8 @@ def transformer_config(
     Raises:
         ConfigError: it refuses the user's ``overrides``.
     """
-    latent = spec.geometry.kv_lora_rank > 0
-    settings = dict(spec.megatron)
+    latent, family = spec.geometry.kv_lora_rank > 0, FAMILIES[spec.geometry.family]
+    settings: dict[str, Any] = {"add_bias_linear": False, **spec.megatron}
     if latent:
         # It asks for norms that are parts of fused layers. Of norms that stand alone it would sum gradients that are whole already.
         settings["qk_layernorm"] = fused
@@ -134,12 +147,20 @@ def transformer_config(
         **_parallelism(groups, dtype),
         **_experts(spec, groups, fused, aux_loss_coef),
         **_recompute(recompute),
-        **_switches(fused, deterministic, on_host=platform.name == "cpu"),
+        **_switches(
+            fused,
+            deterministic,
+            family.activation == "silu" and "glu_linear_offset" not in settings,
+            on_host=platform.name == "cpu",
+        ),
     )
     if spec.rope_scale != 1.0 and not latent:
         # Attention asks for a yarn scaling factor s and multiplies by 0.1 ln(s) + 1; this s gives the factor of the HF config.
         config.yarn_rotary_scaling_factor = math.exp((spec.rope_scale - 1.0) / 0.1)
     return config
+
+
+_ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
 def _sizes(spec: ModelSpec) -> dict[str, Any]:
@@ -154,8 +175,10 @@ def _sizes(spec: ModelSpec) -> dict[str, Any]:
         layernorm_epsilon=spec.hf_config.rms_norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        # The clamped SwiGLU is Megatron's quick GELU with an offset of the linear part.
+        activation_func=quick_gelu
+        if "glu_linear_offset" in spec.megatron
+        else _ACTIVATIONS[FAMILIES[g.family].activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -248,14 +271,14 @@ def _recompute(cfg: RecomputeConfig) -> dict[str, Any]:
     return dict(recompute_granularity="full", recompute_method=cfg.method, recompute_num_layers=cfg.num_layers)
 
 
-def _switches(fused: bool, deterministic: bool, on_host: bool) -> dict[str, Any]:
+def _switches(fused: bool, deterministic: bool, has_fused_activation: bool, on_host: bool) -> dict[str, Any]:
     return dict(
         use_cpu_initialization=on_host,
         perform_initialization=False,  # weights are loaded
         deterministic_mode=deterministic,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused and has_fused_activation,
         persist_layer_norm=fused,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,

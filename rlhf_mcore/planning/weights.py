@@ -29,16 +29,19 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Modules of a layer in the order in which Megatron makes them.
 _MODULES = (
     "input_layernorm",
+    "core_attention",
     "linear_proj",
     "linear_qkv",
     "q_layernorm",
     "k_layernorm",
+    "self_attn_bda",
     "pre_mlp",
     "router",
     "local_experts",
     "shared_experts",
     "fc1",
     "fc2",
+    "mlp_bda",
 )
 
 
@@ -204,10 +207,7 @@ def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     layers = [
         rule for layer in range(geometry.num_layers) for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
     ]
-    return sum(
-        (num_experts if "{k}" in rule.mcore else 1) * sum(map(prod, rule.shapes(geometry).values()))
-        for rule in (*outer, *layers)
-    )
+    return sum((num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry) for rule in (*outer, *layers))
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:

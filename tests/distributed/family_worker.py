@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
+from rlhf_mcore.families import has_expert_bias
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.parallel.collectives import world_group
 from tests.difference import first_difference
@@ -38,6 +39,10 @@ FEW = {
     "deepseek_v3_direct": ("pp2_ep2_dp2_uneven", "cp4_ep2"),
     "glm4_moe": ("tp2_sp_pp2_ep2_etp1", "pp2_cp2_ep2"),
     "deepseek_v3_dense": ("tp2_pp2", "tp2_cp2"),  # without sequence parallelism
+    "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
+    "olmo2": ("tp2_pp2", "tp4_sp"),
+    "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
+    "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }
 
 
@@ -76,7 +81,8 @@ def main(directory: Path, wanted: str = "") -> None:
                 )
                 found["saved"] = difference(saved, path)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)
-                settings = Settings(max_tokens=24, packing=layout != "pp2_ep2_dp2_uneven", expert_bias_rate=BIAS_RATE)
+                rate = BIAS_RATE if has_expert_bias(geometry) else 0.0
+                settings = Settings(max_tokens=24, packing=layout != "pp2_ep2_dp2_uneven", expert_bias_rate=rate)
                 found["update"] = update(path, mine, platform, settings, reference, weights)
     finish(findings, directory)
 

@@ -6,16 +6,24 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -110,6 +118,20 @@ FURTHER_MODELS = {
         DeepseekV3Config,
         {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
     ),
+    # Another group than by the sum of two experts.
+    "deepseek_v2": (
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {
+            **DEEPSEEK,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+        },
+    ),
     "glm4_moe": (
         Glm4MoeForCausalLM,
         Glm4MoeConfig,
@@ -120,6 +142,35 @@ FURTHER_MODELS = {
             num_experts_per_tok=2,
             moe_intermediate_size=48,
             routed_scaling_factor=1.5,
+        ),
+    ),
+    # Fewer heads of keys than ranks, all of which have a norm together.
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, dict(head_dim=None, hidden_size=128, pad_token_id=None)),
+    # Windows narrower than the sequences, one layer without, whose rotation is stretched.
+    "gemma3_text": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        dict(
+            sliding_window=5,
+            sliding_window_pattern=3,
+            query_pre_attn_scalar=24,
+            pad_token_id=None,
+            rope_parameters={
+                "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+            },
+        ),
+    ),
+    # Sinks and windows under a stretched rotation; few enough positions that a clamp is met.
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        dict(
+            sliding_window=5,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_limit=1.5,
+            rope_parameters={**YARN_ROPE, "truncate": False},
         ),
     ),
     # Without experts nothing asks for sequence parallelism.

@@ -268,8 +268,11 @@ def oracle(
     added = extra(hf) if extra is not None else torch.zeros(())
     (total + added).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5))
-    decayed = [p for p in hf.parameters() if p.dim() > 1]
-    plain = [p for p in hf.parameters() if p.dim() == 1]
+    named = [
+        (p.dim() == 1 or name.endswith("_bias"), p) for name, p in hf.named_parameters()
+    ]  # biases of stacked experts too
+    decayed = [p for is_plain, p in named if not is_plain]
+    plain = [p for is_plain, p in named if is_plain]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, betas=(0.9, 0.999)).step()
     hf.save_pretrained(after)

@@ -165,4 +165,7 @@ def test_changing_the_stack_installs_again(checkout: Checkout) -> None:
 
 def test_an_unknown_stack_is_refused(checkout: Checkout) -> None:
     done = checkout.setup(RLHF_MCORE_STACK="tpu")
-    assert (done.returncode, done.stderr) == (1, "error: RLHF_MCORE_STACK=tpu is not a choice; it is cpu, megatron-latest or gpu\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: RLHF_MCORE_STACK=tpu is not a choice; it is cpu, megatron-latest or gpu\n",
+    )

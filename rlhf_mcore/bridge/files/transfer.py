@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.map.pieces import Piece, view
-from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import find_rule, hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.parallel.layout import is_expert
@@ -92,27 +92,35 @@ class Gatherer:
         for stage, names in enumerate(stages):
             for name in names:
                 self._owner.setdefault(name, stage)
+        # Parameters with parts of the same tensors: experts of a layer, where one tensor has them all.
+        self._together: dict[tuple[str, int], list[str]] = {}
+        for name in self._owner:
+            rule, layer, _ = find_rule(geometry, name)
+            self._together.setdefault((rule.mcore, layer) if rule.kind == "stacked" else (name, 0), []).append(name)
         self._shapes = hf_shapes(geometry)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         done: set[str] = set()
-        for name, stage in self._owner.items():
-            shards = self._expert_shards if is_expert(name) else self._tp_shards
-            by_rank = [pieces(name, self._geometry, shard) for shard in shards]
-            targets = dict.fromkeys(piece.hf_name for held in by_rank for piece in held)
+        for names in self._together.values():
+            shards = self._expert_shards if is_expert(names[0]) else self._tp_shards
+            by_name = {name: [pieces(name, self._geometry, shard) for shard in shards] for name in names}
+            targets = dict.fromkeys(piece.hf_name for by_rank in by_name.values() for held in by_rank for piece in held)
             if done.issuperset(targets):
                 continue
             done.update(targets)
-            yield from self._gather(name, stage, by_rank, list(targets)).items()
+            yield from self._gather(by_name, list(targets)).items()
 
-    def _gather(self, name: str, stage: int, by_rank: list[list[Piece]], targets: list[str]) -> dict[str, Tensor]:
-        like = next(iter(self._local.values()))
-        full = {target: like.new_empty(self._shapes[target], dtype=self._dtypes[name]) for target in targets}
+    def _gather(self, by_name: dict[str, list[list[Piece]]], targets: list[str]) -> dict[str, Tensor]:
+        """``by_name``: pieces of parameters of one stage by rank."""
+        first, like = next(iter(by_name)), next(iter(self._local.values()))
+        stage, dtype = self._owner[first], self._dtypes[first]
+        full = {target: like.new_empty(self._shapes[target], dtype=dtype) for target in targets}
         if self._pp.rank() == stage:
-            group = self._experts if is_expert(name) else self._tp
-            for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
-                for piece in held:
-                    full[piece.hf_name][piece.slices] = view(part, piece)
+            group = self._experts if is_expert(first) else self._tp
+            for name, by_rank in by_name.items():
+                for held, part in zip(by_rank, self._parts(self._local[name], by_rank, group), strict=True):
+                    for piece in held:
+                        full[piece.hf_name][piece.slices] = view(part, piece)
         if self._pp.size() > 1:
             for target in targets:
                 dist.broadcast(full[target], group=self._pp, group_src=stage)

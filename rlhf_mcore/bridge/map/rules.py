@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
-from rlhf_mcore.families.base import Kind, Rule
+from rlhf_mcore.families.base import Rule
 from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 
@@ -73,6 +74,9 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
     shapes = rule.shapes(geometry, layer, expert)
     if geometry.tied_embeddings and "lm_head.weight" in shapes:
         shapes = {"model.embed_tokens.weight": shapes["lm_head.weight"]}
+    if rule.kind == "stacked":
+        assert shard.size == 1, "the part of an expert is whole"
+        return [_of_stack(name, shape, expert) for name, shape in shapes.items()]
     return list(_SPLITS[rule.kind](shapes, geometry, shard))
 
 
@@ -91,7 +95,12 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
 
     Raises:
         KeyError: the family has no such parameter.
+        ConfigError: its rows are no rows of Hugging Face tensors.
     """
+    if find_rule(geometry, parameter)[0].kind == "stacked":
+        raise ConfigError(
+            f"{geometry.family}: Megatron's formats of its experts are not supported; convert from or to hf only"
+        )
     held = pieces(parameter, geometry, Shard(0, 1))
     width = held[0].shape[1:]
     found = []
@@ -123,7 +132,9 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = int(found.group(1))
         generic = "decoder.layers.{i}." + name[found.end() :]
-    if is_expert(name) and (found := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$", generic)):
+    if is_expert(name) and (
+        found := re.search(r"(?<=\.local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$", generic)
+    ):
         expert = int(found.group())
         generic = generic[: found.start()] + "{k}" + generic[found.end() :]
     for rule in FAMILIES[family].rules + HEADS[head].rules:
@@ -137,6 +148,13 @@ def _rows(name: str, shape: tuple[int, ...], first: int, count: int, local_row: 
     if len(shape) == 1:
         return Piece(name, (first,), (count,), local_row, (1,))
     return Piece(name, (first, 0), (count, shape[1]), local_row * shape[1], (shape[1], 1))
+
+
+def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
+    """One expert's part of the tensor of all: a vector, or a matrix that is held transposed."""
+    rows = shape[1]
+    strides = (rows, 1) if len(shape) == 2 else (rows * shape[2], 1, rows)
+    return Piece(name, (expert, *(0 for _ in shape[1:])), (1, *shape[1:]), 0, strides)
 
 
 def _replicated(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
@@ -186,7 +204,7 @@ def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
             position += rows
 
 
-_SPLITS: dict[Kind, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = {
+_SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = {
     "replicated": _replicated,
     "column_parallel": _column_parallel,
     "row_parallel": _row_parallel,

@@ -204,7 +204,7 @@ def test_heads_that_a_role_may_have(
         assert found == []
     else:
         key = next(override for override in overrides if override.endswith(f"path={folder}"))
-        assert only(found).startswith(f"{key}: architecture {architecture} is not supported; supported are: DeepseekV3")
+        assert only(found).startswith(f"{key}: architecture {architecture} is not supported; supported are: DeepseekV2")
 
 
 @pytest.mark.parametrize("key", ["critic.path", "reward.model.path"])

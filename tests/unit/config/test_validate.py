@@ -313,7 +313,7 @@ def test_intermediate_size_against_tensor_parallel(workspace: Any) -> None:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported are: DeepseekV3ForC",
+            "architecture GPT2LMHeadModel is not supported; supported are: DeepseekV2ForC",
         ),
         ({"architectures": None}, "architecture none"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),

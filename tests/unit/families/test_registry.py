@@ -42,6 +42,8 @@ DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
 }
 
+WINDOW = {"sliding_window": 16}
+
 
 def test_no_module_but_a_familys_own_names_it() -> None:
     for path in PACKAGE.rglob("*.py"):
@@ -53,11 +55,15 @@ def test_no_module_but_a_familys_own_names_it() -> None:
 
 def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     assert list(FAMILIES) == [
+        "deepseek_v2",
         "deepseek_v3",
+        "gemma3_text",
         "glm4_moe",
+        "gpt_oss",
         "llama",
         "mistral",
         "mixtral",
+        "olmo2",
         "qwen2",
         "qwen2_moe",
         "qwen3",
@@ -119,7 +125,30 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         ("DeepseekV3", {**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported, only 1"),
         ("DeepseekV3", {**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7, not an even number"),
         ("DeepseekV3", {**DEEPSEEK, "first_k_dense_replace": 3}, "first_k_dense_replace=3, not an integer from 0 to 2"),
-        ("Olmo2", {}, "architecture Olmo2ForCausalLM is not supported; supported are: DeepseekV3ForCausalLM, "),
+        ("Olmo2", {"attention_bias": True}, "attention_bias is not supported for Olmo2ForCausalLM"),
+        (
+            "DeepseekV2",
+            {**DEEPSEEK, "topk_method": "noaux_tc"},
+            "topk_method 'noaux_tc' is not supported, only 'greedy'",
+        ),
+        (
+            "DeepseekV2",
+            {**DEEPSEEK, "topk_method": "greedy", "norm_topk_prob": True},
+            "norm_topk_prob is not supported",
+        ),
+        ("Gemma3", {**WINDOW, "final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported for Gemma3"),
+        ("Gemma3", {**WINDOW, "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported, only 'gelu_py"),
+        ("Gemma3", {**WINDOW, "use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("Gemma3", {**WINDOW, "layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention', which"),
+        ("Gemma3", {**WINDOW, "layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 2"),
+        ("Gemma3", {**WINDOW, "sliding_window": None}, "config.json has no sliding_window"),
+        (
+            "GptOss",
+            {**WINDOW, **EXPERTS, "swiglu_alpha": 2.0},
+            "swiglu_alpha=2.0 is not supported for GptOssForCausalLM",
+        ),
+        ("GptOss", {**WINDOW, **EXPERTS, "attention_bias": False}, "attention_bias=false is not supported for GptOss"),
+        ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ],
 )
 def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, Any], message: str) -> None:
@@ -138,6 +167,13 @@ def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, An
         ("Qwen2Moe", {**EXPERTS, "qkv_bias": True, "num_experts_per_tok": 1}),
         ("Qwen3Moe", {**EXPERTS, "sliding_window": 16}),
         ("DeepseekV3", DEEPSEEK),
+        ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "topk_group": 3, "norm_topk_prob": False}),
+        (
+            "DeepseekV2",
+            {**DEEPSEEK, "topk_method": "greedy", "n_group": 3, "norm_topk_prob": False},
+        ),  # groups are not used
+        ("Gemma3", {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("GptOss", {**WINDOW, **EXPERTS}),
         ("DeepseekV3", {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}),  # as Moonlight has it
     ],
 )

@@ -11,13 +11,21 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from rlhf_mcore.mcore.layers import HAVE_TE, RMSNorm, SDPACoreAttention, use_te
+from rlhf_mcore.mcore.layers import HAVE_TE, SDPACoreAttention, use_te
+from rlhf_mcore.mcore.norms import RMSNorm
 
 LENGTHS = [5, 1, 7]
 
 
 def config(dtype: torch.dtype = torch.float32, sequence_parallel: bool = False) -> Any:
-    return SimpleNamespace(params_dtype=dtype, sequence_parallel=sequence_parallel)
+    return SimpleNamespace(
+        params_dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        layernorm_zero_centered_gamma=False,
+        window_size=None,
+        window_attn_skip_freq=None,
+        softmax_type="vanilla",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- norm

@@ -27,6 +27,9 @@ PARAMETERS = {
     "DeepSeek-V3": 671_026_419_200,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
+    # gpt-oss as its weights are in bf16; of Gemma 3 the language model.
+    "gpt-oss-120b": 116_829_156_672,
+    "Gemma-3-27B": 27_009_346_304,
 }
 
 
@@ -44,6 +47,12 @@ def test_every_described_model_is_known() -> None:
 def test_parameters_are_the_published_ones(name: str) -> None:
     geometry = read_geometry(MODELS / name, "lm")
     assert num_parameters(geometry) == PARAMETERS[name]
+
+
+def test_active_parameters_of_stacked_experts() -> None:
+    # 5.13 B without the embedding (arXiv 2508.10925, table 1).
+    geometry = read_geometry(MODELS / "gpt-oss-120b", "lm")
+    assert active_parameters(geometry) / 1e9 == pytest.approx(5.13, rel=0.002)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Norms that are not Megatron's: one that also runs under sequence parallelism on a CPU, of whole projections, and behind a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
+
+    Under sequence parallelism a rank sees a part of the tokens, so its weight's gradient is summed over tensor-parallel ranks;
+    the attribute ``sequence_parallel`` asks Megatron for that. Norms of query and key heads are summed by name instead. With
+    Megatron's ``layernorm_zero_centered_gamma`` it multiplies by one plus the weight, in fp32 too.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any):
+        super().__init__()
+        self.eps, self._zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self._zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """The same over all heads of a projection together, of which a tensor-parallel rank has some: [..., its heads, head_dim].
+
+    The weight [num_heads * head_dim] is whole on every rank; Megatron sums its gradient over them by the module's name. With fewer
+    heads than ranks several of these have the same one.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int, group: dist.ProcessGroup):
+        super().__init__()
+        assert config.kv_channels is not None and config.qk_layernorm
+        self.eps, self.num_heads, self._group = config.layernorm_epsilon, num_heads, group
+        self.weight = torch.nn.Parameter(torch.ones(num_heads * config.kv_channels, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, held, ranks = x.float(), x.size(-2), self._group.size()
+        squares = wide.pow(2).sum((-2, -1), keepdim=True)
+        if ranks > 1:  # a head that several ranks have is counted as often
+            squares = _Sum.apply(squares, self._group) * (self.num_heads / (held * ranks))
+        normed = wide * torch.rsqrt(squares / self.weight.numel() + self.eps)
+        first = self._group.rank() * self.num_heads // ranks
+        return self.weight.view(self.num_heads, -1)[first : first + held] * normed.to(x.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, of which each rank makes another use: so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class NormedAdd(torch.nn.Module):
+    """What adds the output of attention or of an MLP to the residual, in Megatron's form, with a norm of that output."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Returns a function of (output, its bias or None), the residual and the dropout rate."""
+        add = get_bias_dropout_add(training, fused)
+
+        def normed_add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            output = self.norm(output if bias is None else output + bias)
+            return add((output, None), residual, dropout)
+
+        return normed_add
