@@ -15,7 +15,9 @@ from rlhf_mcore.bridge.map.layouts import spread_order, stage_names, trainer_pla
 from rlhf_mcore.bridge.map.pieces import Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
+from tests.commands import ROOT
 
 BUCKET = 256 * 2**20
 
@@ -27,6 +29,9 @@ def shallow(model: Model, layers: int, experts: int = 0) -> Model:
 
 DENSE = shallow(LLAMA_70B, 8)
 MOE = shallow(QWEN_235B, 8, experts=8)
+DEEPSEEK_V3, KIMI_K2 = (
+    Model(name, read_geometry(f"{ROOT}/configs/models/{name}", "lm")) for name in ("DeepSeek-V3", "Kimi-K2")
+)
 # model, ranks, trainer tp, pp, ep, engine tp
 LAYOUTS = [
     (DENSE, 4, 2, 2, 1, 2),
@@ -39,6 +44,9 @@ LAYOUTS = [
     (MOE, 1024, 8, 4, 4, 2),
     (MOE, 16384, 8, 8, 8, 8),
     (shallow(QWEN_235B, 2, experts=512), 16384, 8, 2, 8, 8),
+    (shallow(DEEPSEEK_V3, 4, experts=32), 2048, 8, 2, 32, 16),  # latent attention, three dense layers, a shared expert
+    pytest.param(DEEPSEEK_V3, 2048, 8, 16, 32, 16, marks=pytest.mark.matrix),
+    pytest.param(KIMI_K2, 4096, 8, 16, 32, 16, marks=pytest.mark.matrix),
 ]
 
 
