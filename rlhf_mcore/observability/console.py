@@ -42,7 +42,7 @@ NARROW = 70
 PANEL_EDGES = 4
 PHASE_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
 LEGEND_SHARE = 0.01  # a phase with less of the time is not named
-SAMPLE_CHARS = 240  # of a prompt's end and a response's beginning
+SAMPLE_HEIGHT = 28  # lines of a terminal that has room for a sample
 MAX_WARNINGS = 20  # of other ranks
 NOT_FINITE = ("nan", "inf", "-inf")
 REFRESHES_PER_SECOND = 4
@@ -198,7 +198,7 @@ class Console:
             parts += _where_time_goes([metrics for _, metrics in recent], room)
             if curves := self._drawn_curves():
                 parts += [Text(), *curves]
-            if self._sample is not None and self._output.width >= NARROW:
+            if self._sample is not None and self._output.width >= NARROW and self._output.height >= SAMPLE_HEIGHT:
                 parts += [Text(), *_sample_lines(self._sample, room)]
             parts += [Text(), _recent_table(recent, room)]
         return Panel(
@@ -274,10 +274,11 @@ def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list
     step, prompt, response, score = sample
     title = f"sample of step {step}" + (f", reward {score:.3g}" if score is not None else "")
     lines = [Text(title, style="bold")]
-    for text, style in ((f"…{prompt[-SAMPLE_CHARS:]}", "dim"), (response[:SAMPLE_CHARS], "")):
-        line = Text(printable(text).strip(), style=style, no_wrap=True)
-        line.truncate(room, overflow="crop")
-        lines.append(line)
+    asked, said = (printable(text).strip() for text in (prompt, response))
+    if len(asked) > room:
+        asked = f"…{asked[-room + 1 :]}"
+    for text, style in ((asked, "dim"), (said[: 2 * room], "")):
+        lines.append(Text(text, style=style))
     return lines
 
 
