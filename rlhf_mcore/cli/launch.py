@@ -56,7 +56,7 @@ def launch(
         return run_child(command, child_environment(os.environ, threads_per_rank))
 
     code = with_restarts(attempt, max_restarts)
-    if code == REQUEUE:
+    if code in (REQUEUE, STOPPED):
         print(f"to continue: {this_command()}", file=sys.stderr, flush=True)
     return code
 
