@@ -117,7 +117,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "groups that have begun again since the run's beginning, because they would have been too old",
             "prompts",
             "few",
-            "raise trainer.max_staleness, or give engines more devices: see docs/async.md",
+            "raise trainer.max_staleness, or give engines more devices",
         ),
         Metric("bridge/received_bytes", "weights that the first rank has received for its engine", BYTES),
         Metric("bridge/local_bytes", "weights that the first rank has copied without a message", BYTES),

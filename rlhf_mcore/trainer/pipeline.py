@@ -26,7 +26,9 @@ TURN_S = 10.0
 _COUNTED = (
     "rollout/in_flight",
     "rollout/redrawn",
-    *(f"throughput/engine_{name}" for name in ("steps", "tokens", "busy_s")),
+    "throughput/engine_steps",
+    "throughput/engine_tokens",
+    "throughput/engine_busy_s",
 )
 
 
