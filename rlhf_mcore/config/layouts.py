@@ -39,8 +39,6 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
-    if geometry.num_experts and cfg.rollout.engine == "hf":
-        yield "rollout.engine=hf does not take the experts of model.path one by one; set it to vllm"
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
 

@@ -14,6 +14,7 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.tokenizer_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
+from rlhf_mcore.platform.transformers_models import CheckpointTensor, checkpoint_tensors
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.environment import preserved_rng
 from rlhf_mcore.types import Completion, Request
@@ -40,7 +41,7 @@ class EngineModel:
     dtype: str
     max_model_len: int
     seed: int
-    # vLLM: names and shapes of the checkpoint's tensors. None asks transformers, which has other names of experts than checkpoints.
+    # vLLM: names and shapes of the checkpoint's tensors. None asks transformers, which knows fewer models than vLLM.
     shapes: Mapping[str, tuple[int, ...]] | None = None
     attention: str = "auto"  # hf: the kernel, by transformers' name; "auto" leaves it to transformers
 
@@ -338,13 +339,15 @@ class ExpectedTensors:
         return cls(dict(shapes), [{name} for name in shapes])
 
     @classmethod
-    def of_model(cls, model: torch.nn.Module) -> ExpectedTensors:
-        """Read from a transformers model; one on the meta device will do."""
-        state = model.state_dict(keep_vars=True)
-        groups: dict[int, set[str]] = {}
-        for name, tensor in state.items():
-            groups.setdefault(id(tensor), set()).add(name)
-        return cls({name: tuple(tensor.shape) for name, tensor in state.items()}, list(groups.values()))
+    def of_model(cls, model: torch.nn.Module, parts: Sequence[CheckpointTensor] | None = None) -> ExpectedTensors:
+        """Read from a transformers model; one on the meta device will do. ``parts``: its ``checkpoint_tensors``, where known."""
+        live = model.state_dict(keep_vars=True)
+        shapes: dict[str, tuple[int, ...]] = {}
+        groups: dict[tuple[int, int], set[str]] = {}
+        for part in parts or checkpoint_tensors(model):
+            shapes[part.name] = part.shape
+            groups.setdefault((id(live[part.holder]), part.offset), set()).add(part.name)
+        return cls(shapes, list(groups.values()))
 
     @classmethod
     def of_directory(cls, model_dir: str) -> ExpectedTensors:

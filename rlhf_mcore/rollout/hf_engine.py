@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import DTYPES, current_platform
+from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import preserved_rng
@@ -41,7 +42,9 @@ class HFEngine(Engine):
         self._batch_size = cfg.max_num_seqs
         self._device = current_platform().device()
         self._model = _build_model(model).to(self._device)
-        self._expected = ExpectedTensors.of_model(self._model)
+        live, parts = self._model.state_dict(keep_vars=True), checkpoint_tensors(self._model)
+        self._targets = {part.name: part.view(live[part.holder].data) for part in parts}
+        self._expected = ExpectedTensors.of_model(self._model, parts)
         self._waiting: list[tuple[Request, int]] = []  # and the most tokens of its response
         self._batch: _Batch | None = None
 
@@ -99,9 +102,8 @@ class HFEngine(Engine):
             ValueError: an unknown, repeated, wrongly shaped or missing tensor. The engine is then unusable.
         """
         self.begin_load()
-        targets = self._model.state_dict()
         for name, tensor in self._expected.checked(weights):
-            targets[name].copy_(tensor)
+            self._targets[name].copy_(tensor)
         self.commit_load(version)
 
     @contextmanager
@@ -125,7 +127,7 @@ class HFEngine(Engine):
     def close(self) -> None:
         """Free the model."""
         self.abandon("it was closed")
-        del self._model
+        del self._model, self._targets
 
 
 class _Batch:

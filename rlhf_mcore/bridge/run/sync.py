@@ -18,7 +18,6 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sources, wire_dtypes
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.reload import watching
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
@@ -29,6 +28,7 @@ from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.transports import GroupLinks
 from rlhf_mcore.bridge.run.verify import compare, piece_digest, tensor_digests
 from rlhf_mcore.parallel.collectives import all_gather_json, all_gather_unique_json
+from rlhf_mcore.platform.transformers_models import checkpoint_tensors
 from rlhf_mcore.protocols import SyncMismatch, SyncStats, WeightTarget
 from rlhf_mcore.types import LocalParameter, ModelGeometry
 
@@ -363,16 +363,19 @@ def _matching(only: Sequence[str], known: Collection[str], is_tied: bool) -> fro
 
 
 def engine_map(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> EngineMap:
-    """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, every tensor as it is."""
-    if not hasattr(model, "load_weights"):
-        return EngineMap(
-            tuple(
-                EngineParameter(name, tuple(p.shape), p.dtype, (_whole(name, tuple(p.shape)),))
-                for name, p in model.named_parameters()
-            )
+    """What the live model of an engine holds: traced from vLLM's loaders, or, for a transformers model, as that has it."""
+    if hasattr(model, "load_weights"):
+        return trace(model, shapes)
+    live, parts = model.state_dict(keep_vars=True), checkpoint_tensors(model)
+    first = {id(tensor): name for name, tensor in reversed(live.items())}  # tied tensors are brought once
+    pieces: dict[str, list[Piece]] = {name: [] for name in first.values()}
+    for part in parts:
+        if part.holder in pieces:
+            pieces[part.holder].append(Piece(part.name, (0,) * len(part.shape), part.shape, part.offset, part.strides))
+    return EngineMap(
+        tuple(
+            EngineParameter(name, tuple(live[name].shape), live[name].dtype, tuple(pieces[name]))
+            for name in live
+            if name in pieces
         )
-    return trace(model, shapes)
-
-
-def _whole(name: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
+    )

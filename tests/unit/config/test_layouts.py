@@ -52,7 +52,6 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
         (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
-        (QWEN_MOE, ["rollout.engine=hf"], None, ["rollout.engine=hf", "vllm"]),
         (QWEN_MOE, ["rollout.layout.tp=8"], 8, ["rollout.layout.tp=8", "6 experts"]),
         (
             QWEN_MOE | {"moe_intermediate_size": 41},

@@ -1,0 +1,52 @@
+"""Where a live transformers model has the tensors of its checkpoint.
+
+transformers stacks the experts of a layer, and their gate and up projections, in tensors of its own; a checkpoint has them one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """The tensor ``name`` of a checkpoint is in the live tensor ``holder``, at ``offset`` with ``strides`` (both in elements)."""
+
+    name: str
+    holder: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+    def view(self, holder: Tensor) -> Tensor:
+        """It, in its contiguous holder, to be read or written."""
+        return holder.as_strided(self.shape, self.strides, holder.storage_offset() + self.offset)
+
+
+def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
+    """Those of every live parameter and buffer of a checkpoint; tied ones under each of their names.
+
+    transformers itself is asked: it takes a tensor that holds the position of each of its elements apart, as it does to save it. So
+    memory is needed for the positions of one tensor at a time.
+
+    Raises:
+        ValueError: a part is no rectangle of its holder, so it cannot be written there.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = []
+    for holder, tensor in model.state_dict(keep_vars=True).items():
+        places = torch.arange(tensor.numel(), dtype=torch.int32 if tensor.numel() < 2**31 else torch.int64)
+        for name, part in revert_weight_conversion(model, {holder: places.view(tensor.shape)}).items():
+            offset = int(part.flatten()[0])
+            strides = tuple(
+                int(part.select(dim, 1).flatten()[0]) - offset if size > 1 else 1 for dim, size in enumerate(part.shape)
+            )
+            entry = CheckpointTensor(name, holder, tuple(part.shape), offset, strides)
+            if not torch.equal(entry.view(places), part):
+                raise ValueError(f"{name} is not one rectangle of {holder} of the transformers model")
+            found.append(entry)
+    return found
