@@ -272,10 +272,13 @@ class MegatronModel:
         packed = None
         if microbatch.cu_seqlens is not None:
             borders, longest = microbatch.cu_seqlens.to(device), microbatch.max_seqlen
+            padded = borders if self.groups.layout.cp > 1 else None  # what Transformer Engine cuts into chunks
             packed = PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=borders,
                 cu_seqlens_kv=borders,
+                cu_seqlens_q_padded=padded,
+                cu_seqlens_kv_padded=padded,
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             )

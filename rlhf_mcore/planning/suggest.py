@@ -17,6 +17,8 @@ from rlhf_mcore.planning.memory import GENERATE, SYNC
 from rlhf_mcore.planning.plan import RunPlan, make_plan
 
 SIZES = (1, 2, 4, 8, 16)
+CONTEXTS = (1, 2, 4, 8)  # tried where microbatches, which hold whole sequences, are longer than:
+LONG_TOKENS = 16384
 SHARES = (0.3, 0.5, 0.7, 0.85)
 _ENGINE_PHASES = (GENERATE, SYNC)
 
@@ -71,7 +73,9 @@ def _fastest_by_layout(found: Sequence[Suggestion]) -> list[Suggestion]:
     best: dict[tuple[int, ...], Suggestion] = {}
     for made in sorted(found, key=_train_s):
         layouts = (made.cfg.actor.layout, made.cfg.critic.layout)
-        best.setdefault(tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.ep)), made)
+        best.setdefault(
+            tuple(size for layout in layouts for size in (layout.tp, layout.pp, layout.cp, layout.ep)), made
+        )
     return list(best.values())
 
 
@@ -95,11 +99,12 @@ def _trained(cfg: Config, world_size: int, gpu: GpuType) -> Iterator[Config]:
     geometry = read_geometry(cfg.model.path)
     tensor = [size for size in SIZES if size <= min(gpu.per_node, world_size)]
     own = cfg.actor.layout
-    sizes = [(own.tp, own.pp, own.ep), *product(tensor, SIZES, SIZES if geometry.num_experts else (1,))]
-    for tp, pp, ep in dict.fromkeys(sizes):
-        if world_size % (tp * pp) or world_size // pp % ep or pp > geometry.num_layers:
+    contexts = CONTEXTS if cfg.trainer.max_tokens_per_microbatch > LONG_TOKENS else (1,)
+    sizes = product(tensor, SIZES, contexts, SIZES if geometry.num_experts else (1,))
+    for tp, pp, cp, ep in dict.fromkeys([(own.tp, own.pp, own.cp, own.ep), *sizes]):
+        if world_size % (tp * pp * cp) or world_size // pp % ep or pp > geometry.num_layers:
             continue
-        layout = _layout(cfg, geometry.num_layers, (tp, pp, ep))
+        layout = _layout(cfg, geometry.num_layers, (tp, pp, cp, ep))
         for recompute in (cfg.actor.recompute, RecomputeConfig("off"), RecomputeConfig("full", "uniform", 1)):
             made = replace(cfg, actor=replace(cfg.actor, layout=layout, recompute=recompute))
             yield made
@@ -117,13 +122,13 @@ def _engines(cfg: Config, world_size: int) -> Iterator[Config]:
         yield replace(cfg, rollout=replace(cfg.rollout, layout=layout, gpu_memory_utilization=share))
 
 
-def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int]) -> LayoutConfig:
-    tp, pp, ep = sizes
+def _layout(cfg: Config, num_layers: int, sizes: tuple[int, int, int, int]) -> LayoutConfig:
+    tp, pp, cp, ep = sizes
     own = cfg.actor.layout
-    if (own.tp, own.pp, own.ep) == sizes:
+    if (own.tp, own.pp, own.cp, own.ep) == sizes:
         return own
     stages = balanced_stages(num_layers, pp) if num_layers % pp else None
-    return LayoutConfig(tp, pp, None, stages, 1, ep, 1 if ep > 1 else None, tp > 1)
+    return LayoutConfig(tp, pp, None, stages, cp, ep, 1 if ep > 1 else None, tp > 1)
 
 
 def changes(old: Config, new: Config) -> tuple[str, ...]:

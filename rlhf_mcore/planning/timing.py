@@ -86,11 +86,14 @@ def _flops_per_token(role: PlannedRole, work: Workload) -> float:
 
 
 def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator[float]:
-    """Seconds of a forward pass of one data-parallel rank's tokens in which a stage's ranks exchange activations."""
+    """Seconds of a forward pass of one rank's tokens in which a stage's ranks exchange activations."""
     geometry, layout = role.geometry, role.layout
     layers = geometry.num_layers / layout.pp
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
     yield _reduce_s(inputs, layout.tp, nbytes, 2 * layers)
+    if layout.cp > 1:  # keys and values of the other ranks' tokens, as if nothing were computed meanwhile
+        keys = tokens * geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * BYTES[role.dtype] / layout.tp
+        yield layers * (layout.cp - 1) * keys / _link(inputs, layout.tp * layout.cp)
     if geometry.num_experts and layout.ep > 1:
         moved = nbytes / layout.tp * role.geometry.experts_per_token * (layout.ep - 1) / layout.ep
         yield 2 * layers * moved / _link(inputs, layout.ep * layout.expert_tp)

@@ -28,6 +28,7 @@ from tests.distributed.setting import Settings, build, finish, groups_of, load_h
 # Model, layout and dtype: biases and an embedding that two stages share, interleaving, experts cut both ways.
 CASES = [
     ("qwen2", "tp2_pp2", "bf16"),
+    ("qwen2", "tp2_cp2", "bf16"),
     ("qwen3_tied", "pp4", "fp32"),
     ("qwen3_tied", "pp2_vpp2_dp2", "bf16"),
     ("llama", "dp4", "fp32"),

@@ -67,7 +67,7 @@ def check(found: dict[str, str]) -> None:
 
 def test_weights_gradients_and_state_to_the_byte_and_activations_nearly(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2"))
+    check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2"))
 
 
 @pytest.mark.matrix

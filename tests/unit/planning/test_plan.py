@@ -238,3 +238,18 @@ def test_time_of_a_step_that_generates_meanwhile_is_that_of_the_longer_side() ->
     learning = sum(ahead.seconds.values()) - generate - sync
     assert waiting.step_s == pytest.approx(generate + sync + learning)
     assert ahead.step_s == pytest.approx(max(generate, learning) + sync)
+
+
+def test_ranks_that_share_long_sequences_keep_a_part_of_the_activations() -> None:
+    long = ("trainer.max_tokens_per_microbatch=524288", "trainer.forward_tokens=524288")
+    whole, shared = (
+        next(
+            phase
+            for phase in planned("Qwen2.5-7B", 16, *long, f"actor.layout.cp={cp}").phases
+            if "update" in phase.phase
+        )
+        for cp in (1, 4)
+    )
+    assert shared.parts["actor activations"] == pytest.approx(whole.parts["actor activations"] / 4, rel=1e-3)
+    found = suggest(config("Qwen2.5-7B", *long), 16, H100)
+    assert found and all(any("layout.cp=" in key for key in made.overrides) for made in found), "half a million tokens"
