@@ -6,6 +6,7 @@ All are predicted
 
 - from the workload's synchronous run, its lengths and its times, and its run one step off, by which trainer and engines slow each
   other: what a user has before trying partial rollouts;
+- ``alone``: from the workload's synchronous run alone;
 - ``elsewhere``: from these two runs of the other workloads, and of this one's synchronous run the lengths alone.
 
 The ratio is the largest distance of predicted over measured from 1, in samples and in tokens per second, medians of the rounds, of the
@@ -15,6 +16,7 @@ first kind of prediction. Both sides have to be quiet: what else the machine doe
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -37,6 +39,8 @@ RUNS = {
     Workload("short", 12, 8, 96): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off", "partial")},
     Workload("pairs", 24, 2, 256): {name: SCHEDULES[name] for name in ("synchronous", "one_step_off")} | PARTIAL,
 }
+KINDS = ("", "alone_", "elsewhere_")  # of predictions
+UNITS = {"samples": ("samples_per_s",), "tokens": ("samples_per_s", "length")}
 Rates = dict[str, float]
 
 
@@ -59,7 +63,9 @@ def main() -> None:
             predict(directory, found)
             shutil.rmtree(directory / "outputs")
     ratios = {name: compared(rounds) for name, rounds in found.items()}
-    worst = max(abs(ratios[name][unit] - 1) for name in ratios for unit in ("samples", "tokens"))
+    for name, row in ratios.items():
+        print(f"{name:26}", *(f"{kind} {ratio:.2f}" for kind, ratio in row.items()), flush=True)
+    worst = max(abs(ratios[name][unit] - 1) for name in ratios for unit in UNITS)
     report("simulated", {"rounds": found, "ratios": ratios, "steps": steps}, ratio=worst, goal=GOAL, quick=quick)
 
 
@@ -75,7 +81,7 @@ def predict(directory: Path, found: dict[str, list[Rates]]) -> None:
     }
     for workload, schedules in RUNS.items():
         others = [run for other, runs in sources.items() if other != workload for run in runs]
-        fits = {"": fit_runs(sources[workload]), "elsewhere_": fit_runs(others)}
+        fits = dict(zip(KINDS, map(fit_runs, (sources[workload], sources[workload][:1], others)), strict=True))
         print(workload.name, *fits.values(), sep="\n", flush=True)
         for name in schedules:
             run = run_directory(directory, experiment(workload, name))
@@ -97,23 +103,17 @@ def simulated(run: Path, synchronous: Path, fit: PhaseFit, workload: Workload) -
 
 
 def compared(rounds: list[Rates]) -> Rates:
-    """Predicted over measured, medians of the rounds, which are printed too."""
+    """Predicted over measured, medians of the rounds."""
 
-    def ratio(kind: str, *factors: str) -> float:
-        def of(prefix: str, rates: Rates) -> float:
-            product = 1.0
-            for factor in factors:
-                product *= rates[prefix + factor]
-            return product
+    def of(rates: Rates, factors: tuple[str, ...], kind: str = "") -> float:
+        return math.prod(rates[kind + factor] for factor in factors)
 
-        return round(statistics.median(of(f"{kind}predicted_", rates) / of("", rates) for rates in rounds), 3)
-
-    samples, tokens = ("samples_per_s",), ("samples_per_s", "length")
     return {
-        "samples": ratio("", *samples),
-        "tokens": ratio("", *tokens),
-        "elsewhere_samples": ratio("elsewhere_", *samples),
-        "elsewhere_tokens": ratio("elsewhere_", *tokens),
+        kind + unit: round(
+            statistics.median(of(rates, factors, f"{kind}predicted_") / of(rates, factors) for rates in rounds), 3
+        )
+        for kind in KINDS
+        for unit, factors in UNITS.items()
     }
 
 
