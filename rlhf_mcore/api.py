@@ -125,7 +125,10 @@ class Trainer:
         eval_prompts: Rows | None = None,
         callbacks: Sequence[Callback | OnStep] = (),
     ) -> None:
-        self.cfg = _prepared(cfg, reward, prompts, eval_prompts)
+        cfg = _with_given(cfg, reward, prompts, eval_prompts)
+        validate(cfg, _world_size(cfg))
+        check_packages(cfg)
+        self.cfg = resolve(cfg)
         self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in callbacks])
         self._stack = ExitStack()
         self._run: OpenRun | None = None
@@ -336,14 +339,6 @@ class _Steps:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _prepared(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:
-    """A resolved copy with what was given from Python."""
-    cfg = _with_given(cfg, reward, prompts, eval_prompts)
-    validate(cfg, _world_size(cfg))
-    check_packages(cfg)
-    return resolve(cfg)
 
 
 def _with_given(cfg: Config, reward: Reward | None, prompts: Rows | None, eval_prompts: Rows | None) -> Config:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.metrics import GROUPS, Metric, matching, nearest_metric
+from rlhf_mcore.config.metrics import GROUPS, matching, nearest_metric
 from rlhf_mcore.foreign import shorten
 
 
@@ -54,14 +54,10 @@ def _named(name: str) -> Iterator[str]:
             + (f"did you mean {meant}?" if meant else "rlhf-mcore metrics lists them all")
         )
     for metric in found:
-        yield from _entry(metric)
-
-
-def _entry(metric: Metric) -> Iterator[str]:
-    yield f"{metric.name}: {metric.meaning}"
-    for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.what_to_do)):
-        if text:
-            yield f"  {label:<8} {text}"
+        yield f"{metric.name}: {metric.meaning}"
+        for label, text in (("unit", metric.unit), ("healthy", metric.range), ("else", metric.what_to_do)):
+            if text:
+                yield f"  {label:<8} {text}"
 
 
 if __name__ == "__main__":

@@ -303,13 +303,10 @@ def _setting_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool
         elif not found.is_settable:
             yield f"{shown}: it takes an object of Python ({found.annotation}), not a value; remove it"
         elif not found.accepts(value):
-            yield f"{shown} is not valid; Megatron-core declares it as {_words(found.annotation)}"
+            declared = found.annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")
+            yield f"{shown} is not valid; Megatron-core declares it as {declared}"
         elif not is_trained and MODEL not in found.classes:
             yield f"{shown}: a field of {' and '.join(found.classes)}, and this model is not trained; remove it"
 
     if settings.get("overlap_param_gather") is True and settings.get("overlap_grad_reduce") is not True:
         yield f"{key}.overlap_param_gather=True needs {key}.overlap_grad_reduce=true; set it too"
-
-
-def _words(annotation: str) -> str:
-    return annotation.replace("torch.dtype", "fp32, bf16 or fp16").replace("Optional", "null or ")
