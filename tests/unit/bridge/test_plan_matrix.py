@@ -42,7 +42,7 @@ LAYOUTS = [
     (DENSE, 16384, 8, 8, 1, 8),
     (MOE, 64, 4, 2, 8, 8),
     (MOE, 1024, 8, 4, 4, 2),
-    (MOE, 16384, 8, 8, 8, 8),
+    pytest.param(MOE, 16384, 8, 8, 8, 8, marks=pytest.mark.matrix),
     (shallow(QWEN_235B, 2, experts=512), 16384, 8, 2, 8, 8),
     (shallow(DEEPSEEK_V3, 4, experts=32), 2048, 8, 2, 32, 16),  # latent attention, three dense layers, a shared expert
     pytest.param(DEEPSEEK_V3, 2048, 8, 16, 32, 16, marks=pytest.mark.matrix),

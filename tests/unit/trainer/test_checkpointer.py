@@ -50,7 +50,7 @@ class Model:
         copy = self.weights
 
         def write(checkpoint: Path) -> list[Path]:
-            assert self.gate.wait(20)
+            assert self.gate.wait(120)
             return self._write(checkpoint, copy)
 
         return write

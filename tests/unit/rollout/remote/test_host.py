@@ -40,7 +40,7 @@ class Engine:
             self.drawn.pop(request_id, None)
 
     def step(self) -> list[Completion]:
-        assert self.allowed.acquire(timeout=20)
+        assert self.allowed.acquire(timeout=120)
         self.told.append("step")
         self.tokens_drawn += len(self.drawn)
         self.drawn = {number: (request, drawn + 1) for number, (request, drawn) in self.drawn.items()}
