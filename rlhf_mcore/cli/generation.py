@@ -91,6 +91,7 @@ def _colocated(
     sharing.settle()
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
     run.stack.push(lambda failure, *_: None if failure else engine.close())  # the process may make another run
+    sharing.sleep_level = cfg.rollout.sleep_level
     sharing.engine_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
     canary = _build_canary(run, actor, worker, engine)

@@ -125,7 +125,7 @@ def unused_problems(cfg: Config) -> Iterator[str]:
         if _is_misspelled(owner, found) or _is_misspelled(key, value):
             continue  # which is another problem
         if found != wanted if wanted else found == 0:
-            cure = f"set {owner}={wanted}" if wanted else f"raise {owner}"
+            cure = f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
             yield f"{key}={value} has no effect with {owner}={found}; remove it, or {cure}"
 
 

@@ -74,6 +74,12 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
     return parts
 
 
+def _shares_device(inputs: PlanInputs) -> bool:
+    """Whether there is an engine that can sleep on the trainer's devices."""
+    cfg = inputs.cfg
+    return run_kind(cfg).generates and not engines_apart(cfg) and cfg.rollout.engine != "hf"
+
+
 def _engine_weights(inputs: PlanInputs) -> int:
     return engine_numel(inputs.roles[0].geometry, engine_tp(inputs.cfg)) * BYTES[inputs.dtype]
 
@@ -85,7 +91,7 @@ def _engine(inputs: PlanInputs, phase: str = "") -> dict[str, int]:
     """
     rollout, apart = inputs.cfg.rollout, engines_apart(inputs.cfg)
     is_hf = rollout.engine == "hf"
-    sleeps = rollout.sleep and not apart and not is_hf
+    sleeps = rollout.sleep and _shares_device(inputs)
     if not run_kind(inputs.cfg).generates or ((sleeps or apart) and phase not in (GENERATE, SYNC, SAVE)):
         return {}
     weights = _engine_weights(inputs)
@@ -206,8 +212,12 @@ def _microbatch_tokens(inputs: PlanInputs, role: PlannedRole) -> int:
 
 
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
-    """Pinned host memory of a rank: what is offloaded, and what asynchronous saves copy, its state and its share of the weights."""
-    total = 0
+    """Pinned host memory of a rank: what is offloaded, and what asynchronous saves copy, its state and its share of the weights.
+
+    And the weights of an engine that keeps them when it sleeps.
+    """
+    keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep and inputs.cfg.rollout.sleep_level == 1
+    total = _engine_weights(inputs) if keeps else 0
     for role in inputs.roles:
         state = state_bytes(role, rank)
         total += state.weights * (WEIGHTS in role.offload)

@@ -28,6 +28,7 @@ class DeviceSharing:
     ledger: Ledger = field(default_factory=Ledger)
     parts: list[Part] = field(default_factory=list)
     engine_bytes: int = 0  # of the weights of this rank's part of an engine
+    sleep_level: int = 2  # of engines: see ``Sleeper``
     _allocated: dict[str, int] = field(default_factory=dict)
 
     def join(self, part: Part) -> None:
@@ -79,7 +80,7 @@ class DeviceSharing:
 
     def sleep(self, sleeper: Sleeper) -> None:
         """An engine leaves the device until the next weights come."""
-        sleeper.sleep()
+        sleeper.sleep(self.sleep_level)
         for name in self.ledger.resident.keys() & _OF_ENGINES.values():
             self.ledger.remove(name)
 

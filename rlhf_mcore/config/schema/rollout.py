@@ -102,6 +102,13 @@ class RolloutConfig:
         "CUDA, `colocated`: give the memory of the engine's weights and cache back while training",
         only_with="rollout.placement=colocated",
     )
+    sleep_level: int = key(
+        2,
+        "CUDA, `colocated`: 2 discards the engine's weights, which the next sync writes anew; 1 keeps a copy in host memory",
+        Range(1, 2),
+        more="1 takes as much pinned memory of the host as the engine's weights, and time to copy them.",
+        only_with="rollout.sleep",
+    )
     order: str = key(
         "in_order",
         "`colocated`: which engine draws the responses to which prompt of a step, and when",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.planning.inputs import GPUS
+from rlhf_mcore.planning.plan import make_plan
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, OutOfOrder
@@ -16,6 +21,8 @@ from rlhf_mcore.residency.parts import Part
 from rlhf_mcore.residency.sharing import DeviceSharing, Movable
 from rlhf_mcore.trainer.reinforcement import EnginePublisher
 
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "configs" / "models" / "Qwen2.5-0.5B-Instruct"
 ENGINE = {"weights": 30, "kv_cache": 300}  # bytes of the engine
 SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moments
     "actor": {WEIGHTS: 64, GRADIENTS: 128, OPTIMIZER: 384},
@@ -27,9 +34,10 @@ SIZES = {  # and of the models: bf16 weights, fp32 gradients, masters and moment
 class CountingDevice(Platform):
     """A device of 1000 bytes. It counts the storages of the parts that are on it, and what the engine has taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Mapping[str, int], room: int = 1000) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        self.engine = dict(ENGINE)
+        self.sizes, self.room, self.levels = engine, room, list[int]()
+        self.engine = dict(engine)
         self.log: list[str] = []
         self.buffers = 0
 
@@ -37,8 +45,8 @@ class CountingDevice(Platform):
         return sum(storage.nbytes() for storage in self.storages) + sum(self.engine.values())
 
     def free_bytes(self) -> int:
-        assert self.used() <= 1000
-        return 1000 - self.used()
+        assert self.used() <= self.room
+        return self.room - self.used()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         self.buffers += 1
@@ -47,24 +55,28 @@ class CountingDevice(Platform):
     # The engine.
     def wake(self, tags: Sequence[str]) -> None:
         for tag in tags:
-            self.engine[tag] = ENGINE[tag]
+            self.engine[tag] = self.sizes[tag]
             self.log.append(f"wake {tag} beside {self.used() - sum(self.engine.values())}")
 
     def sleep(self, level: int = 2) -> None:
         self.engine.clear()
+        self.levels.append(level)
         self.log.append("sleep")
 
 
 class Colocated:
     """The models of a PPO run with all parts offloaded, and the engine."""
 
-    def __init__(self) -> None:
-        self.device = CountingDevice()
+    def __init__(
+        self, models: Mapping[str, Mapping[str, int]] = SIZES, engine: Mapping[str, int] = ENGINE, room: int = 1000
+    ) -> None:
+        self.sizes, self.used_in_sync = models, 0
+        self.device = CountingDevice(engine, room)
         self.device.engine.clear()
-        self.sharing = DeviceSharing(self.device, engine_bytes=ENGINE["weights"])
+        self.sharing = DeviceSharing(self.device, engine_bytes=engine["weights"])
         self.models: dict[str, Movable] = {}
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        for name, sizes in SIZES.items():
+        for name, sizes in models.items():
             held = {kind: torch.zeros(size, dtype=torch.uint8) for kind, size in sizes.items()}
             self.device.storages += [tensor.untyped_storage() for tensor in held.values()]
             self.tensors[name], self.models[name] = held, Movable(self.sharing)
@@ -83,6 +95,7 @@ class Colocated:
     def sync(self, version: int) -> SyncStats:
         with self.models["actor"].use(WEIGHTS, beside=True):
             assert self.tensors["actor"][WEIGHTS].unique().tolist() == [version]
+            self.used_in_sync = self.device.used()
         return SyncStats(0.0, 0, 0, 0)
 
     def update(self, name: str) -> None:
@@ -92,11 +105,11 @@ class Colocated:
 
     def step(self, number: int) -> None:
         with self.phase("generate"):
-            assert self.device.used() == sum(ENGINE.values())
+            assert self.device.used() == sum(self.device.sizes.values())
         self.publisher.withdraw()
         for phase, name in (("reference", "reference"), ("values", "critic"), ("old_logprobs", "actor")):
             with self.phase(phase), self.models[name].use(WEIGHTS):
-                assert self.device.used() == SIZES[name][WEIGHTS]
+                assert self.device.used() == self.sizes[name][WEIGHTS]
         with self.phase("update"):
             self.update("critic")
             self.update("actor")
@@ -216,3 +229,55 @@ def test_an_engine_that_is_awake_keeps_an_update_out() -> None:
     run.publisher.publish(0)
     with pytest.raises(OutOfOrder, match="while engine cache is on the device"):
         run.update("actor")
+
+
+LEDGER_PHASES = {  # of the ledger, by the planner's
+    "generate": "generate",
+    "reference forward": "reference",
+    "critic forward": "values",
+    "actor forward": "old_logprobs",
+    "actor update": "update",
+}
+MOVES = ("weights", "gradients", "masters", "moments", "cache")
+
+
+def test_the_ledger_of_a_step_has_the_planners_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["data.train=[x]", f"model.path={MODEL}", "model.dtype=bf16", "algorithm=ppo", "algorithm.kl.coef=0.01"]
+    keys += ["actor.offload=always", "critic.offload=always", "reference.offload=true", "rollout.kv_cache_gib=0.1"]
+    plan = make_plan(resolve(load_config(ROOT / "configs" / "base.yaml", keys)), 1, GPUS["H100"], exact_sync=False)
+    # A byte of the test for a MiB of the plan, whose parts are rounded the same way on both sides.
+    planned = {
+        phase.phase: {
+            name: size >> 20 for name, size in phase.parts.items() if name.endswith(MOVES) and "bridge" not in name
+        }
+        for phase in plan.phases
+    }
+    sizes: dict[str, dict[str, int]] = {}
+    for name in ("actor", "critic", "reference"):
+        update = planned.get(f"{name} update", planned[f"{name} forward"])
+        sizes[name] = {WEIGHTS: update[f"{name} weights"]}
+        if name != "reference":
+            state = update[f"{name} masters"] + update[f"{name} moments"]
+            sizes[name] |= {GRADIENTS: update[f"{name} gradients"], OPTIMIZER: state}
+    engine = {"weights": planned["generate"]["engine weights"], "kv_cache": planned["generate"]["engine cache"]}
+    make_room = DeviceSharing.make_room  # a sync is planned for where there is none
+    monkeypatch.setattr(DeviceSharing, "make_room", lambda self, num_bytes, keep=(): make_room(self, 0, keep))
+    run = Colocated(sizes, engine, room=sum(engine.values()))
+    run.publisher.publish(0)
+    run.sharing.pop()
+    run.step(1)
+    found = run.sharing.pop()
+    for phase, own in LEDGER_PHASES.items():
+        assert found[f"memory/{own}_bytes"] == sum(planned[phase].values()), phase
+    assert run.used_in_sync == sum(planned["sync"].values())
+    assert found["memory/sync_bytes"] == sum(engine.values())  # its cache comes at the end of the phase
+    assert len(found) == len(LEDGER_PHASES) + 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_sleep_as_deep_as_they_are_told(level: int) -> None:
+    run = Colocated()
+    run.sharing.sleep_level = level
+    run.publisher.publish(0)
+    run.publisher.withdraw()
+    assert run.device.levels[-1] == level
