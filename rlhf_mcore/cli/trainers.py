@@ -59,6 +59,7 @@ from rlhf_mcore.trainer.metrics import Counters
 from rlhf_mcore.trainer.model_reward import ModelReward
 from rlhf_mcore.trainer.parts import Roles
 from rlhf_mcore.trainer.reinforcement import PolicyLearner, keep_scores
+from rlhf_mcore.trainer.token_record import TokenRecord
 from rlhf_mcore.trainer.work import StepWork, TrainedWork
 from rlhf_mcore.types import Prompt, TrainBatch
 
@@ -119,9 +120,12 @@ def rl_trainer(run: RunContext) -> Trainer:
         warmup_steps=cfg.critic.warmup_steps if critic is not None else 0,
         refresh_steps=cfg.reference.refresh_steps,
     )
+    shown, tokens = cfg.logging, None
+    if shown.rollout_tokens:
+        tokens = TokenRecord(shown.rollout_tokens, shown.rollouts_every, generation.worker.decode, record.directory)
     return Trainer(
         source=generation.source,
-        learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work),
+        learner=PolicyLearner(roles, estimation, record, cfg.logging.entropy_every, work, tokens),
         publisher=generation.publisher,
         evaluator=PolicyEvaluator(
             data.held_out,

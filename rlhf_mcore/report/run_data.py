@@ -29,6 +29,8 @@ _OF_SAMPLES = (
     "policy_version",
     "turns",
 )
+MAX_TOKENS = 300_000  # of a run in a page: about 10 MB
+_OF_TOKENS = ("tokens", "advantages", "logprob_differences")
 _OF_GROUPS = ("step", "prompt_id", "prompt", "ground_truth")
 
 
@@ -110,10 +112,12 @@ def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]
     """The groups of the first and of the newest steps that fit, by step, and how many rollouts there are in all."""
     files = sorted(folder.glob("step-*.jsonl")) if folder.is_dir() else []
     kept: dict[Path, list[dict[str, Any]]] = {}
-    total = used = 0
+    total = used = num_tokens = 0
     for file in [*files[:1], *reversed(files[1:])]:
         if used < max_rollouts:
             kept[file] = list(_groups_of_step(file))
+            if num_tokens < MAX_TOKENS:
+                num_tokens += _add_tokens(kept[file], file.with_name(file.name.replace("step-", "tokens-")))
             count = sum(len(group["samples"]) for group in kept[file])
             used += count
         else:
@@ -132,6 +136,19 @@ def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
         )
         group["samples"].append({name: record[name] for name in _OF_SAMPLES if name in record})
     yield from by_prompt.values()
+
+
+def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
+    """Give samples what the run has recorded of their tokens. Returns how many tokens these are."""
+    samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
+    total = 0
+    for line in _whole_lines(file) if file.is_file() else ():
+        sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
+        columns = [column for name in _OF_TOKENS if isinstance(column := line.content.get(name), list)]
+        if sample is not None and len(columns) == len(_OF_TOKENS) and len(set(map(len, columns))) == 1:
+            sample |= dict(zip(_OF_TOKENS, columns, strict=True))
+            total += len(columns[0])
+    return total
 
 
 def _whole_lines(path: Path) -> Iterator[Fields]:

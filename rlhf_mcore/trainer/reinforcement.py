@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_mcore.trainer.exchange import RowExchange
     from rlhf_mcore.trainer.parts import PromptSource, Recorder, Roles, TrainableModel
     from rlhf_mcore.trainer.rollouts import Rollouts, RolloutWorker
+    from rlhf_mcore.trainer.token_record import TokenRecord
     from rlhf_mcore.trainer.work import StepWork
     from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch, Trajectory
 
@@ -86,6 +87,7 @@ def scored_batch(
     with recorder.phase("exchange"):
         given = rollouts.positions, rollouts.trajectories, scores, collected.left_out
         exchanged = exchange(collected.prompts, *given)
+    exchanged.batch.prompt_ids = [prompt.prompt_id for prompt in exchanged.prompts]
     rows, places = exchanged.batch, exchanged.batch.group_ids.tolist()
     note_lengths(exchanged.prompts, places, rows.num_sampled.tolist())
     metrics = collected.metrics() | rollout_metrics(exchanged) | source_metrics(exchanged)
@@ -101,6 +103,7 @@ class PolicyLearner:
     recorder: Recorder
     entropy_every: int = 1
     work: StepWork | None = None
+    tokens: TokenRecord | None = None
 
     def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
         """Compute logprobs and values before any model is updated, then advantages, then the updates. Collective.
@@ -118,6 +121,8 @@ class PolicyLearner:
             if in_update:
                 batch.old_logprobs = self.roles.actor.logprobs_of_update(batch)
                 metrics |= agreement_metrics(batch) | self.compute_advantages.compare(batch)
+        if self.tokens is not None:
+            self.tokens.write(step, batch)
         if self.work is not None:
             self.work.count(batch, learns=step > self.roles.warmup_steps, has_old_pass=not in_update)
         return metrics | {"actor/old_logprobs_of_update": float(in_update)}

@@ -43,7 +43,7 @@ watcher = Watcher()
 trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
 
-cfg.rollout.engine = "hf"  # starts faster
+cfg.rollout.engine, cfg.logging.rollout_tokens = "hf", 3  # starts faster
 evaluated = rm.evaluate(cfg, compare="quickstart/model", reward=long, prompts=rows[:6])
 converted = rm.convert(trained.directory, "flat", dtype="bf16", verify=True)
 refused = []
@@ -114,3 +114,15 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert flat == "flat" and num_parameters == saved_numbers and num_bytes == 2 * num_parameters
     assert "flat is there already" in refused[0] and "there are: hf, megatron" in refused[1]
     assert "evaluate.checkpoint=nowhere is not a directory" in refused[2]
+    written = tmp_path / "outputs/quickstart/second/rollouts"
+    tokens = [json.loads(line) for line in (written / "tokens-000002.jsonl").read_text().splitlines()]
+    whole = [json.loads(line) for line in (written / "step-000002.jsonl").read_text().splitlines()]
+    by_name = {(row["prompt_id"], row["sample"]): row for row in whole}
+    assert [(row["row"], row["sample"]) for row in tokens] == [(0, 0), (1, 1), (2, 0)]
+    for row in tokens:
+        rollout = by_name[row["prompt_id"], row["sample"]]
+        assert "".join(row["tokens"]) == rollout["response"] and len(row["tokens"]) == rollout["num_tokens"]
+        assert len(row["advantages"]) == len(row["logprob_differences"]) == len(row["tokens"])
+        assert max(map(abs, row["logprob_differences"])) < 1e-3
+    pair = [by_name[row["prompt_id"], row["sample"]]["score"] for row in tokens[:2]]
+    assert (tokens[0]["advantages"][0] > tokens[1]["advantages"][0]) == (pair[0] > pair[1])

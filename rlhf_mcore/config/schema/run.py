@@ -315,6 +315,12 @@ class LoggingConfig:
     )
     samples: int = key(10, "steps between responses that the live display shows; 0: never", AT_LEAST_0)
     rollouts_every: int = key(1, "steps between `rollouts/step-*.jsonl`; 0: never", AT_LEAST_0)
+    rollout_tokens: int = key(
+        0,
+        "responses of such a step whose tokens are written too, with advantage and logprob difference; 0: none",
+        Range(0, 4096),
+        more="About 30 bytes a token, in `rollouts/tokens-*.jsonl`; the [report](report.md) colours the responses by them.",
+    )
 
 
 def wanted_trackers(cfg: LoggingConfig) -> list[str]:

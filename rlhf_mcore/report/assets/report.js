@@ -13,7 +13,7 @@ const STATES = { good: "✓ good", watch: "! watch", bad: "✗ bad", unknown: "�
 let data = JSON.parse(document.getElementById("data").textContent);
 const shown = new Set(data.runs.map((_, i) => i));
 const view = { tab: "Health", smoothing: 0, axis: "step", metric: "", config: "", all: false };
-const wanted = { run: 0, from: "", to: "", least: "", most: "", shortest: "", longest: "", text: "", order: "step", failed: false };
+const wanted = { colour: "", run: 0, from: "", to: "", least: "", most: "", shortest: "", longest: "", text: "", order: "step", failed: false };
 let limit = PAGE_OF_GROUPS;
 
 // ---- small tools
@@ -203,10 +203,20 @@ function marked(text) {
   node.append(text.slice(at));
   return node;
 }
-function sampleCard(sample, fitsFilter) {
+// The tokens that the policy sampled, over a scale of their group: red below zero, green above.
+function coloured(sample, largest) {
+  const node = make("div", { class: "text tokens" });
+  sample.tokens.forEach((token, i) => {
+    const value = sample[wanted.colour][i], share = Math.min(1, Math.abs(value ?? 0) / (largest || 1));
+    const colour = value < 0 ? "214, 62, 62" : "46, 160, 87";
+    node.append(make("span", { style: `background: rgba(${colour}, ${(0.75 * share).toFixed(2)})`, title: `advantage ${number(sample.advantages[i])}, logprob difference ${number(sample.logprob_differences[i])}` }, token || "\u25aa"));
+  });
+  return node;
+}
+function sampleCard(sample, fitsFilter, largest) {
   const facts = [`${lengthOf(sample)} tokens`, sample.finish_reason, sample.failure, sample.policy_version === undefined ? null : `policy ${sample.policy_version}`].filter(Boolean).join(" · ");
   const parts = Object.entries(sample.parts || {});
-  const texts = sample.turns && sample.turns.length ? sample.turns.map((turn) => make("details", { open: turn.writer === "policy", class: turn.writer === "policy" ? "" : "environment" }, make("summary", {}, turn.writer, turn.reward ? ` · reward ${number(turn.reward)}` : ""), marked(turn.text || ""))) : [marked(sample.response || "")];
+  const texts = wanted.colour && sample.tokens ? [coloured(sample, largest)] : sample.turns && sample.turns.length ? sample.turns.map((turn) => make("details", { open: turn.writer === "policy", class: turn.writer === "policy" ? "" : "environment" }, make("summary", {}, turn.writer, turn.reward ? ` · reward ${number(turn.reward)}` : ""), marked(turn.text || ""))) : [marked(sample.response || "")];
   return make("div", { class: `sample${fitsFilter ? "" : " hidden-by-filter"}` }, make("div", {}, make("span", { class: "score" }, `reward ${number(sample.score)}`), make("span", { class: "faint" }, ` · ${facts}`)), parts.length > 1 ? make("div", { class: "faint" }, parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null, ...texts);
 }
 function groupRow({ group, samples, count }) {
@@ -216,7 +226,8 @@ function groupRow({ group, samples, count }) {
   node.addEventListener("toggle", () => {
     if (!node.open || node.children.length > 1) return;
     const gold = group.ground_truth;
-    node.append(make("div", { class: "inside" }, make("div", { class: "faint" }, `prompt ${group.prompt_id}`), marked(group.prompt || ""), gold === null || gold === undefined ? null : make("div", {}, make("span", { class: "faint" }, "ground truth "), typeof gold === "string" ? gold : JSON.stringify(gold)), make("div", { class: "samples" }, ...group.samples.map((sample) => sampleCard(sample, samples.has(sample))))));
+    const largest = wanted.colour ? Math.max(0, ...group.samples.map((sample) => (sample[wanted.colour] || []).reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0))) : 0;
+    node.append(make("div", { class: "inside" }, make("div", { class: "faint" }, `prompt ${group.prompt_id}`), marked(group.prompt || ""), gold === null || gold === undefined ? null : make("div", {}, make("span", { class: "faint" }, "ground truth "), typeof gold === "string" ? gold : JSON.stringify(gold)), make("div", { class: "samples" }, ...group.samples.map((sample) => sampleCard(sample, samples.has(sample), largest)))));
   });
   return node;
 }
@@ -232,7 +243,8 @@ function rolloutsTab() {
   };
   const field = (name, label, type = "number") => make("label", {}, label, make("input", { type, id: `filter-${name}`, step: "any", value: wanted[name], oninput: (e) => { wanted[name] = e.target.value; limit = PAGE_OF_GROUPS; fill(); } }));
   const choice = (name, label, values, texts = values) => make("label", {}, label, make("select", { id: `filter-${name}`, onchange: (e) => { wanted[name] = name === "run" ? Number(e.target.value) : e.target.value; limit = PAGE_OF_GROUPS; fill(); } }, ...values.map((value, i) => make("option", { value, selected: String(wanted[name]) === String(value) }, texts[i]))));
-  const controls = make("div", { class: "controls" }, data.runs.length > 1 ? choice("run", "run ", data.runs.map((_, i) => i), data.runs.map((run) => run.name)) : null, field("text", "text ", "search"), field("from", "steps "), field("to", "to "), field("least", "reward "), field("most", "to "), field("shortest", "tokens "), field("longest", "to "), choice("order", "order ", ["step", "newest first", "worst reward first", "best reward first", "mixed groups first", "longest first"]), make("label", {}, make("input", { type: "checkbox", id: "filter-failed", checked: wanted.failed, onchange: (e) => { wanted.failed = e.target.checked; fill(); } }), "failures only"));
+  const hasTokens = data.runs.some((run) => run.groups.some((group) => group.samples.some((sample) => sample.tokens)));
+  const controls = make("div", { class: "controls" }, data.runs.length > 1 ? choice("run", "run ", data.runs.map((_, i) => i), data.runs.map((run) => run.name)) : null, field("text", "text ", "search"), field("from", "steps "), field("to", "to "), field("least", "reward "), field("most", "to "), field("shortest", "tokens "), field("longest", "to "), choice("order", "order ", ["step", "newest first", "worst reward first", "best reward first", "mixed groups first", "longest first"]), make("label", {}, make("input", { type: "checkbox", id: "filter-failed", checked: wanted.failed, onchange: (e) => { wanted.failed = e.target.checked; fill(); } }), "failures only"), hasTokens ? choice("colour", "colour tokens by ", ["", "advantages", "logprob_differences"], ["nothing", "advantage", "logprob difference"]) : null);
   fill();
   return [controls, count, list];
 }

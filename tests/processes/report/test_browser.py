@@ -61,6 +61,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     with (folder / "slow" / "rollouts" / "step-000079.jsonl").open("a") as file:
         for sample, more in enumerate(({}, {"turns": turns}, {"failure": "timeout"})):
             file.write(json.dumps({**record, "sample": sample, "score": 1.0, "num_tokens": 900, **more}) + "\n")
+    tokens = {"tokens": ["so ", HOSTILE, ""], "advantages": [1.0, -0.5, 0.0], "logprob_differences": [0.01, 0.0, -0.02]}
+    with (folder / "slow" / "rollouts" / "tokens-000079.jsonl").open("w") as file:
+        file.write(json.dumps({"prompt_id": "x", "sample": 0, **tokens}) + "\n")
     return [folder / "slow", folder / "fast"]
 
 
@@ -132,6 +135,20 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     assert page.locator(".sample").count() == 3 and page.locator("mark").first.inner_text() == "needle"
     assert "<img src=x" in page.locator(".sample").first.inner_text() and page.locator("main img").count() == 0
     assert page.locator("details.environment").get_attribute("open") is None
+
+    # Tokens: green where the advantage is above zero, red below, as strong as their share of the group's largest.
+    page.locator("#filter-colour").select_option("advantages")
+    page.locator("details.group > summary").click()
+    page.locator(".tokens span").nth(2).wait_for()
+    strengths = [token.evaluate("span => span.style.background") for token in page.locator(".tokens span").all()]
+    assert strengths == ["rgba(46, 160, 87, 0.75)", "rgba(214, 62, 62, 0.38)", "rgba(46, 160, 87, 0)"]
+    assert page.locator(".tokens span").nth(1).inner_text() == HOSTILE
+    assert page.locator(".tokens span").first.get_attribute("title") == "advantage 1, logprob difference 0.01"
+    page.locator("#filter-colour").select_option("logprob_differences")
+    page.locator("details.group > summary").click()
+    assert "0.75" in page.locator(".tokens span").nth(2).evaluate("span => span.style.background")
+    assert page.locator(".tokens").count() == 1
+    page.locator("#filter-colour").select_option("")
     page.locator("#filter-failed").check()
     assert page.locator("#count").inner_text().startswith("1 rollout in 1 group")
 

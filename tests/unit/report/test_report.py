@@ -58,6 +58,20 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
+def test_tokens_go_to_their_samples_and_what_is_none_is_left_out(run: Path) -> None:
+    whole = {"tokens": ["a", "b"], "advantages": [0.5, -1], "logprob_differences": [0, None]}
+    lines(
+        run / "rollouts" / "tokens-000003.jsonl",
+        {"prompt_id": "train#8", "sample": 1, **whole},
+        {"prompt_id": "train#7", "sample": 1, **whole, "advantages": [0.5]},
+        {"prompt_id": "train#9", "sample": 0, **whole},
+    )
+    read = read_run(run, 100)
+    found = [sample for group in read.groups for sample in group["samples"] if "tokens" in sample]
+    assert read.num_rollouts == 12 and len(found) == 1
+    assert {name: found[0][name] for name in whole} == whole and found[0]["sample"] == 1
+
+
 def test_what_is_read_of_a_run(run: Path) -> None:
     read = read_run(run, max_rollouts=100)
     assert read.metrics == {
