@@ -300,7 +300,7 @@ class TrainBatch:
     # [B] float32, on every rank: value of the state after the last token; with bootstrap_truncated
     bootstrap_values: Tensor | None = None
     correction: Tensor | None = None  # [N] float32: factors of the token weights of the policy loss
-    prompt_ids: list[str] = field(default_factory=list)  # of each group, for the record of a run
+    prompt_ids: list[str] | None = None  # of each group, for the record of a run
     kl_coef: float = 0.0  # of this step, where the KL is in the loss
     with_entropy: bool = True  # whether the actor's entropy is a metric of this step
     rewards: Tensor | None = None  # [N] float32: after shaping and KL

@@ -38,7 +38,7 @@ class TokenRecord:
 
     def _records(self, batch: TrainBatch) -> Iterator[dict[str, Any]]:
         """Of the rows that this rank owns."""
-        assert batch.old_logprobs is not None and batch.advantages is not None
+        assert batch.old_logprobs is not None and batch.advantages is not None and batch.prompt_ids is not None
         groups, stop = batch.group_ids.tolist(), 0
         for row, length in zip(batch.rows.tolist(), batch.lengths[batch.rows].tolist(), strict=True):
             start, stop = stop, stop + length
