@@ -283,7 +283,7 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
         shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
         if layout.layout.cp == 1:
             yield f"{shown} has no effect with {layout.name}.layout.cp=1; remove it"
-        elif "a2a+p2p" in kind:
+        elif "a2a+p2p" in str(kind):
             yield f"{shown} needs process groups of two levels, which are not made; set it to p2p, all_gather or a2a"
 
 

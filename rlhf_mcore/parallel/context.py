@@ -25,12 +25,12 @@ def local_places(sizes: Sequence[int], rank: int, cp: int) -> Tensor:
     ``sizes`` are multiples of 2 * cp.
     """
     assert all(size % (2 * cp) == 0 for size in sizes), (sizes, cp)
-    parts, start = [], 0
-    for size in sizes:
-        chunk = size // (2 * cp)
-        parts += [torch.arange(start + n * chunk, start + (n + 1) * chunk) for n in chunks_of(rank, cp)]
-        start += size
-    return torch.cat(parts)
+    length = torch.tensor(sizes)
+    chunk, begin = length // (2 * cp), length.cumsum(0) - length
+    firsts = torch.stack([begin + number * chunk for number in chunks_of(rank, cp)], dim=1).flatten()
+    counts, total = chunk.repeat_interleave(2), sum(sizes) // cp
+    offsets = firsts - counts.cumsum(0) + counts
+    return torch.arange(total) + offsets.repeat_interleave(counts, output_size=total)
 
 
 def gather_context(local: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, sums_gradient: bool) -> Tensor:

@@ -60,6 +60,11 @@ def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) ->
         ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "AdamW"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
+        ("actor.megatron={cp_comm_type: p2p}", ["cp_comm_type='p2p' has no effect", "actor.layout.cp=1"]),
+        (
+            "actor={layout: {cp: 2}, megatron: {cp_comm_type: a2a+p2p}}",
+            ["cp_comm_type='a2a+p2p'", "two levels", "set it to p2p"],
+        ),
         ("actor.recompute.modules=[attention]", ["actor.recompute.modules", "attention", "core_attn"]),
     ],
 )  # fmt: skip

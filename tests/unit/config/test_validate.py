@@ -39,6 +39,7 @@ GATHER = ["bridge.method=gather"]
     [
         (["actor.layout.tp=2", "actor.layout.pp=2", "rollout.layout.tp=2"], None),
         (["actor.layout.tp=2", "actor.layout.sequence_parallel=true"], 8),
+        (["actor.layout.cp=4", "actor.layout.tp=2", "actor.megatron={cp_comm_type: a2a}"], 8),
         (["actor.layout.pp=2", "actor.layout.vpp=2"], 2),
         (["actor.layout.pp=3", "actor.layout.layers_per_stage=[1,2,1]"], 3),
         (["actor.layout.pp=2", "actor.layout.vpp=2", "actor.layout.layers_per_stage=[1,1,1,1]"], 2),
@@ -70,6 +71,12 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["actor.layout.tp=2", "trainer.world_size=3"], None, ["trainer.world_size=3", "actor.layout"]),
         (["rollout.layout.tp=2"], 3, ["processes=3", "rollout.layout.tp=2", "multiple of 2"]),
         (["actor.layout.cp=2"], 3, ["processes=3", "tp*pp*cp=1*1*2=2", "multiple of 2"]),
+        (["actor.layout.cp=0"], None, ["actor.layout.cp=0", "at least 1"]),
+        (
+            ["actor.layout.cp=2", "data.max_prompt_tokens=101", "trainer.max_tokens_per_microbatch=357"],
+            2,
+            ["=357", "max_new_tokens=357", "padded for context parallelism to 360", "raise it to 360"],
+        ),
         (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "no experts", "set it to 1"]),
         (["actor.layout.ep=0"], None, ["actor.layout.ep=0", "at least 1"]),
         (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "actor.layout.tp=1", "null"]),
