@@ -97,6 +97,7 @@ def test_the_way_to_a_host_gives_address_and_interface() -> None:
         ([1, 137, 1], 2, (1, 3)),  # as many as allowed, and no more
         ([1], 0, (1, 1)),
         ([2], 5, (2, 1)),  # a mistake stays one
+        ([76], 5, (76, 1)),  # an alarm has stopped it
         ([75], 5, (75, 1)),  # saved because somebody asked: not ours to start again
         ([130], 5, (130, 1)),  # Ctrl-C
         ([143], 5, (143, 1)),
@@ -208,6 +209,7 @@ def test_one_message_names_the_cause_and_its_rank(
 
 def test_a_run_that_saved_and_asks_to_be_started_again_says_nothing_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert torchrun.Agent(reports_of()).report({0: failure(75, 100), 1: failure(-15, 100)}) == 75  # type: ignore[dict-item]
+    assert torchrun.Agent(reports_of()).report({0: failure(-15, 100), 1: failure(76, 100)}) == 76  # type: ignore[dict-item]
     assert capsys.readouterr().err == ""
 
 
