@@ -232,7 +232,7 @@ class Sessions:
     def _lose(self, host: _Host, cause: str, guilty: list[int], timed_out: bool = False) -> None:
         """End a process. Its sessions are played again elsewhere when they are called; the calls of ``guilty`` once more at most.
 
-        Of several that may be guilty each is made alone then.
+        Of several that may have ended it each is made alone then; of those beyond their deadlines each is known.
         """
         self._hosts.remove(host)
         host.process.stop()
@@ -245,7 +245,7 @@ class Sessions:
         for key in pending:
             session = self._sessions[key]
             session.tries += key in guilty
-            if session.tries <= self._limits.retries or key not in guilty or len(guilty) > 1:
+            if session.tries <= self._limits.retries or key not in guilty or (len(guilty) > 1 and not timed_out):
                 self._call(key, again=True)
                 continue
             self._lost_in_a_row += 1
