@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From a base model to PPO: fine-tuning on right answers, a reward model on pairs, then PPO against it. After ./launch/quickstart.sh:
+#
+#   ./examples/sft_rm_ppo.sh                       some minutes a run on two cores
+#   ./examples/sft_rm_ppo.sh trainer.num_steps=5   further arguments override keys of all three
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+.venv/bin/rlhf-mcore train configs/quickstart/sft.yaml "$@"
+.venv/bin/rlhf-mcore train configs/quickstart/reward_model.yaml model.path=outputs/quickstart/sft/latest/actor "$@"
+.venv/bin/rlhf-mcore train configs/quickstart/ppo.yaml model.path=outputs/quickstart/sft/latest/actor reward.rules=[] \
+    reward.model.path=outputs/quickstart/reward_model/latest/reward "$@"
+.venv/bin/rlhf-mcore report outputs/quickstart/sft outputs/quickstart/reward_model outputs/quickstart/ppo --out sft_rm_ppo.html

@@ -1,0 +1,76 @@
+"""The path of docs/index.md in a copy of the repository: quickstart, report, another reward, evaluation, transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.commands import ROOT, environment, finished
+from tests.tiny_training import make_quickstart
+
+PAGE = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+TINY = [
+    "actor.layout.tp=1",
+    "trainer.world_size=1",
+    "trainer.num_steps=1",
+    "trainer.prompts_per_step=4",
+    "trainer.minibatch_size=2",
+    "rollout.engine=hf",
+    "rollout.sampling.n=2",
+    "rollout.sampling.max_new_tokens=8",
+    "reward.workers=1",
+]
+
+
+def documented(part: str) -> list[str]:
+    """The words of the only command of the page that has ``part`` in it."""
+    lines = re.findall(r"^(?:\./launch|\.venv/bin)/.*$", PAGE, re.MULTILINE)
+    [line] = [line for line in lines if part in f"{line}\n"]
+    return shlex.split(line, comments=True)
+
+
+def clone(folder: Path) -> Path:
+    """What is in the repository, with the environment that these tests have in the place of one that setup.sh installs."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if not name.startswith("tests/") and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (folder / "launch" / "setup.sh").write_text("#!/bin/sh\n")
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for program, call in (("python", ""), ("rlhf-mcore", "-m rlhf_mcore.cli.main ")):
+        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} {call}"$@"\n')
+        (programs / program).chmod(0o755)
+    make_quickstart(folder)
+    return folder
+
+
+def test_the_first_hour(tmp_path: Path) -> None:
+    folder = clone(tmp_path)
+    own = {**environment(folder), "PYTHONPATH": str(folder)}
+
+    def run(part: str, *more: str) -> str:
+        done = finished([*documented(part), *more], folder, own)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    assert "reusing quickstart/" in (shown := run("./launch/quickstart.sh", *TINY)) and "trained model" in shown
+    assert "report.html" in run("rlhf-mcore report outputs/quickstart/grpo\n")
+    assert (folder / "outputs" / "quickstart" / "grpo" / "report.html").stat().st_size > 50_000
+    run("examples/own_reward.py:grade", *TINY, "rollout.sampling.max_new_tokens=4")
+    rollouts = (folder / "outputs" / "quickstart" / "mine" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    assert {"form", "close"} <= json.loads(rollouts[0])["parts"].keys()
+    run("evaluate.compare=quickstart/model", *TINY)
+    [results] = (folder / "outputs" / "quickstart" / "grpo").rglob("results.json")
+    assert json.loads(results.read_text())["results"]["all"]["num_prompts"] == 4
+    [code] = re.findall(r"```python\n(from transformers.*?)```", PAGE, re.DOTALL)
+    answered = finished([sys.executable, "-c", code], folder, own)
+    assert answered.returncode == 0 and answered.stdout.startswith("<|user|>60+36=<|end|><|assistant|>"), (
+        answered.stderr
+    )
