@@ -64,7 +64,9 @@ def language_of(code: str) -> str:
     return "bash"
 
 
+EXAMPLES = [path for path in sorted((ROOT / "examples").iterdir()) if path.suffix in (".py", ".sh")]
 BLOCKS = [block for page in PAGES for block in blocks(page)]
+BLOCKS += [Block(path.name, "bash", path.read_text(encoding="utf-8").replace("# ", "")) for path in EXAMPLES]
 
 
 def help_of(command: str) -> Block:
