@@ -100,7 +100,7 @@ def model(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], na
 LAYER = {
     "model.embed_tokens.weight": [100, 64],
     "model.norm.weight": [64],
-    "model.layers.1.input_layernorm.weight": [64],
+    "model.layers.1.post_attention_layernorm.weight": [64],
     "model.layers.0.self_attn.q_proj.weight": [64, 64],
     "model.layers.0.self_attn.k_proj.weight": [32, 64],
     "model.layers.0.self_attn.v_proj.weight": [32, 64],
@@ -136,7 +136,7 @@ def test_weights_that_are_those_of_their_config(tmp_path: Path) -> None:
         ({"vocab_size": 200}, "model.embed_tokens.weight is [100, 64], config.json asks for [200, 64]"),
         ({"intermediate_size": 64}, "model.layers.0.mlp.gate_proj.weight is [128, 64], config.json asks for [64, 64]"),
         ({"num_key_value_heads": 4}, "k_proj.weight is [32, 64], config.json asks for [64, 64]"),
-        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 3}, "model.layers.2.post_attention_layernorm.weight is missing"),
         ({"num_hidden_layers": 1}, "more layers than config.json's num_hidden_layers=1"),
         ({"hidden_size": 2**17}, "embed_tokens.weight is [100, 64], config.json asks for [100, 131072]"),
     ],
