@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,14 +80,14 @@ class Cluster:
         text = self.run("scontrol", "show", "job", job_id, "--oneliner").stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def wait(self, job_id: str, seconds: float = 240, state: tuple[str, ...] = ()) -> dict[str, str]:
+    def wait(self, job_id: str, seconds: float = 400, state: tuple[str, ...] = ()) -> dict[str, str]:
         """Wait until a job is in one of the states, or has ended for good."""
         wait_for(lambda: self.job(job_id).get("JobState") in (state or OVER), seconds, self.log)
         return self.job(job_id)
 
     def wait_for(self, condition: Callable[[], object], job_id: str, explain: Callable[[], str]) -> None:
         """Wait until something holds that a job does, at most until the job is over."""
-        wait_for(condition, 200, explain, lambda: self.job(job_id).get("JobState") in OVER)
+        wait_for(condition, 400, explain, lambda: self.job(job_id).get("JobState") in OVER)
 
     def log(self) -> str:
         """The end of the daemons' logs, for messages of failed tests."""
@@ -109,7 +110,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
                 )
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists)
-        wait_for(lambda: _idle(cluster), 30, cluster.log)
+        wait_for(lambda: _idle(cluster), explain=cluster.log)
         yield cluster
     finally:
         cluster.run("scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}")
@@ -117,7 +118,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
             daemon.terminate()
         for daemon in reversed(daemons):
             try:
-                daemon.wait(timeout=10)
+                daemon.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -166,10 +167,10 @@ def _write_files(folder: Path) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Below those that connections of other tests are given until the daemons have taken them."""
+    ports: list[int] = []
+    for port in random.sample(range(15000, 30000), 200):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports[:count]

@@ -124,7 +124,7 @@ def test_scancel_is_final_and_leaves_no_process(cluster: Cluster, workspace: Pat
     cluster.run("scancel", job_id)
     job = cluster.wait(job_id)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), log(workspace)
-    wait_for(lambda: not processes_with("JOB_OF_TEST", workspace.name), 40)
+    wait_for(lambda: not processes_with("JOB_OF_TEST", workspace.name))
 
 
 def test_a_bad_node_is_named_and_left_out_next_time(cluster: Cluster, workspace: Path) -> None:
