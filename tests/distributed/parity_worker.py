@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from tests.distributed.setting import (
 
 SAVED_LAYOUTS = ("dp4", "tp2_pp2_vpp2_sp", "pp4", "tp2_pp2_vpp2_sp_uneven")
 # Biases, tied embeddings and shared keys on every layout. What the other families add (norms, rotary scaling) depends on the
-# kinds of cuts, not on how many there are.
+# kinds of cuts, not on how many there are; they are on every layout with -m matrix.
 EVERYWHERE = ("qwen2", "qwen3_tied", "qwen3_seven")
 
 
@@ -58,11 +59,17 @@ def layouts_for(model: str) -> list[str]:
     return [*(layouts_of(model) if model in EVERYWHERE else few), *shared]
 
 
-def main(directory: Path) -> None:
+def all_layouts(model: str) -> list[str]:
+    """The whole matrix. Those of context parallelism have stages of four layers."""
+    return [*layouts_of(model), *([] if model == "qwen3_seven" else CONTEXT_LAYOUTS)]
+
+
+def main(directory: Path, wanted: str = "") -> None:
+    """``wanted`` names a model that is compared on every layout; without, all are on theirs."""
     platform = start()
     groups: dict[str, ModelGroups] = {}
     findings: dict[str, Any] = {"parity": {}, "gather": {}, "names": {}, "collectives": collectives()}
-    for name in models.MODELS:
+    for name in [wanted] if wanted else models.MODELS:
         path = directory / name
         if dist.get_rank() == 0:
             models.make(name, path)
@@ -70,7 +77,7 @@ def main(directory: Path) -> None:
         all_rows = rows()
         with torch.no_grad():
             expected = [hf_logprobs(load_hf(path), row) for row in all_rows]
-        for layout in layouts_for(name):
+        for layout in all_layouts(name) if wanted else layouts_for(name):
             mine = groups_of(layout, groups)
             model, actor = build(path, mine, platform, Settings())
             for packing in (True, False):
@@ -138,3 +145,7 @@ def shared_memory(rank: int) -> list[Any]:
     mapped.own.fill_(rank + 10)
     dist.barrier()
     return all_gather_json([{r: memory.tolist() for r, memory in mapped.of.items()}, sorted(mapped.readers)])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

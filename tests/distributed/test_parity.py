@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tests.difference import first_difference
 from tests.distributed import models
-from tests.distributed.parity_worker import SAVED_LAYOUTS, layouts_for
+from tests.distributed.parity_worker import SAVED_LAYOUTS, all_layouts, layouts_for
 from tests.distributed.setting import load_hf
-from tests.distributed.world import World
+from tests.distributed.world import World, run_world
 
 CASES = [(model, layout) for model in models.MODELS for layout in layouts_for(model)]
 
@@ -31,9 +31,7 @@ def findings(four_ranks: World, directory: Path) -> Any:
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_logprobs_and_entropy_equal_transformers(findings: Any, model: str, layout: str, kind: str) -> None:
-    logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
-    assert logprobs < 1e-5
-    assert entropy < 1e-4
+    check_logprobs(findings, model, layout, kind)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
@@ -43,12 +41,39 @@ def test_gathered_weights_are_the_files_bit_for_bit(findings: Any, model: str, l
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts_say_which_parameters_a_rank_has(findings: Any, model: str, layout: str) -> None:
+    check_names(findings, model, layout)
+
+
+@pytest.mark.parametrize(("model", "layout"), [case for case in CASES if case[1] in SAVED_LAYOUTS])
+def test_a_saved_directory_is_the_one_it_came_from(directory: Path, findings: Any, model: str, layout: str) -> None:
+    check_saved(directory, model, layout)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", models.MODELS)
+def test_every_layout(model: str, tmp_path: Path) -> None:
+    findings = run_world("parity_worker.py", 4, tmp_path, model)
+    for layout in all_layouts(model):
+        for kind in ("packed", "padded"):
+            check_logprobs(findings, model, layout, kind)
+        assert findings["gather"][f"{model}/{layout}"] == ""
+        check_names(findings, model, layout)
+        if layout in SAVED_LAYOUTS:
+            check_saved(tmp_path, model, layout)
+
+
+def check_logprobs(findings: Any, model: str, layout: str, kind: str) -> None:
+    logprobs, entropy = findings["parity"][f"{model}/{layout}/{kind}"]
+    assert logprobs < 1e-5, f"{layout}, {kind}"
+    assert entropy < 1e-4, f"{layout}, {kind}"
+
+
+def check_names(findings: Any, model: str, layout: str) -> None:
     for held, predicted in findings["names"][f"{model}/{layout}"]:
         assert held == predicted
 
 
-@pytest.mark.parametrize(("model", "layout"), [case for case in CASES if case[1] in SAVED_LAYOUTS])
-def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Path, model: str, layout: str) -> None:
+def check_saved(directory: Path, model: str, layout: str) -> None:
     """Written by four ranks in many files; read by transformers, which joins or splits experts as it likes."""
     saved = directory / f"{model}_{layout}_saved"
     original = load_file(directory / model / "model.safetensors")
