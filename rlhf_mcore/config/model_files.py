@@ -216,8 +216,16 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
 def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
-    if "quantization_config" in hf_config:
-        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
+    if (quantised := hf_config.object("quantization_config", default=None)) is not None:
+        # There is no other gpt-oss, so how to get one is said.
+        is_mxfp4 = quantised.text("quant_method", default="") == "mxfp4"
+        remedy = (
+            "save it in bf16, with transformers' from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)) "
+            "and save_pretrained, and use that directory"
+            if is_mxfp4
+            else "use the unquantised model"
+        )
+        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; {remedy}"
     name = architecture(hf_config)
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:

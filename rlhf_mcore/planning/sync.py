@@ -13,6 +13,7 @@ from math import prod
 
 from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
@@ -66,6 +67,8 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
 
 def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
     """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
+    if rule.kind == "stacked":
+        return _planned_stack(rule, geometry, tp, rank, layer)
     wholes = rule.shapes(geometry).values()
     shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]
     experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
@@ -81,6 +84,22 @@ def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int
     padding = ((offset, numel),) if offset < numel else ()
     name = next(iter(rule.tensors)).format(i=layer, e="*")
     return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(pieces), padding)
+
+
+def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
+    """One tensor of all experts, whose matrices an engine holds transposed. Biases of what is summed up are on the first rank."""
+    ((name, whole),) = rule.shapes(geometry, layer).items()
+    is_output, is_bias = "linear_fc2" in rule.mcore, len(whole) == 2
+    if is_output and is_bias:
+        numel = prod(whole)
+        pieces = () if rank else (Piece(name, (0, 0), whole, 0, (whole[1], 1)),)
+        return PlannedTensor(name, whole, pieces, ((0, numel),) if rank else ())
+    axis = 1 if is_output else len(whole) - 1
+    held = tuple(size // tp if number == axis else size for number, size in enumerate(whole))
+    start = tuple(rank * held[axis] if number == axis else 0 for number in range(len(whole)))
+    shape = (held[0], *reversed(held[1:]))
+    strides = (prod(shape[1:]), 1) if is_bias else (prod(shape[1:]), 1, held[1])
+    return PlannedTensor(name, shape, (Piece(name, start, held, 0, strides),))
 
 
 def _share(
@@ -113,7 +132,7 @@ def whole_model_places(geometry: ModelGeometry, num_ranks: int, first_rank: int 
     return [
         Place(
             name,
-            (Piece(name, (0,) * len(shape), shape, 0, (shape[1], 1) if len(shape) == 2 else (1,)),),
+            (Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape)),),
             range(first_rank, first_rank + num_ranks),
         )
         for name, shape in hf_shapes(geometry).items()

@@ -112,7 +112,8 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
         if not pieces and not isinstance(tensor, torch.nn.Parameter):
             continue  # a buffer that is not part of a checkpoint
         used.update(piece.hf_name for piece in pieces)
-        is_checked = not (opaque := recorder.opaque(names)) and not _why_quantised(modules[names[0].rpartition(".")[0]])
+        quantised = _why_quantised(modules[names[0].rpartition(".")[0]])
+        is_checked = not ((opaque := recorder.opaque(names)) or quantised or recorder.has_zeros.intersection(names))
         padding = _padding(names, layout, pieces, modules, is_checked)
         reason = opaque or _why_repacked(tensor, layout) or _why_copied(modules, names, probe)
         shape = tuple(layout.shape)
@@ -180,6 +181,10 @@ class _Recorder(TorchDispatchMode):
         self._pieces: dict[str, dict[Rectangle, Piece]] = {name: {} for name in destinations}
         self._opaque: dict[str, str] = {}
         self._item: Tensor | None = None  # read by .item(), to be written by a fill_
+        self._emptied: set[int] = (
+            set()
+        )  # sources that a loader has set to zero, which it does where another rank has them
+        self.has_zeros: set[str] = set()  # destinations that were written from these
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -190,6 +195,12 @@ class _Recorder(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and _storage(args[0]) in self._sources:
             self._item = args[0]
             return 0.0
+        if func is _aten.clone.default and _storage(args[0]) in self._sources:
+            return args[0]  # made contiguous on its way, which changes no element's place
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._sources:
+            del self._sources[_storage(args[0])]
+            if func is _aten.zero_.default:
+                self._emptied.add(_storage(args[0]))
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._destinations:
             self._write(func, args)
             return args[0]
@@ -199,6 +210,8 @@ class _Recorder(TorchDispatchMode):
         name = self._destinations[_storage(args[0])]
         if func is _aten.copy_.default and _storage(args[1]) in self._sources:
             self._copy(name, args[0], args[1])
+        elif func is _aten.copy_.default and _storage(args[1]) in self._emptied:
+            self.has_zeros.add(name)
         elif func in (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default):
             if self._item is not None:
                 self._copy(name, args[0], self._item)

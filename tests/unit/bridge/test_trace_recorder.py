@@ -35,10 +35,21 @@ def fused_with_padding(parameter: Tensor, source: Tensor) -> None:
         (fused_with_padding, (8, 3), (8, 3), [Piece("w", (4, 0), (4, 3), 6, (3, 1))]),
         (lambda p, s: p.__setitem__(slice(1, 3), s[:2]), (4, 3), (3, 3), [Piece("w", (0, 0), (2, 3), 3, (3, 1))]),
         (lambda p, s: p.data[1].copy_(s.chunk(2)[1].t()), (4, 3), (2, 3, 2), [Piece("w", (2, 0), (2, 3), 6, (1, 2))]),
+        (lambda p, s: p.copy_(s[:, 2:].mT.contiguous()), (2, 4), (2, 2), [Piece("w", (0, 2), (2, 2), 0, (1, 2))]),
+        (lambda p, s: p.copy_(s.zero_()), (2, 2), (2, 2), []),
         (lambda p, s: p.data.fill_(s.item()), (1,), (1,), [Piece("w", (0,), (1,), 0, (1,))]),
         (lambda p, s: p.data.copy_(s.to(torch.float32)), (2, 2), (2, 2), [Piece("w", (0, 0), (2, 2), 0, (2, 1))]),
     ],
-    ids=["whole", "narrowed", "assigned", "transposed chunk", "scalar", "cast that is none"],
+    ids=[
+        "whole",
+        "narrowed",
+        "assigned",
+        "transposed chunk",
+        "made contiguous",
+        "emptied",
+        "scalar",
+        "cast that is none",
+    ],
 )
 def test_habits_of_loaders(
     loader: Loader, source_shape: tuple[int, ...], shape: tuple[int, ...], pieces: list[Piece]
@@ -51,9 +62,10 @@ def test_habits_of_loaders(
     [
         lambda p, s: p.data.copy_(-torch.exp(s)),
         lambda p, s: p.data.add_(s),
+        lambda p, s: p.data.copy_(s.mul_(2)),
         lambda p, s: p.data.index_copy_(0, torch.tensor([1, 0, 2, 3], device="meta"), s),
     ],
-    ids=["computed", "added", "scattered"],
+    ids=["computed", "added", "scaled", "scattered"],
 )
 def test_what_is_not_a_copy_of_a_part_is_called_opaque(loader: Loader) -> None:
     pieces, reason = recorded(loader, (4, 3), (4, 3))

@@ -148,6 +148,16 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
             "swiglu_alpha=2.0 is not supported for GptOssForCausalLM",
         ),
         ("GptOss", {**WINDOW, **EXPERTS, "attention_bias": False}, "attention_bias=false is not supported for GptOss"),
+        (
+            "GptOss",
+            {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "mxfp4"}},
+            "cannot be trained; save it in bf16, with transformers' from_pretrained(..., quantization_config=Mxfp4Config(",
+        ),
+        (
+            "Gemma3",
+            {**WINDOW, "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+            "save its language",
+        ),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ],
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.bridge.map.coverage import check_coverage
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import PlannedRole
+from rlhf_mcore.planning.sync import destinations
 from rlhf_mcore.planning.weights import active_parameters, checkpoint_bytes, num_parameters, state_bytes
 from rlhf_mcore.types import ModelGeometry
 
@@ -47,6 +52,17 @@ def test_every_described_model_is_known() -> None:
 def test_parameters_are_the_published_ones(name: str) -> None:
     geometry = read_geometry(MODELS / name, "lm")
     assert num_parameters(geometry) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "Gemma-3-27B"])
+def test_every_element_reaches_the_engines(name: str) -> None:
+    geometry = replace(read_geometry(MODELS / name, "lm"), num_layers=2)
+    if geometry.num_experts:
+        geometry = replace(geometry, num_experts=4)
+    layout = ParallelLayout(4, 2, 2, None, 1, True, 2, 1) if geometry.num_experts else ParallelLayout(4, tp=2, pp=2)
+    for fused in (False, True):
+        sources = trainer_places(stage_names(geometry, layout, fused=fused), geometry, layout)
+        check_coverage(sources, destinations(geometry, 2, 2), hf_shapes(geometry))
 
 
 def test_active_parameters_of_stacked_experts() -> None:
