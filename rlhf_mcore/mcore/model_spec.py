@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -160,6 +159,11 @@ def transformer_config(
     return config
 
 
+def _swish(x: torch.Tensor) -> torch.Tensor:
+    """Of the clamped SwiGLU. Megatron's own is compiled where it is first called, which a CPU may lack the compiler for."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 _ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 
 
@@ -175,10 +179,7 @@ def _sizes(spec: ModelSpec) -> dict[str, Any]:
         layernorm_epsilon=spec.hf_config.rms_norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        # The clamped SwiGLU is Megatron's quick GELU with an offset of the linear part.
-        activation_func=quick_gelu
-        if "glu_linear_offset" in spec.megatron
-        else _ACTIVATIONS[FAMILIES[g.family].activation],
+        activation_func=_swish if "glu_linear_offset" in spec.megatron else _ACTIVATIONS[FAMILIES[g.family].activation],
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
