@@ -190,7 +190,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in parameter_name else 0.0))
+                centre = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0  # Gemma's norms add one
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
         for buffer_name, buffer in model.named_buffers():
