@@ -59,12 +59,7 @@ ENGINES = (
     ("qwen3_moe_mixed", 1),
     ("qwen2_moe", 2),
     ("mixtral", 2),
-    ("olmo2", 1),
-    ("gemma3_text", 1),
-    ("gpt_oss", 2),
 )
-# Of models that have parts which no other has: the one layout.
-FURTHER_LAYOUTS = {"olmo2": "tp2_pp2", "gemma3_text": "tp2_pp2_vpp2_sp", "gpt_oss": "tp2_sp_ep2_etp1_dp2"}
 FAMILIES = tuple(name for name in (*models.MODELS, *models.MOE_MODELS) if "rope" not in name and "yarn" not in name)
 MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4))
 # Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
@@ -87,8 +82,6 @@ LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
     """Layouts whose weights the engines of a model see."""
-    if model in FURTHER_LAYOUTS:
-        return [FURTHER_LAYOUTS[model]]
     if engines == MATRIX:
         return list(MOE_LAYOUTS) if model in models.MOE_MODELS else layouts_of(model)
     if model in models.MOE_MODELS:
@@ -111,7 +104,7 @@ class World:
     groups: dict[str, ModelGroups] = field(default_factory=dict)
 
     def groups_of(self, model: str, layout: str) -> ModelGroups:
-        return (moe_groups_of if layout in MOE_LAYOUTS else groups_of)(layout, self.groups)
+        return (moe_groups_of if model in models.MOE_MODELS else groups_of)(layout, self.groups)
 
 
 def main(directory: Path, wanted: str = "") -> None:

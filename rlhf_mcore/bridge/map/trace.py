@@ -197,10 +197,9 @@ class _Recorder(TorchDispatchMode):
             return 0.0
         if func is _aten.clone.default and _storage(args[0]) in self._sources:
             return args[0]  # made contiguous on its way, which changes no element's place
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._sources:
+        if func is _aten.zero_.default and _storage(args[0]) in self._sources:
             del self._sources[_storage(args[0])]
-            if func is _aten.zero_.default:
-                self._emptied.add(_storage(args[0]))
+            self._emptied.add(_storage(args[0]))
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._destinations:
             self._write(func, args)
             return args[0]
