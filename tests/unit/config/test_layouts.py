@@ -17,6 +17,7 @@ QWEN_MOE = {
     "moe_intermediate_size": 40,
     "norm_topk_prob": True,
 }
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "sliding_window": 8}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
 
 
@@ -49,6 +50,13 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
     ("model", "overrides", "world_size", "words"),
     [
         (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "6 experts"]),
+        (
+            GPT_OSS,
+            ["rollout.engine=hf", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
+            2,
+            ["actor.layout.etp=2: experts with biases", "ep > 1"],
+        ),
+        (GPT_OSS, [], 2, ["rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven"]),
         (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
