@@ -67,7 +67,7 @@ def ask(directory: Path, command: str, **arguments: Any) -> list[dict[str, Any]]
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{directory}: no job with engines of its own (rollout.placement=disaggregated) answers for this run; it must run on "
-                "this machine, that of its first rank, and under this user"
+                "this machine, that of its first rank, and under this user, and have begun to start its engines"
             ) from error
     if "error" in answer:
         raise ConfigError(answer["error"])
