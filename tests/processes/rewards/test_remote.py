@@ -25,7 +25,15 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rewards.server import RewardServer, check_host
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
-from tests.unit.rewards.http_server import Request, Scripted, answer, response, reward_server, scripted
+from tests.unit.rewards.http_server import (
+    Request,
+    Scripted,
+    answer,
+    response,
+    reward_server,
+    scores_of,
+    scripted,
+)
 
 
 def trajectory(text: str, index: int = 0, truth: Any = "42", **extra: Any) -> Trajectory:
@@ -42,16 +50,10 @@ def scored(
 ) -> list[Score]:
     settings = {"timeout_s": 20.0, "deadline_s": 60.0, "retries": 3, **limits}
     remote = RemoteRewardConfig(url=f"{url}/score", token_env=token_env, **settings)
-    reward = build_reward(RewardConfig(remote=remote, on_error=on_error))
-    try:
-        return reward.score(given)
-    finally:
-        reward.close()
+    return scores_of(RewardConfig(remote=remote, on_error=on_error), given)
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pool, "FIRST_PAUSE_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def doubled(request: Request) -> bytes:

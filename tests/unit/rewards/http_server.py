@@ -7,13 +7,16 @@ import json
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
+from rlhf_mcore.config.schema import RewardConfig
+from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.rewards.server import RewardServer
+from rlhf_mcore.types import Score, Trajectory
 
 
 @dataclass
@@ -107,3 +110,9 @@ def reward_server(server: RewardServer) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(60)
+
+
+def scores_of(cfg: RewardConfig, given: list[Trajectory]) -> list[Score]:
+    """What a reward gives, which is closed afterwards."""
+    with closing(build_reward(cfg)) as reward:
+        return reward.score(given)

@@ -9,12 +9,11 @@ import pytest
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import JudgeConfig, RewardConfig, RuleConfig
-from rlhf_mcore.rewards import http_pool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.evaluation import is_correct
 from rlhf_mcore.types import Prompt, Score, Trajectory
 from tests.episodes import single_turn
-from tests.unit.rewards.http_server import Request, answer, scripted
+from tests.unit.rewards.http_server import Request, answer, scores_of, scripted
 
 
 def trajectory(text: str, index: int = 0) -> Trajectory:
@@ -30,16 +29,10 @@ def judged(given: list[Trajectory], url: str, rules: list[RuleConfig] | None = N
     judge = JudgeConfig(
         url=f"{url}/v1/", model="m", **{"timeout_s": 20.0, "deadline_s": 30.0, "retries": 1, **settings}
     )
-    reward = build_reward(RewardConfig(rules=rules or [], judge=judge, on_error="zero"))
-    try:
-        return reward.score(given)
-    finally:
-        reward.close()
+    return scores_of(RewardConfig(rules=rules or [], judge=judge, on_error="zero"), given)
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pool, "FIRST_PAUSE_S", 0.01)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def test_its_weighted_grade_is_added_to_the_rules() -> None:
