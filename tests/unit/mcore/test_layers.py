@@ -72,8 +72,8 @@ def sequences(heads: int, groups: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [tuple(torch.randn(n, h, 4) for h in (heads, groups, groups)) for n in LENGTHS]  # type: ignore[misc]
 
 
-def slow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query and one head at a time, in double precision. Returns [n, heads * 4]."""
+def slow(q: Tensor, k: Tensor, v: Tensor, window: int = 99, sinks: Tensor | None = None) -> Tensor:
+    """One query and one head at a time, in double precision. Returns [n, heads * 4]. A sink takes weight and gives nothing."""
     q, k, v = q.double(), k.double(), v.double()
     out = torch.zeros_like(q)
     per_group = q.size(1) // k.size(1)
@@ -81,9 +81,10 @@ def slow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for head in range(q.size(1)):
             group = head // per_group
             scores = [float(q[i, head] @ k[j, group]) / math.sqrt(q.size(2)) for j in range(i + 1)]
-            weights = [math.exp(score - max(scores)) for score in scores]
+            weights = [math.exp(score) if i - j < window else 0.0 for j, score in enumerate(scores)]
+            total = sum(weights) + (math.exp(sinks[head]) if sinks is not None else 0.0)
             for j, weight in enumerate(weights):
-                out[i, head] += weight / sum(weights) * v[j, group]
+                out[i, head] += weight / total * v[j, group]
     return out.flatten(1)
 
 
@@ -105,6 +106,19 @@ def test_packed_and_padded_attention_equal_a_softmax_in_a_loop(heads: int, group
     assert padded.shape == (longest, 3, heads * 4)
     for place, (length, reference) in enumerate(zip(LENGTHS, expected, strict=True)):
         torch.testing.assert_close(padded[:length, place].double(), reference, rtol=1e-5, atol=1e-6)
+
+
+def test_windows_and_sinks_equal_a_softmax_in_a_loop() -> None:
+    cfg = config()
+    cfg.window_size, cfg.window_attn_skip_freq, cfg.softmax_type = (2, 0), [0, 1], "learnable"
+    cfg.num_attention_heads, cfg.tensor_model_parallel_size = 4, 1
+    part = sequences(4, 2)[2]
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    for layer, window in ((1, 99), (2, 3)):
+        attention = SDPACoreAttention(cfg, layer, AttnMaskType.causal)
+        attention.softmax_offset.data.copy_(sinks)
+        out = attention(*(x[:, None] for x in part), None)[:, 0]
+        torch.testing.assert_close(out.double(), slow(*part, window, sinks), rtol=1e-5, atol=1e-6)
 
 
 def test_a_packed_sequence_gets_no_gradient_from_another() -> None:
