@@ -2,8 +2,8 @@
 
 Interleaved, of weights and Adam moments in fp32: a save in the foreground; one in the background, of which only the call that training
 waits for is counted (the first one, which allocates the memory that is kept, is left out); and a plain copy of as many bytes. The
-ratio is background by foreground. Moments are copied after that call, beside what the run does next: the result holds how long an
-update that began at once would have waited for it.
+ratio is background by foreground. Moments and weights that need not be put together are copied after that call, beside what the run
+does next: the result holds how long an update that began at once would have waited for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GOAL, MEMCPY_GOAL = 0.05, 1.2
 
 
 class Part:
-    """Weights and moments, saved as a role's are (roles/role_files.py): moments are copied by a thread, for which an update waits."""
+    """Weights and moments, saved as a role's are (roles/role_files.py): a thread copies them, for which an update waits."""
 
     name = "actor"
 
@@ -59,8 +59,14 @@ class Part:
         return [*paths, path]
 
     def snapshot(self) -> Callable[[Path], list[Path]]:
-        images = [*self._exporter.snapshot(), self._image]
-        self.copied = copied = current_platform().in_thread(lambda: self._state.copy_to(self._image))
+        kept, copy_weights = self._exporter.snapshot()
+        images = [*kept, self._image]
+
+        def copy() -> None:
+            copy_weights()
+            self._state.copy_to(self._image)
+
+        self.copied = copied = current_platform().in_thread(copy)
 
         def write(checkpoint: Path) -> list[Path]:
             copied.result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from rlhf_mcore.checkpoint.layout import TRAINING
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.optimizer import Optimizer
 from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 
 _COUNTS = ("num_updates", "num_bad_updates")
@@ -68,23 +69,31 @@ class RoleFiles:
     def snapshot(self) -> Callable[[Path], list[Path]]:
         """Copy everything into host memory that is kept for the next time. Collective over the world.
 
-        Weights are copied here. The state of the optimizer, most of the bytes, is copied by a thread while the run goes on: the next
-        update waits for it, and before that come evaluation and generation.
+        Only weights that are put together from several ranks' or columns are copied here, and those that leave the device. The others
+        and the state of the optimizer, most of the bytes, are copied by a thread while the run goes on: the next update waits for
+        it, and before that come evaluation and generation.
 
         Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.
         """
+        model, optimizer = self._role.model, self._optimizer
+        stays = optimizer is not None and model is not None and WEIGHTS not in model.movable.parts
         with self._role.on_device():
-            images = [(image, "") for image in self._exporter.snapshot()]
+            kept, copy_weights = self._exporter.snapshot()
+            if not stays:
+                copy_weights()
+        images, copies = [(image, "") for image in kept], [copy_weights] if stays else []
         state = self._state()
-        copied: Future[None] | None = None
         if state.described:
             if self._image is None or self._image.layout.header != state.layout.header:
-                assert self._role.model is not None
-                pinned = self._role.model.platform.device().type == "cuda"
+                assert model is not None
+                pinned = model.platform.device().type == "cuda"
                 self._image = FileImage.empty(state_file(dist.get_rank()), state.layout, pinned)
-            assert self._optimizer is not None
-            copied = self._optimizer.read_in_thread(partial(state.copy_to, self._image))
+            copies.append(partial(state.copy_to, self._image))
             images.append((self._image, TRAINING))
+        copied: Future[None] | None = None
+        if copies:
+            assert optimizer is not None
+            copied = optimizer.read_in_thread(partial(_each, copies))
         if self._role.model is not None:
             self._role.model.platform.synchronize()
         index = self._gather_index(state)
@@ -139,6 +148,11 @@ class RoleFiles:
             counts = dict(zip(_COUNTS, (role.num_updates, role.num_bad), strict=True))
             scalars = {**self._optimizer.scalars(), **counts}
         return gather_index(state.described, self._geometry, scalars, world_group(), role.trained)
+
+
+def _each(works: Sequence[Callable[[], None]]) -> None:
+    for work in works:
+        work()
 
 
 def _write_index(directory: Path, index: dict[str, Any] | None) -> list[Path]:

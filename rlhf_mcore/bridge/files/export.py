@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,18 @@ class Exporter:
             raise destinations.error
         return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
 
-    def snapshot(self) -> list[FileImage]:
+    def snapshot(self) -> tuple[list[FileImage], Callable[[], None]]:
         """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the group.
 
-        What is returned is valid until the next snapshot; :meth:`write_companions` writes the rest of the directory.
+        Returns that memory, which is valid until the next snapshot, and what copies those weights that this rank holds row by row:
+        it needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_companions` writes the rest
+        of the directory.
         """
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
             self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
         self._executor.run(destinations := _MemoryDestinations(self._images))
-        destinations.write(self._straight)
-        return self._images
+        return self._images, partial(destinations.write, self._straight)
 
     def write_companions(self, directory: Path) -> list[Path]:
         """Write the index, the config and the tokenizer. The first rank does; the others return no paths."""

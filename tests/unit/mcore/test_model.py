@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,13 +16,14 @@ import torch
 import transformers
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig
+from rlhf_mcore.config.schema import OptimizerConfig, RecomputeConfig, TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches, restore_last, restore_tokens
 from rlhf_mcore.families import architecture_name
 from rlhf_mcore.mcore.groups import ModelGroups, build_groups, use_groups
@@ -38,8 +40,10 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import _global_name, unwrap
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
-from rlhf_mcore.platform import current_platform
+from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.roles.freezing import freeze
+from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
+from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.types import Microbatch
 from tests.distributed.models import make
 
@@ -224,6 +228,40 @@ def test_an_update_waits_for_who_still_copies_the_state(tmp_path: Path, groups: 
     update.join()
     assert all(bool(moment.any()) for moment in moments), "the update was made"
     assert len(copies) == len(moments) and not any(bool(held.any()) for held in copies), "of what was before it"
+
+
+def test_a_snapshot_holds_the_weights_from_before_the_next_update(
+    tmp_path: Path, groups: ModelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True)
+    model.add_optimizer(cfg := OptimizerConfig(lr=1e-2))
+    model.chunks[0].buffers[0].grad_data.fill_(0.1)
+    exporter = Exporter(
+        model.local_parameters(), model.spec.geometry, [str(tmp_path)], world_group(), bucket_bytes=10_000
+    )
+    role = TrainedModel(
+        groups.layout, model, model.spec, TrainerConfig(), optimizer=cfg, plan=MinibatchPlan(1), name="actor"
+    )
+    may_copy, in_thread = Event(), type(model.platform).in_thread
+
+    def late(self: Platform, work: Callable[[], None]) -> Future[None]:
+        return in_thread(self, lambda: (may_copy.wait(), work())[1])
+
+    monkeypatch.setattr(type(model.platform), "in_thread", late)
+    write = RoleFiles("actor", role, exporter).snapshot()
+    update = Thread(target=lambda: model.step(lr=1e-2))
+    update.start()
+    update.join(0.05)
+    assert update.is_alive()
+    may_copy.set()
+    update.join()
+    write(tmp_path / "saved")
+    [was], [saved] = (list(path.glob("*.safetensors")) for path in (tmp_path, tmp_path / "saved" / "actor"))
+    before, found = load_file(was), load_file(saved)
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
+    live = {parameter.name: parameter.tensor for parameter in model.local_parameters()}
+    assert not torch.equal(live["decoder.final_layernorm.weight"], before["model.norm.weight"]), "the update was made"
 
 
 def make_scorer(name: str, head: str, directory: Path) -> torch.nn.Module:
