@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhf_mcore.config.schema import RecomputeConfig
-from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.inputs import Assumptions, PlannedRole
 from rlhf_mcore.types import ModelGeometry
@@ -105,17 +104,17 @@ def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
 
 
 def _chunk_bytes(role: PlannedRole, layers: range, width: int, assumed: Assumptions) -> float:
-    """Bytes a token that one microbatch leaves behind in the layers of a chunk."""
+    """Bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
     recompute = role.recompute
     whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]
+    inputs = width * role.geometry.hidden_size / _sequence_share(role.layout)
     if recompute.granularity != "full":
         dropped = (_dropped_bytes(role, layer, width, assumed) for layer in layers)
-        return sum(whole) - (sum(dropped) if recompute.granularity == "selective" else 0.0)
-    inputs = width * role.geometry.hidden_size / _sequence_share(role.layout)
+        return inputs + sum(whole) - (sum(dropped) if recompute.granularity == "selective" else 0.0)
     if recompute.method == "block":
         recomputed = min(recompute.num_layers, len(whole))
-        return recomputed * inputs + sum(whole[recomputed:])
-    return -(-len(whole) // recompute.num_layers) * inputs
+        return (1 + recomputed) * inputs + sum(whole[recomputed:])
+    return (1 + -(-len(whole) // recompute.num_layers)) * inputs
 
 
 def _sequence_share(layout: ParallelLayout) -> int:
@@ -159,7 +158,7 @@ def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptio
 
 
 def _attention(geometry: ModelGeometry) -> int:
-    """Elements a token: the fused projection, queries and keys after the rotation (and before their norms), the output.
+    """Elements a token: the fused projection, queries and keys after the rotation, the output.
 
     With latent attention what is projected up, queries and keys put together from their parts, values, the output.
     """
@@ -167,9 +166,7 @@ def _attention(geometry: ModelGeometry) -> int:
         queries, values = geometry.num_heads * geometry.head_dim, geometry.num_heads * geometry.value_dim
         return 4 * queries + 3 * values
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
-    has_norms = geometry.has_qk_norm or FAMILIES[geometry.family].megatron.get("qk_layernorm", False)
-    rotated = (queries + keys) * (2 if has_norms else 1)
-    return (queries + 2 * keys) + rotated + queries
+    return (queries + 2 * keys) + (queries + keys) + queries
 
 
 def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:

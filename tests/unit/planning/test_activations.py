@@ -23,6 +23,7 @@ BACKWARD = 2 * (
     64 + 2 * 192
 )  # beside them while one MLP is gone through backwards: its whole input, and gradients of the halves
 PASSED_ON = 2 * 2 * 64  # from the stage before, and back from the one behind
+INPUT = 2 * 64  # of a microbatch, beside what is of its layers
 MANY = 10**7  # tokens, beside which weights are nothing
 
 
@@ -38,57 +39,58 @@ def layers(made: PlannedRole, pp: int, num_microbatches: int, tokens: int = MANY
 
 
 def test_all_layers_of_one_rank() -> None:
-    assert layers(role(ParallelLayout(1)), 0, 5) == 8 * LAYER + BACKWARD
+    assert layers(role(ParallelLayout(1)), 0, 5) == 8 * LAYER + INPUT + BACKWARD
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_does_not() -> None:
     outside = 2 * 4 * 64
     inside, backward = LAYER - outside - ROTATION, 2 * (64 + 2 * 192 / 4)
-    assert layers(role(ParallelLayout(4, tp=4)), 0, 1) == 8 * (outside + ROTATION + inside / 4) + backward
+    assert layers(role(ParallelLayout(4, tp=4)), 0, 1) == 8 * (outside + ROTATION + inside / 4) + INPUT + backward
     shared = role(ParallelLayout(4, tp=4, sequence_parallel=True))
-    assert layers(shared, 0, 1) == 8 * (ROTATION + (outside + inside) / 4) + backward
+    assert layers(shared, 0, 1) == 8 * (ROTATION + (outside + inside) / 4) + INPUT / 4 + backward
 
 
 @pytest.mark.parametrize(("pp", "expected"), [(0, 4), (1, 3), (3, 1)])
 def test_early_stages_keep_more_microbatches(pp: int, expected: int) -> None:
     made = role(ParallelLayout(4, pp=4))
-    assert layers(made, pp, 16) == expected * 2 * LAYER + BACKWARD + PASSED_ON
-    assert layers(made, pp, 1) == 2 * LAYER + BACKWARD + PASSED_ON
+    assert layers(made, pp, 16) == expected * (2 * LAYER + INPUT) + BACKWARD + PASSED_ON
+    assert layers(made, pp, 1) == 2 * LAYER + INPUT + BACKWARD + PASSED_ON
 
 
 def test_interleaving_keeps_a_little_more() -> None:
     # Korthikanti et al. 2022, section 4.2.3: the first stage keeps 1 + (p - 1) / (p v) times what it would without.
     beside = BACKWARD + PASSED_ON
-    assert layers(role(ParallelLayout(4, pp=4)), 0, 16) == 8 * LAYER + beside
-    assert layers(role(ParallelLayout(4, pp=4, vpp=2)), 0, 16) == 8 * LAYER * (1 + 3 / 8) + beside
+    assert layers(role(ParallelLayout(4, pp=4)), 0, 16) == 4 * (2 * LAYER + INPUT) + beside
+    assert layers(role(ParallelLayout(4, pp=4, vpp=2)), 0, 16) == 4 * (2 * LAYER + 2 * INPUT) * (1 + 3 / 8) + beside
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
     full = role(ParallelLayout(1), recompute=RecomputeConfig("full", "uniform", 1))
-    assert layers(full, 0, 1) == 8 * 2 * 64 + LAYER + BACKWARD
+    assert layers(full, 0, 1) == 9 * 2 * 64 + LAYER + BACKWARD
     pairs = role(ParallelLayout(1), recompute=RecomputeConfig("full", "uniform", 2))
-    assert layers(pairs, 0, 1) == 4 * 2 * 64 + 2 * LAYER + BACKWARD
+    assert layers(pairs, 0, 1) == 5 * 2 * 64 + 2 * LAYER + BACKWARD
     block = role(ParallelLayout(1), recompute=RecomputeConfig("full", "block", 3))
-    assert layers(block, 0, 1) == 3 * 2 * 64 + 5 * LAYER + LAYER + BACKWARD
+    assert layers(block, 0, 1) == 4 * 2 * 64 + 5 * LAYER + LAYER + BACKWARD
 
 
 def test_selective_recomputation_keeps_the_named_parts_of_one_layer() -> None:
     selective = RecomputeConfig("selective", modules=["mlp", "core_attn"])
     assert (
-        layers(role(ParallelLayout(1), recompute=selective), 0, 1) == 8 * LAYER - 7 * (2 * 3 * 192 + 4 * 4) + BACKWARD
+        layers(role(ParallelLayout(1), recompute=selective), 0, 1)
+        == 8 * LAYER - 7 * (2 * 3 * 192 + 4 * 4) + INPUT + BACKWARD
     )
     experts = role(ParallelLayout(1), EXPERTS, recompute=RecomputeConfig("selective", modules=["moe"]))
-    assert layers(experts, 0, 1) == 8 * (LAYER - 2 * 3 * 192) + MIXTURE + SENT
+    assert layers(experts, 0, 1) == 8 * (LAYER - 2 * 3 * 192) + MIXTURE + INPUT + SENT
 
 
 def test_with_few_tokens_it_is_the_gradients_of_weights_that_take_room() -> None:
     one = training_activations(role(ParallelLayout(4, pp=4)), 1, 1, 1, 2, EVEN)
     # Of both halves' weight, and of one token the input's; the halves have become their gradient and their product is free.
-    assert one.layers == 2 * LAYER + PASSED_ON + 2 * (2 * 64 * 192 + 64 - 192)
+    assert one.layers == 2 * LAYER + INPUT + PASSED_ON + 2 * (2 * 64 * 192 + 64 - 192)
     first = training_activations(role(ParallelLayout(4, pp=4)), 0, 1, 1, 2, EVEN)
     assert first.layers == PASSED_ON + 2 * 64 * (1000 + 1)  # of the embedding, when the layers are done
     recomputed = role(ParallelLayout(4, pp=4), recompute=RecomputeConfig("full"))
-    assert training_activations(recomputed, 0, 1, 1, 2, EVEN).layers == first.layers + 2 * 2 * 64
+    assert training_activations(recomputed, 0, 1, 1, 2, EVEN).layers == first.layers + 3 * 2 * 64
 
 
 # Two copies in and through the gated MLP, each with a probability; the router in fp32.
@@ -99,7 +101,7 @@ SENT = (
 
 
 def test_experts_see_a_copy_of_a_token_for_each_choice() -> None:
-    assert layers(role(ParallelLayout(1), EXPERTS), 0, 1) == 8 * (LAYER - 2 * 3 * 192 + MIXTURE) + SENT
+    assert layers(role(ParallelLayout(1), EXPERTS), 0, 1) == 8 * (LAYER - 2 * 3 * 192 + MIXTURE) + INPUT + SENT
 
 
 def test_what_sharded_experts_make_is_summed_in_fp32() -> None:
@@ -107,13 +109,13 @@ def test_what_sharded_experts_make_is_summed_in_fp32() -> None:
     attention = 8 * (ROTATION + (LAYER - ROTATION - 2 * 3 * 192) / 4)
     # A rank sees its own tokens' copies, half a one of each token, and those of another rank.
     mixture = 8 * (2 * (64 + 3 * 48) + 4 * 1 + 2 * 4 * 8 / 4)
-    assert layers(whole, 0, 1) == attention + mixture + 64 * (2 * (2 * 0.5 + 2 * 1) + 4 * (1 + 0.5))
+    assert layers(whole, 0, 1) == attention + mixture + INPUT / 4 + 64 * (2 * (2 * 0.5 + 2 * 1) + 4 * (1 + 0.5))
 
 
 def test_a_shared_expert_is_a_gated_mlp_whose_output_is_gated() -> None:
     shared = replace(EXPERTS, family="qwen2_moe", shared_expert_ffn_size=48)
     more = 8 * 2 * (3 * 48 + 2 * 64)  # two halves, their product, the output, and the output times its gate
-    assert layers(role(ParallelLayout(1), shared), 0, 1) == 8 * (LAYER - 2 * 3 * 192 + MIXTURE) + SENT + more
+    assert layers(role(ParallelLayout(1), shared), 0, 1) == 8 * (LAYER - 2 * 3 * 192 + MIXTURE) + INPUT + SENT + more
 
 
 def test_a_forward_pass_keeps_one_layer() -> None:
@@ -130,7 +132,7 @@ def test_logits_are_the_last_stages_and_come_when_no_layer_computes() -> None:
     expected = 2 * 2 * 100 * 64 + (4 + 2) * 100 * 64 + 4 * 4 * 100 * 500
     assert head_bytes(made, 1, 100, 2, training=True) == expected
     found = training_activations(made, 1, 100, 1, 2, EVEN)
-    kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + PASSED_ON
+    kept = 4 * ((LAYER - ROTATION - 2 * 4 * 64) / 2 + ROTATION + 2 * 4 * 64) + INPUT + PASSED_ON
     assert (found.layers, found.logits) == (100 * kept, expected)
     # Of one token the gradient of the weight is larger: beside it fp32 and bf16 logits, and that of the hidden state.
     one = 2 * 2 * 64 + (4 + 2) * 64 + (4 + 2) * 500 + 2 * 64 * (500 + 1)
