@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Interval, Rectangle
 from rlhf_mcore.bridge.map.strided import View, copied_pieces, covered, unfilled
+from rlhf_mcore.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,6 +103,7 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
 
     Raises:
         ValueError: the loaders wrote an element twice, or left elements unwritten that are not padding.
+        ConfigError: a loader computes elements, so that no element of a checkpoint can be brought there.
     """
     recorder = _record(model, hf_shapes)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -115,6 +117,10 @@ def trace(model: nn.Module, hf_shapes: Mapping[str, tuple[int, ...]], *, probe: 
         quantised = _why_quantised(modules[names[0].rpartition(".")[0]])
         is_checked = not ((opaque := recorder.opaque(names)) or quantised or recorder.has_zeros.intersection(names))
         padding = _padding(names, layout, pieces, modules, is_checked)
+        if opaque and padding and not quantised:
+            raise ConfigError(
+                f"rollout.engine=vllm: of {names[0]} it is not known where it is from ({opaque}); set bridge.method=gather"
+            )
         reason = opaque or _why_repacked(tensor, layout) or _why_copied(modules, names, probe)
         shape = tuple(layout.shape)
         parameters.append(EngineParameter(names[0], shape, layout.dtype, tuple(pieces), padding, reason, names[1:]))
@@ -181,9 +187,7 @@ class _Recorder(TorchDispatchMode):
         self._pieces: dict[str, dict[Rectangle, Piece]] = {name: {} for name in destinations}
         self._opaque: dict[str, str] = {}
         self._item: Tensor | None = None  # read by .item(), to be written by a fill_
-        self._emptied: set[int] = (
-            set()
-        )  # sources that a loader has set to zero, which it does where another rank has them
+        self._emptied: set[int] = set()  # sources that a loader has set to zero: where another rank has them
         self.has_zeros: set[str] = set()  # destinations that were written from these
 
     @classmethod
@@ -197,9 +201,10 @@ class _Recorder(TorchDispatchMode):
             return 0.0
         if func is _aten.clone.default and _storage(args[0]) in self._sources:
             return args[0]  # made contiguous on its way, which changes no element's place
-        if func is _aten.zero_.default and _storage(args[0]) in self._sources:
-            del self._sources[_storage(args[0])]
-            self._emptied.add(_storage(args[0]))
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._sources:
+            del self._sources[_storage(args[0])]  # it is the checkpoint's no longer
+            if func is _aten.zero_.default:
+                self._emptied.add(_storage(args[0]))
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _storage(args[0]) in self._destinations:
             self._write(func, args)
             return args[0]
