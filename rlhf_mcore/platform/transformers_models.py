@@ -39,7 +39,8 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
 
     found = []
     for holder, tensor in model.state_dict(keep_vars=True).items():
-        places = torch.arange(tensor.numel(), dtype=torch.int32 if tensor.numel() < 2**31 else torch.int64)
+        dtype = torch.int32 if tensor.numel() < 2**31 else torch.int64
+        places = torch.arange(tensor.numel(), dtype=dtype, device="cpu")  # the default device may be meta
         for name, part in revert_weight_conversion(model, {holder: places.view(tensor.shape)}).items():
             offset = int(part.flatten()[0])
             strides = tuple(
