@@ -52,6 +52,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=RUNS)
 def trained(request: pytest.FixtureRequest, workspace: Path) -> tuple[str, Path, str]:
     name = str(request.param)
+    return name, *train(workspace, name, RUNS[name])
+
+
+def train(workspace: Path, name: str, overrides: list[str]) -> tuple[Path, str]:
+    """The directory of a run, and what it has printed."""
     config = str(ROOT / "configs" / "quickstart" / "grpo.yaml")
     small = [
         f"trainer.num_steps={STEPS}",
@@ -59,9 +64,9 @@ def trained(request: pytest.FixtureRequest, workspace: Path) -> tuple[str, Path,
         "trainer.minibatch_size=2",
         "rollout.sampling.n=4",
     ]
-    done = run(workspace, "-m", "rlhf_mcore.cli.main", "train", config, f"experiment={name}", *small, *RUNS[name])
+    done = run(workspace, "-m", "rlhf_mcore.cli.main", "train", config, f"experiment={name}", *small, *overrides)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return name, workspace / "outputs" / "quickstart" / name, done.stdout
+    return workspace / "outputs" / "quickstart" / name, done.stdout
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -104,6 +109,21 @@ def test_an_alarm_is_printed_once_and_given_to_a_command(trained: tuple[str, Pat
         assert (alarm["step"], alarm["value"], alarm["run"]) == (2, sampled, "quickstart/hf") and told == [
             alarm["text"]
         ]
+
+
+def test_ranks_that_share_sequences_go_on_and_learn_what_ranks_that_share_tensors_do(
+    trained: tuple[str, Path, str], workspace: Path
+) -> None:
+    name, directory, _ = trained
+    if name != "vllm":
+        return
+    shared = ["actor.layout.tp=1", "actor.layout.cp=2", f"checkpoint.resume={directory / 'checkpoint-1'}"]
+    shared_directory, _ = train(workspace, "shared", [*RUNS[name], *shared])
+    (found,) = (row for row in lines(shared_directory / "metrics.jsonl") if row["step"] == 2)
+    expected = lines(directory / "metrics.jsonl")[2]
+    assert expected["actor/grad_norm"] > 0 and found["rollout/logprob_diff_max"] < 1e-4
+    for metric in ("reward/mean", "loss/total", "loss/policy", "loss/kl", "actor/grad_norm"):
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6), metric
 
 
 def test_a_profile_has_both_ranks_their_phases_and_what_torch_ran(trained: tuple[str, Path, str]) -> None:
