@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.cli import rank
-from rlhf_mcore.cli.preflight import check_packages
+from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
@@ -128,6 +128,7 @@ class Trainer:
         cfg = _with_given(cfg, reward, prompts, eval_prompts)
         validate(cfg, _world_size(cfg))
         check_packages(cfg)
+        check_engine(cfg)
         self.cfg = resolve(cfg)
         self._steps = _Steps([one if isinstance(one, Callback) else _StepFunction(one) for one in callbacks])
         self._stack = ExitStack()
@@ -233,6 +234,7 @@ def evaluate(
     cfg.evaluate.compare = str(compare) if compare else cfg.evaluate.compare
     validate_evaluation(cfg, _world_size(cfg))
     check_packages(cfg)
+    check_engine(cfg)
     with _one_process():
         from rlhf_mcore.cli.evaluation import run
 

@@ -56,6 +56,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     from rlhf_mcore.cli import preflight
 
     preflight.check_packages(cfg)
+    preflight.check_engine(cfg)
     if torchrun_world_size() is None:
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.trial import check_reward

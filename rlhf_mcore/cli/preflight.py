@@ -22,6 +22,7 @@ from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
@@ -59,6 +60,22 @@ def check_packages(cfg: Config) -> None:
             raise ConfigError(
                 f"{setting} needs {package}, which is not installed: pip install 'rlhf_mcore[{extra}]', or set {instead}"
             )
+
+
+def check_engine(cfg: Config) -> None:
+    """
+    Raises:
+        ConfigError: vLLM's CPU build does not compute the model's attention.
+    """
+    kind = run_kind(cfg)
+    if not kind.generates or cfg.rollout.engine != "vllm" or has_gpu():
+        return
+    geometry, _ = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
+    if geometry is not None and geometry.kv_lora_rank and (cfg.model.dtype != "bf16" or geometry.kv_lora_rank != 512):
+        raise ConfigError(
+            f"rollout.engine=vllm: on a CPU vLLM computes the latent attention of model.path={cfg.model.path} in bf16 and with "
+            "kv_lora_rank=512 only; set rollout.engine=hf"
+        )
 
 
 def has_gpu() -> bool:

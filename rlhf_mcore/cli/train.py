@@ -71,6 +71,7 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     from rlhf_mcore.cli import preflight
 
     preflight.check_packages(cfg)
+    preflight.check_engine(cfg)
     if world_size is None:
         return _launch(cfg, [path, *overrides])
     quiet()

@@ -172,3 +172,28 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
     assert train(*changes) == 2 and launched == []
     assert remedy in capsys.readouterr().err and not RUN.exists()
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "changes", "code"), [(False, [], 2), (False, ["rollout.engine=hf"], 0), (True, [], 0)]
+)
+def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused(
+    has_gpu: bool,
+    changes: list[str],
+    code: int,
+    launched: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    file = Path("model") / "config.json"
+    known = json.loads(file.read_text())
+    known |= {**sizes, "num_key_value_heads": known["num_attention_heads"], "head_dim": 8}
+    known |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    known |= {"first_k_dense_replace": known["num_hidden_layers"], "n_routed_experts": 4, "num_experts_per_tok": 2}
+    known |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "routed_scaling_factor": 1.0}
+    file.write_text(json.dumps(known | {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}))
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: has_gpu)
+    assert train(*changes) == code, capsys.readouterr().err
+    assert len(launched) == (code == 0)
+    assert ("set rollout.engine=hf" in capsys.readouterr().err) == (code == 2)
