@@ -8,7 +8,7 @@ from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
-from rlhf_mcore.families import FAMILIES, has_expert_bias
+from rlhf_mcore.families import FAMILIES, UNSUPPORTED, has_expert_bias
 from rlhf_mcore.foreign import shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -39,10 +39,15 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
-    if cfg.rollout.engine == "vllm" and FAMILIES[geometry.family].has_stacked_experts:
+    if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry):
         yield "rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven with vLLM; set it to hf"
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
+
+
+def _has_stacked_experts(geometry: ModelGeometry) -> bool:
+    """Of an architecture that is refused elsewhere nothing is known."""
+    return FAMILIES.get(geometry.family, UNSUPPORTED).has_stacked_experts
 
 
 def _world(cfg: Config, world_size: int | None) -> tuple[int, str]:
@@ -180,7 +185,7 @@ def _expert_cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometr
             f"{role}.layout.etp={etp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of {model}; "
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
-    if etp > 1 and FAMILIES[geometry.family].has_stacked_experts:
+    if etp > 1 and _has_stacked_experts(geometry):
         yield (
             f"{role}.layout.etp={etp}: experts with biases ({model}) are whole on a rank; set it to 1, which with "
             f"{role}.layout.tp > 1 asks for {role}.layout.ep > 1"

@@ -105,7 +105,7 @@ class Slow:
 FAILURES = {"train#43": "timeout", "train#475": "error", "train#207": "error", "train#437": "error"}
 
 
-def test_faults_18_24_and_25_engines_are_lost_and_environments_fail_in_the_middle_of_episodes(
+def test_fault_18_and_24_and_25_engines_are_lost_and_environments_fail_in_the_middle_of_episodes(
     workspace: Path,
 ) -> None:
     (workspace / "slow.py").write_text(SLOW)
