@@ -1,16 +1,15 @@
-"""What the recorder makes of loaders, without an engine: every habit of a loader, on meta tensors."""
+"""What the recorder makes of loaders, without vLLM: every habit of a loader, on meta tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.pieces import Piece
-from rlhf_mcore.bridge.map.trace import _Recorder, trace
-from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.bridge.map.trace import _Recorder
 
 Loader = Callable[[Tensor, Tensor], object]
 
@@ -72,23 +71,6 @@ def test_what_is_not_a_copy_of_a_part_is_called_opaque(loader: Loader) -> None:
     pieces, reason = recorded(loader, (4, 3), (4, 3))
     assert pieces == []
     assert "computed values" in reason
-
-
-class Doubled(torch.nn.Module):
-    """A model whose loader computes what the kernels read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for _, tensor in weights:
-            self.scale.data.copy_(2 * tensor)
-
-
-def test_a_parameter_that_a_loader_computes_is_refused_and_not_filled_with_zeros() -> None:
-    with pytest.raises(ConfigError, match=r"of scale .*computed values.*set bridge.method=gather"):
-        trace(Doubled(), {"scale": (3,)}, probe=False)
 
 
 def test_the_last_writer_of_a_place_counts() -> None:
