@@ -14,7 +14,6 @@ from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.tokenizer_files import end_tokens
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.foreign import Fields, read_json
-from rlhf_mcore.platform.transformers_models import CheckpointTensor, checkpoint_tensors
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.environment import preserved_rng
 from rlhf_mcore.types import Completion, Request
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from rlhf_mcore.config.schema import Config
+    from rlhf_mcore.platform.transformers_models import CheckpointTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +341,8 @@ class ExpectedTensors:
     @classmethod
     def of_model(cls, model: torch.nn.Module, parts: Sequence[CheckpointTensor] | None = None) -> ExpectedTensors:
         """Read from a transformers model; one on the meta device will do. ``parts``: its ``checkpoint_tensors``, where known."""
+        from rlhf_mcore.platform.transformers_models import checkpoint_tensors
+
         live = model.state_dict(keep_vars=True)
         shapes: dict[str, tuple[int, ...]] = {}
         groups: dict[tuple[int, int], set[str]] = {}

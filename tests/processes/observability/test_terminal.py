@@ -54,7 +54,8 @@ def on_a_terminal(mode: str, directory: Path) -> str:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
-    environment.pop("NO_COLOR", None)
+    for name in ("NO_COLOR", "COLUMNS", "LINES"):
+        environment.pop(name, None)
     with subprocess.Popen(
         [sys.executable, "-c", SHOW, mode], stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory, env=environment
     ) as process:
