@@ -5,6 +5,7 @@ transformers stacks the experts of a layer, and their gate and up projections, i
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ class CheckpointTensor:
 
 
 def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
-    """Those of every live parameter and buffer of a checkpoint; tied ones under each of their names.
+    """Those of every live parameter and buffer of a checkpoint; tied ones under each of their names. Another module's are as they are.
 
     transformers itself is asked: it takes a tensor that holds the position of each of its elements apart, as it does to save it. So
     memory is needed for the positions of one tensor at a time.
@@ -35,10 +36,15 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
     Raises:
         ValueError: a part is no rectangle of its holder, so it cannot be written there.
     """
+    live = model.state_dict(keep_vars=True)
+    # Where transformers has not been imported, which takes seconds, the model is none of its.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return [CheckpointTensor(name, name, tuple(t.shape), 0, t.stride()) for name, t in live.items()]
     from transformers.core_model_loading import revert_weight_conversion
 
     found = []
-    for holder, tensor in model.state_dict(keep_vars=True).items():
+    for holder, tensor in live.items():
         dtype = torch.int32 if tensor.numel() < 2**31 else torch.int64
         places = torch.arange(tensor.numel(), dtype=dtype, device="cpu")  # the default device may be meta
         for name, part in revert_weight_conversion(model, {holder: places.view(tensor.shape)}).items():
