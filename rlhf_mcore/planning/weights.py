@@ -47,10 +47,11 @@ _MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A parameter of a rank and its number of elements, padding of the vocabulary included."""
+    """A tensor of a rank and its number of elements, padding of the vocabulary included. ``trained``: it is no buffer."""
 
     name: str
     numel: int
+    trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
     numel = owned = 0
     shares_embedding = geometry.tied_embeddings and layout.pp > 1
-    for chunk in chunk_tensors(geometry, layout, place["pp"]):
+    for held in chunk_tensors(geometry, layout, place["pp"]):
+        chunk = [tensor for tensor in held if tensor.trained]
         apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
         rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
         for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
@@ -165,7 +167,9 @@ class _Grid:
 def _layer_tensors(geometry: ModelGeometry, is_moe: bool, grid: _Grid) -> tuple[LocalTensor, ...]:
     layer = next(layer for layer in range(geometry.num_layers) if geometry.is_moe_layer(layer) == is_moe)
     names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
-    return tuple(LocalTensor(name, _numel(name, geometry, grid)) for name in names)
+    rules = FAMILIES[geometry.family].layer_rules(geometry, layer)
+    buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
+    return tuple(LocalTensor(name, _numel(name, geometry, grid), name not in buffers) for name in names)
 
 
 def _order(name: str) -> tuple[int, int]:

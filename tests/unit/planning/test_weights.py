@@ -140,3 +140,12 @@ def test_a_shared_expert_is_counted_with_every_token() -> None:
     assert num_parameters(geometry) == 14_315_784_192
     embedding = geometry.vocab_size * geometry.hidden_size
     assert (active_parameters(geometry) + embedding) / 1e9 == pytest.approx(2.7, rel=0.02)
+
+
+def test_the_bias_of_experts_has_no_gradient() -> None:
+    """GLM-4.5-Air: 128 numbers in each of the 45 layers behind the first, which a step moves without an optimizer."""
+    geometry = read_geometry(Path(__file__).resolve().parents[3] / "configs" / "models" / "GLM-4.5-Air", "lm")
+    role = PlannedRole("actor", geometry, ParallelLayout(1), trained=True)
+    state, numel = state_bytes(role, 0), num_parameters(geometry) - 45 * 128
+    assert 4 * numel <= state.gradients < 4 * numel + 4 * 128 * 64 * 48  # what is beside them is padding
+    assert state.masters == 4 * numel
