@@ -48,8 +48,10 @@ def main() -> None:
     """Run everything in turns and write the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round")
-    quick = parser.parse_args().quick
-    rounds, steps = (1, 12) if quick else (2, 40)
+    parser.add_argument("--rounds", type=int, default=2, help="of 40 steps each run")
+    args = parser.parse_args()
+    quick: bool = args.quick
+    rounds, steps = (1, 12) if quick else (args.rounds, 40)
     found: dict[str, list[Rates]] = {}
     with TemporaryDirectory() as folder:
         directory = Path(folder)
