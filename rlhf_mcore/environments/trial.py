@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """What has failed, a line for each prompt.
+    """What has failed, a line for each prompt, in their order.
 
     Raises:
         ConfigError: the environment cannot be loaded, or call after call is lost.
     """
     silent = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
-    sessions, problems, under_way = sessions_of(cfg.environment, 1, os.getcwd()), [], set(range(len(prompts)))
+    sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
+    problems: dict[int, str] = {}
     try:
         for key, prompt in enumerate(prompts):
             sessions.open(key, row_of(prompt), seed=cfg.seed)
@@ -33,7 +34,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[str]:
                 for key, answer in sessions.poll(None):
                     if answer.error:
                         under_way.discard(key)
-                        problems.append(f"{prompts[key].prompt_id}, in {method}: {answer.error}")
+                        problems[key] = f"{prompts[key].prompt_id}, in {method}: {answer.error}"
     finally:
         sessions.close_all()
-    return problems
+    return [problems[key] for key in sorted(problems)]
