@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,10 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
     from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
     from rlhf_mcore.config.load import load_config
 
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"{path} is a directory, and the configuration comes first: rlhf-mcore evaluate run.yaml evaluate.checkpoint={path}"
+        )
     cfg = load_config(path, overrides)
     if cfg.evaluate.checkpoint is None:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)

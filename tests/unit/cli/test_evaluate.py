@@ -17,6 +17,13 @@ def test_without_a_checkpoint_it_says_what_is_missing(workspace: Any, capsys: py
     )
 
 
+def test_a_directory_in_place_of_the_configuration_is_told_where_it_goes(
+    workspace: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_module.main(["evaluate", "model"]) == 2
+    assert "rlhf-mcore evaluate run.yaml evaluate.checkpoint=model\n" in capsys.readouterr().err
+
+
 def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *arguments, logs: calls.append(arguments) or 7)
