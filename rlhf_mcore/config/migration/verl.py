@@ -495,8 +495,6 @@ REASONS = {
     "reward_model.model.input_tokenizer": "a reward model has the tokenizer of model.path here",
     "reward_model.micro_batch_size_per_gpu": _PASSES,
     "data.reward_fn_key": "the column data_source goes to the reward here",
-    "data.return_raw_chat": _ALWAYS,
-    "trainer.balance_batch": _ALWAYS,
-    "trainer.val_before_train": _ALWAYS,
+    **dict.fromkeys(("data.return_raw_chat", "trainer.balance_batch", "trainer.val_before_train"), _ALWAYS),
 }
 TABLE = Table("verl", ROWS, JOINTS, DEFAULTS, REASONS)

@@ -45,12 +45,13 @@ def terminal(command: list[str], folder: Path) -> Iterator[int]:
             os.close(ours)
 
 
-def read_until(terminal: int, wanted: str, seconds: float = 60) -> None:
+def shown_until(terminal: int, wanted: str, seconds: float = 60) -> str:
+    """What the terminal shows until it shows what is wanted, or the time is over."""
     shown, end = "", time.monotonic() + seconds
-    while wanted not in shown:
+    while wanted not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
             shown += os.read(terminal, 4096).decode(errors="replace").replace("\r", "").replace("\a", "")
-        assert time.monotonic() < end, f"{wanted!r} is not in {shown!r}"
+    return shown
 
 
 def folder_with_command(folder: Path) -> Path:
@@ -66,10 +67,10 @@ def test_tab_in_bash(tmp_path: Path) -> None:
     with terminal(["bash", "--norc", "--noprofile", "-i"], folder) as keyboard:
         setting = "stty cols 300; bind 'set enable-bracketed-paste off'; bind 'set bell-style none'"
         os.write(keyboard, f'{setting}; eval "$(rlhf-mcore completion bash)"; echo rea""dy\n'.encode())
-        read_until(keyboard, "\nready")
+        assert "\nready" in shown_until(keyboard, "\nready")
         for typed, completed in CASES:
             os.write(keyboard, typed.encode() + b"\t")
-            read_until(keyboard, completed)
+            assert completed in shown_until(keyboard, completed), typed
             os.write(keyboard, b"\x15")  # the line is taken back
 
 
@@ -78,8 +79,8 @@ def test_zsh_is_told_of_the_command(tmp_path: Path) -> None:
     folder = folder_with_command(tmp_path)
     with terminal(["zsh", "-f"], folder) as keyboard:
         os.write(keyboard, b'autoload -U compinit; compinit -u -D; eval "$(rlhf-mcore completion zsh)"; echo rea""dy\n')
-        read_until(keyboard, "\nready")
+        assert "\nready" in shown_until(keyboard, "\nready")
         for typed, completed in CASES[:2]:
             os.write(keyboard, typed.encode() + b"\t")
-            read_until(keyboard, completed.rstrip())
+            assert completed.rstrip() in shown_until(keyboard, completed.rstrip()), typed
             os.write(keyboard, b"\x15")
