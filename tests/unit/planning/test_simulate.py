@@ -79,6 +79,14 @@ def test_trainer_and_engine_slow_each_other_while_both_compute(
     assert alone.step_s == pytest.approx(5 + train_s + 1)
 
 
+def test_a_trainer_slows_passes_over_prompts_too() -> None:
+    engine = EngineTimes(1.0, 0.0, prompt_s=0.5, slots=1)  # the second prompt begins when the first response has ended
+    scenario = replace(one_engine(1, 2, slots=1, train_s=8.0), engine=engine, contention=Contention(decode=1.2))
+    outcome = simulate(scenario, Schedule(1, DRAIN), lambda number: [2, 3], 5)
+    assert outcome.step_s == pytest.approx(8 + 1)
+    assert outcome.rollout_busy * outcome.step_s == pytest.approx(1.2 * (2 + 3 + 2 * 0.5))
+
+
 def test_an_engine_of_two_slows_the_trainer_by_half() -> None:
     """2 s beside both engines at half the pace, 4 s beside one at two thirds of it, and the rest alone."""
     scenario = Scenario(2, 1, 2, EngineTimes(1.0, 0.0, slots=1), TrainTimes(5.0, 0.0), 1.0, Contention(train=2.0))
