@@ -25,12 +25,27 @@ def alarm_problems(cfg: AlarmsConfig) -> Iterator[str]:
         used |= set(rule.actions or [])
     if "webhook" in used and cfg.webhook is None:
         yield "alarms.webhook is null, and an action of alarms is webhook; set it to an address"
-    if cfg.webhook is not None and (urlsplit(cfg.webhook).scheme not in ("http", "https") or "<" in cfg.webhook):
-        yield "alarms.webhook is no address; write it as https://host/path, or as ${oc.env:NAME} (it is not shown here)"
+    if cfg.webhook is not None and (problem := _webhook_problem(cfg.webhook)):
+        yield f"alarms.webhook {problem} (it is not shown here)"
     if "command" in used and not cfg.command:
         yield "alarms.command=[] is empty, and an action of alarms is command; set it to a program and its arguments"
     if cfg.command and shutil.which(cfg.command[0]) is None:
         yield FileProblem(f"alarms.command: there is no program {cfg.command[0]!r}; give its path")
+
+
+def _webhook_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or "<" in url:
+        return "is no address; write it as https://host/path, or as ${oc.env:NAME}"
+    if "@" in parts.netloc:
+        return "has a login in it, which is not sent; use the action command, with a program that sends it"
+    if any(not "!" <= letter <= "~" for letter in url):
+        return "has a space or a letter beyond ASCII in it; write that as %20 and the like"
+    return None
 
 
 def _rule_problems(rule: AlarmRuleConfig) -> Iterator[str]:

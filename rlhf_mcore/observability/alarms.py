@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import subprocess
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Thread
 
@@ -65,7 +68,10 @@ class _Watch:
             self.in_a_row, self.quiet = 0, self.quiet + 1
             return None
         self.in_a_row += 1
-        if self.in_a_row < self.steps or self.quiet < QUIET_STEPS:
+        if self.quiet < QUIET_STEPS:
+            self.quiet = 0
+            return None
+        if self.in_a_row < self.steps:
             return None
         self.quiet = 0
         return judged
@@ -161,6 +167,7 @@ class AlarmBell:
         self._cfg, self._run, self._note, self._save, self._stop = cfg, run, note, save, stop
         self._failed: set[str] = set()
         self._sending: list[Thread] = []
+        self._commands: list[subprocess.Popen[bytes]] = []
 
     def recall(self, metrics: Mapping[str, float]) -> None:
         """A step that was made before a restart: what it has shown is known."""
@@ -184,10 +191,13 @@ class AlarmBell:
                     thread.start()
 
     def close(self) -> None:
-        """Wait a moment for messages that are under way."""
+        """Wait a moment for messages that are under way. A command that takes longer is ended with all that it has started."""
         end = time.monotonic() + CLOSE_S
         for thread in self._sending:
             thread.join(max(end - time.monotonic(), 0.0))
+        for process in self._commands:
+            if process.poll() is None:
+                _end_group(process)
 
     def _try(self, action: str, send: Callable[[bytes], None], content: bytes) -> None:
         try:
@@ -208,12 +218,21 @@ class AlarmBell:
             pass
 
     def _call(self, content: bytes) -> None:
-        subprocess.run(
-            self._cfg.command,
-            input=content,
-            check=True,
-            timeout=self._cfg.timeout_s,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+        nothing = subprocess.DEVNULL
+        process = subprocess.Popen(
+            self._cfg.command, stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, start_new_session=True
         )
+        self._commands = [other for other in self._commands if other.poll() is None] + [process]
+        with process:
+            try:
+                process.communicate(content, self._cfg.timeout_s)
+            except subprocess.TimeoutExpired:
+                _end_group(process)
+                raise
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, self._cfg.command)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

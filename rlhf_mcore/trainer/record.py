@@ -50,9 +50,9 @@ class RunRecord:
     without_score: str = "count as 0"  # what becomes of responses without a score
     profiler: StepProfiler | None = None
     mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
-    # Gets every step's rollouts, on the first rank. Set on every rank or on none.
     heard: list[str] = field(default_factory=list)  # warnings on this rank that the first one has not shown yet
     samples_every: int = 0  # steps between responses that the display shows
+    # Gets every step's rollouts, on the first rank. Set on every rank or on none.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
@@ -135,7 +135,7 @@ class RunRecord:
             self._remember(record["step"], metrics)
             list(self._alarms(metrics))
             if self.bell is not None:
-                self.bell.recall(metrics)
+                self.bell.recall(metrics | {name: math.nan for name, value in record.items() if value is None})
 
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)

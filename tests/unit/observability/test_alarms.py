@@ -17,8 +17,10 @@ from rlhf_mcore.config.alarm_rules import alarm_problems
 from rlhf_mcore.config.schema import AlarmRuleConfig, AlarmsConfig
 from rlhf_mcore.observability.alarms import AlarmBell, Alarms
 from rlhf_mcore.observability.timers import Timers
+from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.record import RunRecord
+from tests.commands import wait_for
 
 NAN = float("nan")
 
@@ -51,6 +53,8 @@ def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> 
         # Silent while it lasts and for ten steps after.
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 9, {"loss/total": NAN}], [(1, "not finite")]),
         ([{"loss/total": NAN}, *[{"loss/total": 1.0}] * 10, {"loss/total": NAN}], [(1, "not finite"), (12, "not finite")]),
+        # Ten steps in a row: trouble at step 6, which is silent, begins them anew.
+        ([{"loss/total": NAN if step in (1, 6, 13) else 1.0} for step in range(1, 14)], [(1, "not finite")]),
     ],
 )  # fmt: skip
 def test_the_default_rules(steps: list[dict[str, float]], expected: list[tuple[int, str]]) -> None:
@@ -185,6 +189,51 @@ def test_a_webhook_and_a_command_get_the_alarm_and_their_failures_are_one_line(p
     problems = sorted(note for note in notes if note.startswith("warning"))
     assert [note.partition(" did")[0] for note in problems] == ["warning: alarms.command", "warning: alarms.webhook"]
     assert "HTTP Error 500" in problems[1] and not any("secret" in note for note in notes)
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    script = "sleep 60 & echo $! > pids; wait"
+    monkeypatch.chdir(tmp_path)
+    for seconds, close_s in ((0.2, 10.0), (60.0, 0.2)):  # beyond its own time, and at the end of the run
+        monkeypatch.setattr("rlhf_mcore.observability.alarms.CLOSE_S", close_s)
+        Path("pids").unlink(missing_ok=True)
+        cfg = AlarmsConfig(actions=["command"], command=["sh", "-c", script], timeout_s=seconds)
+        rung, _ = bell(cfg, notes)
+        rung.check(1, {"loss/total": NAN})
+        wait_for(lambda: Path("pids").exists() and Path("pids").read_text().endswith("\n"), 10)
+        rung.close()
+        wait_for(lambda: has_ended(int(Path("pids").read_text())), 10)
+    assert "TimeoutExpired" in notes[1]
+
+
+def test_a_restart_knows_of_what_was_not_finite() -> None:
+    notes: list[str] = []
+    rung, _ = bell(AlarmsConfig(), notes)
+    record = RunRecord(Timers(), 0, bell=rung)
+    record.recall([{"step": 1, "loss/total": None}])
+    record.step(2, {"loss/total": NAN})
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("https://", "is no address"),
+        ("http://[::1/secret", "is no address"),
+        ("https://host:secret/x", "is no address"),
+        ("https://me:secret@host/x", "has a login in it"),
+        ("https://host/a secret", "has a space"),
+        ("https://host/sécret", "has a space or a letter beyond ASCII"),
+        ("https://chat.example.org:8443/v1?key=secret&x=%20", None),
+    ],
+)
+def test_an_address_that_cannot_be_posted_to_is_refused_and_not_shown(url: str, problem: str | None) -> None:
+    found = list(alarm_problems(AlarmsConfig(webhook=url)))
+    assert (problem is None and found == []) or (problem is not None and f"alarms.webhook {problem}" in found[0])
+    assert not any("secret" in line for line in found)
 
 
 def test_mistakes_are_named_with_what_was_meant() -> None:
