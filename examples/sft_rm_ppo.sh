@@ -5,6 +5,10 @@
 #   ./examples/sft_rm_ppo.sh trainer.num_steps=5   further arguments override keys of all three
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ! -d quickstart ]]; then
+    printf 'error: there is no quickstart/; run ./launch/quickstart.sh first\n' >&2
+    exit 2
+fi
 
 .venv/bin/rlhf-mcore train configs/quickstart/sft.yaml "$@"
 .venv/bin/rlhf-mcore train configs/quickstart/reward_model.yaml model.path=outputs/quickstart/sft/latest/actor "$@"

@@ -60,6 +60,9 @@ Rows = Iterable["str | Mapping[str, Any]"]  # prompts, or rows with the columns 
 class Callback:
     """What a run calls on its way, on the first rank. Override what is wanted; what is raised ends the run."""
 
+    def on_begin(self, directory: Path, step: int) -> None:
+        """Models and engines are ready. ``step`` is the first that will be made; above 1 where the run continues."""
+
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step was made. ``metrics`` have the names of metrics.jsonl."""
 
@@ -68,6 +71,9 @@ class Callback:
 
     def on_rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """A step's responses were scored. ``rollouts`` are as in rollouts/step-*.jsonl, whether that is written or not."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """A checkpoint is whole, with its models as Hugging Face directories; of a save in the background some steps later."""
 
     def on_end(self, trained: Trained) -> None:
         """The last step was made, or a signal or a time limit has ended the run after a save."""
@@ -144,9 +150,12 @@ class Trainer:
             stack.enter_context(rank.no_early_exit())
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
             on_rollouts = self._steps.rollouts if listens else None
-            self._run = stack.enter_context(opened(self.cfg, trackers=[self._steps], on_rollouts=on_rollouts))
+            told = self._steps
+            self._run = stack.enter_context(opened(self.cfg, 0, [told], on_rollouts, told.saved))
             self._next = self._run.first_step
             if self._run.trainer is not None:
+                if self._run.record.directory is not None:
+                    told.begins(self._run.record.directory.path, self._next)
                 self._run.trainer.begin(self._last, self._next)
             self._stack = stack.pop_all()
         return self
@@ -338,6 +347,14 @@ class _Steps:
     def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
         for callback in self.callbacks:
             callback.on_rollouts(step, rollouts)
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        for callback in self.callbacks:
+            callback.on_save(step, checkpoint)
+
+    def begins(self, directory: Path, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_begin(directory, step)
 
     def close(self) -> None:
         """Nothing is open."""

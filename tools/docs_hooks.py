@@ -1,16 +1,42 @@
-"""What mkdocs calls while it builds the site (mkdocs.yml): links to files outside of docs/ are shown as their paths.
+"""What mkdocs calls while it builds the site (mkdocs.yml), which asks nothing of a network when it is read.
 
-On a code host those links work; the site has no such files.
+Links to files outside of docs/ are shown as their paths: on a code host they work, and the site has no such files. The script that
+draws diagrams is a file of the site; where ``launch/docs.sh`` could not get it, diagrams are their text, or the theme would look for it
+elsewhere.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import mkdocs
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(?:#[^)]*)?\)")
+_MERMAID = Path(mkdocs.__file__).parents[1] / "mermaid.min.js"
+_PLACE = "assets/mermaid.min.js"
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> None:
+    """Add the script to the site."""
+    if _MERMAID.is_file():
+        files.append(File.generated(config, _PLACE, abs_src_path=str(_MERMAID)))
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with links to ``../path`` replaced by ``path``."""
+    if not _MERMAID.is_file():
+        markdown = markdown.replace("```mermaid\n", "```text\n")
     return _OUTSIDE.sub(r"`\2`", markdown)
+
+
+def on_post_page(output: str, *, page: Page, **_: Any) -> str:
+    """A page with a diagram loads the script before the theme looks for it."""
+    if 'class="mermaid"' not in output or not _MERMAID.is_file():
+        return output
+    return output.replace("</head>", f'<script src="{get_relative_url(_PLACE, page.url)}"></script></head>', 1)

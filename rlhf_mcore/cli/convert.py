@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         destination = Path(args.destination) if args.destination is not None else None
         if destination is not None:
             check_destination(destination, Path(args.source), may_exist=args.overwrite or args.dry_run)
-        from rlhf_mcore.cli.conversion import Conversion, run  # imports torch
+        from rlhf_mcore.cli.progress import working
+
+        with working("importing torch"):
+            from rlhf_mcore.cli.conversion import Conversion, run
 
         run(
             Conversion(

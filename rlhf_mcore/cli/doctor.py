@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -65,12 +66,16 @@ def main(argv: Sequence[str] | None = None, local: Check = local_findings) -> in
     args = _parser().parse_args(argv)
     if args.ranks is not None and args.ranks < 2:
         _parser().error(f"--ranks {args.ranks}: traffic needs two ranks or more")
+    from rlhf_mcore.cli.progress import working
+
     try:
         if torchrun_world_size() is not None:
             findings = _as_rank(args)
         else:
-            traffic = _start_ranks(args) if args.ranks else []
-            findings = [*local(args, args.ranks or 1), *traffic]
+            with working("measuring between ranks") if args.ranks else nullcontext():
+                traffic = _start_ranks(args) if args.ranks else []
+            with working("checking versions, imports, devices, disk"):
+                findings = [*local(args, args.ranks or 1), *traffic]
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     if findings is None:

@@ -72,9 +72,10 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         logs = preflight.logs_directory(cfg)
         return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
     quiet()
+    from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports
 
-    with eager_imports():
+    with working("importing torch", console=of_run(cfg.logging.console)), eager_imports():
         from rlhf_mcore.cli.evaluation import run
 
     with rank.no_early_exit():

@@ -20,6 +20,7 @@ from rlhf_mcore.checkpoint.delta import readable, verify_chain
 from rlhf_mcore.checkpoint.layout import MANIFEST
 from rlhf_mcore.cli import rank
 from rlhf_mcore.cli.evaluated_weights import Weights, open_weights, weight_sketches
+from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.cli.reward_pools import reward_pools
 from rlhf_mcore.config.errors import ConfigError, shortened
 from rlhf_mcore.config.evaluation import ShardedModel, checkpoint_config, find_model, find_sharded
@@ -193,7 +194,8 @@ def _evaluate(
     causes: list[str] = []  # of responses without a score, on this rank
     if len(done) < len(task.prompts):
         watchdog.progress("start_engine")
-        worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
+        with working(f"{task.given}: starting the engine", console=of_run(task.cfg.logging.console)):
+            worker, sampling = engines.start(task.cfg, task.sharded), evaluation_sampling(task.cfg)
         engine = worker.engine
         part = PartFile(Path(path), engine.engine_index, engine.num_engines) if engine.is_lead else None
         with nullcontext() if part is None else closing(part), _progress(task, engine, len(done)) as advance:

@@ -78,7 +78,7 @@ def build_generation(
     with run.record.phase("start_engine"):
         if run.cfg.rollout.placement == "colocated":
             return _colocated(run, actor, rewards, sampler, data)
-        on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready())
+        on_every_rank(lambda: None if fleet is None else fleet.wait_until_ready(run.record.progress))
         return _disaggregated(run, actor, rewards, sampler, data, fleet)
 
 
@@ -89,7 +89,9 @@ def _colocated(
     cfg, record = run.cfg, run.record
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
+    record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
+    record.progress("the bridge of weights to it")
     run.stack.push(lambda failure, *_: None if failure else engine.close())  # the process may make another run
     sharing.sleep_level = cfg.rollout.sleep_level
     sharing.engine_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())

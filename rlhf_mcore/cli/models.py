@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from rich.filesize import decimal
 
 from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
@@ -45,6 +47,7 @@ class ModelBuilder:
     platform: Platform
     weights: Mapping[str, Path] = field(default_factory=dict)
     sharing: DeviceSharing | None = None  # of the device, among the models and the engine; None: among these models
+    progress: Callable[[str], None] = lambda text: None  # how far the loading is
     _pool: GroupPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,11 +169,23 @@ class ModelBuilder:
     ) -> MegatronModel | None:
         """A model on the ranks of ``layout``, None on others. Its weights are those of ``path``, or a checkpoint's of ``saved_as``."""
         groups = build_groups(layout, self._pool)
+        saved = self.weights.get(saved_as) if saved_as is not None else None
+        shown = os.path.relpath(saved or path)
+        self.progress(shown)
         model = build_model(spec, groups, self.platform, options) if groups is not None else None
         parameters = model.local_parameters() if model is not None else []
-        saved = self.weights.get(saved_as) if saved_as is not None else None
         fresh_head = spec.has_fresh_head and saved is None
-        on_every_rank(lambda: load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head))
+        loaded, total = 0, sum(parameter.tensor.nbytes for parameter in parameters)
+
+        def advance(num_bytes: int) -> None:
+            nonlocal loaded
+            loaded += num_bytes
+            self.progress(f"{shown}, {decimal(loaded)} of {decimal(total)}")
+
+        def fill() -> None:
+            load(parameters, spec.geometry, HFReader(saved or path), fresh_head=fresh_head, progress=advance)
+
+        on_every_rank(fill)
         return model
 
     def _options(self, dtype: str | None) -> BuildOptions:

@@ -79,6 +79,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed: Assumptions) -> int:
+    from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.derive import default_world_size, resolve
     from rlhf_mcore.config.validate import validate
     from rlhf_mcore.planning.plan import as_json, make_plan
@@ -90,15 +91,16 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
     validate(cfg, world_size, check_files=False)
     cfg = resolve(cfg)
     plan = make_plan(cfg, world_size, gpu, assumed)
-    suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits) if args.suggest else None
+    suggestions = None
+    if args.suggest:
+        with working("trying layouts"):
+            suggestions = _suggestions(cfg, world_size, gpu, assumed, fits=plan.fits)
     if args.json:
         print(json.dumps(as_json(plan) | ({} if suggestions is None else {"suggestions": suggestions}), indent=1))
     else:
         print(as_text(plan))
         if args.trace:
             warnings.filterwarnings("ignore")  # of Megatron, about kernels that nothing runs on here
-            from rlhf_mcore.cli.progress import working
-
             update = next(phase for phase in plan.phases if phase.phase == "actor update")
             with working(f"an update of rank {update.rank} on fake tensors"):
                 from rlhf_mcore.cli.plan_trace import traced  # imports torch and Megatron

@@ -64,6 +64,8 @@ def _share(text: str) -> float:
 
 
 def _prepare(args: argparse.Namespace) -> int:
+    from rlhf_mcore.cli.progress import counted
+
     if (args.max_prompt_tokens or args.max_response_tokens) and not args.tokenizer:
         raise ConfigError("--max-prompt-tokens and --max-response-tokens count tokens: name a --tokenizer directory")
     tokenizer = None
@@ -82,7 +84,7 @@ def _prepare(args: argparse.Namespace) -> int:
         lang=args.lang,
     )
     rows = chain.from_iterable(read_source(source, subset=args.subset, split=args.split) for source in args.sources)
-    splits, report = prepare(rows, options, tokenizer)
+    splits, report = prepare(counted(rows, "reading row"), options, tokenizer)
     print("\n".join(report.lines()))
     for path in write_splits(splits, args.out):
         print(f"wrote {path}")

@@ -1,9 +1,13 @@
-"""What a person sees while a command works for longer than a moment: on a terminal's standard error, and nowhere else."""
+"""What a person sees while a command works for longer than a moment: on a terminal, and nowhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -18,6 +22,10 @@ from rich.progress import (
 )
 
 
+T = TypeVar("T")
+ROWS_BETWEEN = 500  # two changes of a count
+
+
 @contextmanager
 def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar over ``total`` bytes. Yields what to call with a number of bytes, from any thread."""
@@ -28,9 +36,14 @@ def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[
 
 
 @contextmanager
-def working(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A line with the time that has passed, and a bar where the number of parts is known. Yields what to call when a part begins."""
-    console = Console(stderr=True)
+def working(
+    what: str, total: int | None = None, console: Console | None = None
+) -> Iterator[Callable[[str], None]]:
+    """A line with the time that has passed, and a bar where the number of parts is known. Yields what to call when a part begins.
+
+    It is on standard error, unless there is another ``console``.
+    """
+    console = console or Console(stderr=True)
     bar = [] if total is None else [BarColumn()]
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), *bar, TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as display:
@@ -42,3 +55,18 @@ def working(what: str, total: int | None = None) -> Iterator[Callable[[str], Non
             begun += 1
 
         yield begin
+
+
+def counted(rows: Iterable[T], what: str) -> Iterator[T]:
+    """``rows``, while a line shows how many were taken."""
+    with working(what) as begin:
+        for number, row in enumerate(rows):
+            if number % ROWS_BETWEEN == 0:
+                begin(f"{number:,}")
+            yield row
+
+
+def of_run(mode: str) -> Console:
+    """Where a run shows what it does before its display is there: on the first rank's terminal, unless ``logging.console`` has none."""
+    shown = os.environ.get("RANK") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()
+    return Console() if shown else Console(file=io.StringIO())

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
+    from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.derive import grades
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.reward_rules import scores_alone
@@ -63,8 +64,11 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     if problems := list(reward_and_data_problems(cfg)):
         raise ConfigError.many(problems)
     reports, failed, episodes = [], list[str](), 0
-    for name in ("data.train", "data.eval"):
-        if getattr(cfg.data, name.partition(".")[2]):
+    with working("trying the reward on rows of") as begin:
+        for name in ("data.train", "data.eval"):
+            if not getattr(cfg.data, name.partition(".")[2]):
+                continue
+            begin(name)
             rows, sources = read_sample(cfg.data, name, limit)
             if cfg.environment.function is not None:
                 prompts = [row.prompt for row in rows[:EPISODES]]

@@ -39,6 +39,7 @@ from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.trainer.ahead import SamplingAhead
 from rlhf_mcore.trainer.checkpointer import RunCheckpointer
 from rlhf_mcore.trainer.dealing import ExpectedLengths
+from rlhf_mcore.trainer.record import RunRecord
 from rlhf_mcore.trainer.resume import Start
 from rlhf_mcore.trainer.run_state import RunState
 
@@ -157,7 +158,7 @@ def build_checkpointer(
     )
     restorer = Restorer(directory, state, files, models)
     load_best = partial(restorer.load_best, cfg.trainer.num_steps, hashes=cfg.checkpoint.verify)
-    keeper = _Housekeeping(cfg, directory, record.note)
+    keeper = _Housekeeping(cfg, directory, record)
     checkpointer = RunCheckpointer(
         writer=CheckpointWriter(
             directory,
@@ -172,12 +173,17 @@ def build_checkpointer(
         at_end=keeper.at_end,
         note=record.note,
         show=record.console.phase if record.console is not None else lambda phase: None,
+        progress=record.progress,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",
         load_best=load_best if cfg.checkpoint.load_best_model_at_end else lambda: None,
     )
-    for line in restorer.resume(run.start):
-        record.note(line)
+    if run.start.checkpoint is not None:
+        with record.phase("load_state"):
+            record.progress(os.path.relpath(run.start.checkpoint))
+            notes = restorer.resume(run.start)
+        for line in notes:
+            record.note(line)
     return checkpointer
 
 
@@ -197,23 +203,25 @@ def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
 class _Housekeeping:
     """What is done on the first rank after a commit, and at the end of a run."""
 
-    def __init__(self, cfg: Config, run: Path, note: Callable[[str], None]):
-        self._run, self._note, self._disk = run, note, Disk()
+    def __init__(self, cfg: Config, run: Path, record: RunRecord):
+        self._run, self._record, self._disk = run, record, Disk()
         self._policy = Retention(cfg.checkpoint.save_total_limit, cfg.checkpoint.keep_every, tuple(cfg.checkpoint.keep))
         self._rule = best_rule(cfg.checkpoint)
         archives = cfg.checkpoint.archive and dist.get_rank() == 0
         self._archiver = Archiver(run, self._disk) if archives else None
 
-    def after_commit(self) -> None:
+    def after_commit(self, step: int) -> None:
         for line in tidy(self._run, self._policy, self._rule, self._disk, self._archiver):
-            self._note(line)
+            self._record.note(line)
+        if self._record.on_save is not None:
+            self._record.on_save(step, checkpoint_path(self._run, step))
 
     def at_end(self) -> None:
         """A run that is done waits for its archives; one that is stopped does not, the next one packs them."""
         if self._archiver is not None:
             self._archiver.close()
             for line in self._archiver.take_notes():
-                self._note(line)
+                self._record.note(line)
 
 
 class _OnFirstRank:

@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _simulate(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from rlhf_mcore.cli.progress import working
     from rlhf_mcore.observability.files import pretty_json, write_atomically
     from rlhf_mcore.planning.simulate.compare import as_json, compare, configured, schedules
     from rlhf_mcore.planning.simulate.lengths import read_lengths
@@ -115,7 +116,8 @@ def _simulate(args: argparse.Namespace) -> int:
     wanted = {schedule: splits(cfg, devices, schedule) for schedule in schedules(cfg, bounds)}
     responses = cfg.trainer.prompts_per_step * cfg.rollout.sampling.n
     steps = args.steps or max(8, min(30, 60_000 // responses))
-    comparison = compare(times, lengths, wanted, (own, own_split), steps=steps, seed=args.seed)
+    with working("simulating", len(wanted)) as begin:
+        comparison = compare(times, lengths, wanted, (own, own_split), steps=steps, seed=args.seed, begin=begin)
     if args.json:
         write_atomically(args.json, pretty_json(as_json(comparison, own)))
     if args.png:

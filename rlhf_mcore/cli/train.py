@@ -75,9 +75,10 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     if world_size is None:
         return _launch(cfg, [path, *overrides])
     quiet()
+    from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports
 
-    with eager_imports():
+    with working("importing torch and Megatron-core", console=of_run(cfg.logging.console)), eager_imports():
         from rlhf_mcore.cli.compose import run
 
     with rank.no_early_exit():

@@ -83,7 +83,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     data = _load_data(run, _load_prompts)
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
-        models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory)
+        models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
         actor = models.actor()
         _note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
@@ -136,6 +136,7 @@ def rl_trainer(run: RunContext) -> Trainer:
             prompts_per_batch(cfg),
             record.note,
             OnError.of(cfg.reward),
+            record.progress,
         ),
         checkpointer=checkpointer,
         recorder=record,
@@ -182,7 +183,9 @@ def reward_model_trainer(run: RunContext) -> Trainer:
 def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
     """The one model of a run on given responses. ``name`` prefixes its metrics."""
     with run.record.phase("build_model"):
-        model = ModelBuilder(run.cfg, run.platform, run.start.weights, run.record.memory).on_examples(run.kind, name)
+        record = run.record
+        models = ModelBuilder(run.cfg, run.platform, run.start.weights, record.memory, record.progress)
+        model = models.on_examples(run.kind, name)
     _note_kernels(run, model)
     return model
 

@@ -164,6 +164,13 @@ class SamplingAhead:
         """Responses that are being drawn."""
         return len(self._asked)
 
+    def progress(self) -> str:
+        """Of everything that was started and not learned from, for the display."""
+        with self._changed:
+            lengths = [trajectory.num_sampled for group in self._finished for trajectory in group.trajectories]
+            lengths += [len(c.token_ids) for group in self._groups for c in group.completions.values()]
+        return f"{len(lengths)} finished · {self.num_in_flight} waiting · longest {max(lengths, default=0):,} tokens"
+
     def fill(self, step: int) -> None:
         """Begin with everything that may be sampled by the policy that step ``step`` starts from, whose version is ``step - 1``."""
         with self._changed:

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Protocol
 
 import torch.distributed as dist
+from rich.filesize import decimal
 
 from rlhf_mcore.checkpoint.collective import CheckpointWriter, Entries, TransientSaveError, decide_together
 from rlhf_mcore.checkpoint.disk import SaveError
@@ -61,12 +62,13 @@ class RunCheckpointer:
     small_files: Callable[[int], SmallFiles]  # collective
     triggers: Triggers | None  # on the first rank
     requests: SignalRequests
-    after_commit: Callable[[], None]  # on the first rank
+    after_commit: Callable[[int], None]  # gets the step, on the first rank
     note: Callable[[str], None]
     in_background: bool = False
     stop_on_failure: bool = True
     at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
     show: Callable[[str], None] = lambda phase: None  # what is being done now, for the display
+    progress: Callable[[str], None] = lambda text: None  # how far it is
     load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
     _flush: _Flush | None = field(default=None, init=False)
 
@@ -165,7 +167,10 @@ class RunCheckpointer:
     def _start(self, info: CheckpointInfo, decision: Decision) -> None:
         small_files = self.small_files(info.step)
         directory = self.writer.begin(info.step, num_bytes := self._num_bytes(small_files))
-        writes = [part.snapshot() for part in self.parts]
+        writes = []
+        for part in self.parts:
+            self.progress(f"copy of {part.name}, {decimal(part.num_bytes())} of this rank")
+            writes.append(part.snapshot())
         write = partial(_write_copies, writes, small_files)
         self._flush = _Flush(info, decision, directory, write, num_bytes, self.writer)
 
@@ -177,6 +182,7 @@ class RunCheckpointer:
         """Every part is written, whatever happens to another one, because other ranks take part."""
         paths, first_error = [], None
         for part in self.parts:
+            self.progress(f"{part.name}, {decimal(part.num_bytes())} of this rank")
             try:
                 paths += part.write(directory)
             except OSError as error:
@@ -190,7 +196,7 @@ class RunCheckpointer:
             return
         self.triggers.saved(step, seconds)
         self.note(f"saved checkpoint-{step} ({', '.join(REASONS[reason] for reason in decision.reasons)})")
-        self.after_commit()
+        self.after_commit(step)
 
     def _failed(self, error: SaveError, decision: Decision) -> None:
         if (

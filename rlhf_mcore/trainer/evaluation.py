@@ -44,6 +44,7 @@ class PolicyEvaluator:
     prompts_per_batch: int
     note: Callable[[str], None] = lambda text: None  # on the first rank: shows a line
     on_error: OnError = field(default_factory=OnError)  # nothing is dropped here: what has no score counts as 0
+    progress: Callable[[str], None] = lambda text: None
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether to evaluate after ``step`` steps: always before the first and after the last."""
@@ -65,7 +66,9 @@ class PolicyEvaluator:
         """
         mine: list[Graded] = []
         causes: list[str] = []
+        share = -(-len(self.prompts) // self.worker.engine.num_engines)
         for batch in batches(self.prompts, self.worker.engine, self.prompts_per_batch):
+            self.progress(f"{len(mine) // self.sampling.n} of {share} prompts")
             for _, score, row in grade(self.worker, self.reward, self.sampling, batch):
                 mine.append(row)
                 if score.failure is not None:

@@ -113,8 +113,12 @@ class PipelinedBatches:
             if self.first is None:
                 return ""
             ahead, needs_weights = self.first.ahead, self.first.needs_weights
-            self.recorder.progress(f"{ahead.num_in_flight} responses in flight")
-            ahead.wait(lambda: is_done(ahead) or needs_weights(), TURN_S)
+
+            def goes_on() -> bool:  # asked for whenever responses have come
+                self.recorder.progress(ahead.progress())
+                return is_done(ahead) or needs_weights()
+
+            ahead.wait(goes_on, TURN_S)
             return "done" if is_done(ahead) else "publish" if needs_weights() else ""
 
         together(turn, lambda: self.resync(version))

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.observability.alarms import AlarmBell
@@ -54,6 +55,7 @@ class RunRecord:
     samples_every: int = 0  # steps between responses that the display shows
     # Gets every step's rollouts, on the first rank. Set on every rank or on none.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
+    on_save: Callable[[int, Path], None] | None = None  # gets the step of a checkpoint that is whole, and its directory
     _tokens: float = 0.0  # that were trained on before the step that is being made
 
     def note(self, text: str) -> None:

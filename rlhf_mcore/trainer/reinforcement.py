@@ -64,6 +64,7 @@ class SampledBatches:
                 self.recorder.progress(f"{count} finished · {waiting} waiting · longest {longest:,} tokens")
 
             with self.recorder.phase("generate"):
+                self.recorder.progress(f"{len(prompts) * self.sampling.n} responses to {len(prompts)} prompts")
                 sampling = sampling_of_batch(self.sampling, number)
                 rollouts = self.worker.rollouts(prompts, sampling, step=step, finished=finished)
             with self.recorder.phase("score"):

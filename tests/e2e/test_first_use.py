@@ -1,4 +1,4 @@
-"""The path of docs/index.md in a copy of the repository: quickstart, report, another reward, evaluation, transformers."""
+"""The path of docs/index.md in a copy of the repository: quickstart, report, another reward, Ctrl-C, resume, evaluation, transformers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.commands import ROOT, environment, finished
+import pytest
+
+from tests.commands import ROOT, environment, finished, started
 from tests.tiny_training import make_quickstart
 
 PAGE = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
@@ -63,8 +66,20 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert "reusing quickstart/" in (shown := run("./launch/quickstart.sh", *TINY)) and "trained model" in shown
     assert "report.html" in run("rlhf-mcore report outputs/quickstart/grpo\n")
     assert (folder / "outputs" / "quickstart" / "grpo" / "report.html").stat().st_size > 50_000
-    run("examples/own_reward.py:grade", *TINY, "rollout.sampling.max_new_tokens=4")
-    rollouts = (folder / "outputs" / "quickstart" / "mine" / "rollouts" / "step-000001.jsonl").read_text().splitlines()
+    changed = [*documented("examples/own_reward.py:grade"), *TINY, "trainer.num_steps=12", "rollout.sampling.max_new_tokens=4"]
+    mine = folder / "outputs" / "quickstart" / "mine"
+    with started(changed, folder, own) as interrupted:  # and continued by the command that it names
+        interrupted.wait_for(lambda: "step  1/12" in interrupted.output())
+        interrupted.process.send_signal(signal.SIGINT)
+        printed = interrupted.end()
+    assert interrupted.process.returncode == 75, printed[-3000:]
+    [again] = re.findall(r"^to continue: (.*)$", printed, re.MULTILINE)
+    resumed = finished(shlex.split(again), folder, own)
+    [last] = re.findall(r"^the run continues after step (\d+) of 12, from outputs/quickstart/mine/checkpoint-", resumed.stdout)
+    assert resumed.returncode == 0 and f"checkpoint-{last}" in printed, resumed.stderr[-3000:]
+    steps = [json.loads(line)["step"] for line in (mine / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(13)) and resumed.stdout.count("step  1/12") == 0
+    rollouts = (mine / "rollouts" / "step-000012.jsonl").read_text().splitlines()
     assert {"form", "close"} <= json.loads(rollouts[0])["parts"].keys()
     run("evaluate.compare=quickstart/model", *TINY)
     [results] = (folder / "outputs" / "quickstart" / "grpo").rglob("results.json")
@@ -74,3 +89,17 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert answered.returncode == 0 and answered.stdout.startswith("<|user|>60+36=<|end|><|assistant|>"), (
         answered.stderr
     )
+
+
+@pytest.mark.matrix
+def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
+    folder = clone(tmp_path)
+    own = {**environment(folder), "PYTHONPATH": str(folder)}
+    arguments = [*(setting for setting in TINY if "minibatch" not in setting), "critic.layout.pp=1", "logging.console=plain"]
+    done = finished(["./examples/sft_rm_ppo.sh", *arguments], folder, own, seconds=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (folder / "sft_rm_ppo.html").stat().st_size > 50_000
+    config = json.loads((folder / "outputs/quickstart/ppo/latest/critic/config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForTokenClassification"]
+    [row] = (folder / "outputs/quickstart/ppo/rollouts/step-000001.jsonl").read_text().splitlines()[:1]
+    assert list(json.loads(row)["parts"]) == ["model"]

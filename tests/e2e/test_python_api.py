@@ -27,6 +27,10 @@ def tell(step, metrics):
 class Watcher(rm.Callback):
     def __init__(self):
         self.told = []
+    def on_begin(self, directory, step):
+        self.told.append(["begin", directory.name, step])
+    def on_save(self, step, checkpoint):
+        self.told.append(["save", step, (checkpoint / "actor" / "config.json").is_file()])
     def on_evaluation(self, step, metrics):
         self.told.append(["evaluation", step, "evaluate/accuracy" in metrics])
     def on_rollouts(self, step, rollouts):
@@ -99,10 +103,12 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused = rest
     steps_heard = [["rollouts", step, 8, 1.0, True] for step in (1, 2)]
     assert heard == [
+        ["begin", "grpo", 1],
         ["evaluation", 0, True],
         *steps_heard[:1],
         *steps_heard[1:],
         ["evaluation", 2, True],
+        ["save", 2, True],
         ["end", True],
     ]
     scored = [json.loads(line) for line in (Path(tmp_path, place) / "samples.jsonl").read_text().splitlines()]

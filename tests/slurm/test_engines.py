@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 from tests.commands import processes_with, wait_for
@@ -13,6 +14,7 @@ ENGINES = ["rollout.placement=disaggregated", "rollout.num_engines=2", "actor.la
 
 def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(cluster: Cluster, tmp_path: Path) -> None:
     make(tmp_path)
+    before = set(Path("/tmp").glob("rlhf-ray-*"))
     options = ["--nodes", "1", "--engine-nodes", "2", "--ranks-per-node", "1", "--time", "10"]
     job_id = cluster.run(
         "submit.sh", CONFIG, *SMALL, *ENGINES, "experiment=apart", *options, cwd=tmp_path
@@ -26,3 +28,16 @@ def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(clust
         apart = run_directory(tmp_path, "apart") / "latest" / "actor" / name
         assert apart.read_bytes() == (whole / "latest" / "actor" / name).read_bytes()
     wait_for(lambda: not processes_with("SLURM_JOB_ID", job_id))
+    wait_for(lambda: not [folder for folder in set(Path("/tmp").glob("rlhf-ray-*")) - before if is_free(folder)])
+
+
+def is_free(folder: Path) -> bool:
+    """Whether no process holds a folder of Ray's; others than the job's have some meanwhile."""
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return folder.exists()
+    return True

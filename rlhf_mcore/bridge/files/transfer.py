@@ -6,7 +6,7 @@ planned bridge is measured against.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 
 import torch
@@ -25,11 +25,17 @@ WEIGHT_DTYPES = ("F32", "BF16", "F16")  # as safetensors spells them
 
 
 def load(
-    parameters: Sequence[LocalParameter], geometry: ModelGeometry, reader: HFReader, *, fresh_head: bool = False
+    parameters: Sequence[LocalParameter],
+    geometry: ModelGeometry,
+    reader: HFReader,
+    *,
+    fresh_head: bool = False,
+    progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Fill this rank's tensors from a Hugging Face directory. Padding rows of the vocabulary are zeroed.
 
     ``fresh_head``: the directory holds a language model; a scalar head begins at zero, so that its first word is 0 everywhere.
+    ``progress`` is called with the bytes of every tensor that is filled.
 
     Raises:
         ConfigError: a tensor is missing, has another shape than in the config, or is not in one of the dtypes of unquantised
@@ -46,6 +52,7 @@ def load(
                 continue
             _check_tensor(reader, piece.hf_name, expected[piece.hf_name])
             view(parameter.tensor, piece).copy_(reader.read(piece.hf_name, piece.slices))
+        progress(parameter.tensor.nbytes)
 
 
 def _check_tensor(reader: HFReader, name: str, expected: tuple[int, ...]) -> None:

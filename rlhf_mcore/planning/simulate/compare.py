@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -79,10 +79,12 @@ def compare(
     *,
     steps: int,
     seed: int,
+    begin: Callable[[str], None] = lambda schedule: None,
 ) -> Comparison:
     """Simulate each schedule on the most promising of its splits; leave out those that have none.
 
-    The ``configured`` schedule is shown on the ``configured`` split, if that is among its splits.
+    The ``configured`` schedule is shown on the ``configured`` split, if that is among its splits. ``begin`` gets the name of each
+    schedule when its simulation begins.
 
     Raises:
         ConfigError: no schedule has one.
@@ -90,6 +92,7 @@ def compare(
     tried: dict[str, list[Row]] = {}
     refusals: list[ConfigError] = []
     for schedule, candidates in wanted.items():
+        begin(schedule.name)
         possible: list[tuple[float, Split, Scenario]] = []
         for split in candidates:
             try:

@@ -79,15 +79,16 @@ class Fleet:
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
 
-    def wait_until_ready(self) -> None:
-        """Wait until all engines are built.
+    def wait_until_ready(self, progress: Callable[[str], None] = lambda text: None) -> None:
+        """Wait until all engines are built. ``progress`` is told how many are.
 
         Raises:
             ConfigError: Ray cannot be joined, or has no room for them, or they cannot be built.
             EnginesLost: one has failed too often.
         """
         with self._checked():
-            while any(engine.state in _STARTING for engine in self._engines):
+            while waiting := sum(engine.state in _STARTING for engine in self._engines):
+                progress(f"{len(self._engines) - waiting} of {len(self._engines)} engines are up")
                 self._changed.wait(1.0)
                 self._check()
 

@@ -62,11 +62,12 @@ def _command(args: argparse.Namespace, folder: str) -> list[str]:
     own = source_address(args.address)
     command += [f"--node-ip-address={own}", "--dashboard-agent-listen-port=0"]
     command += ["--min-worker-port=0", "--max-worker-port=0"]  # any: jobs share nodes
-    command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    # Of every node its own: else an engine's node would make one of the head's name, and nobody would remove it there.
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--temp-dir={folder}"]
     if args.head:
         return [
             *command,
-            *("--head", f"--port={args.port}", f"--temp-dir={folder}", "--include-dashboard=false"),
+            *("--head", f"--port={args.port}", "--include-dashboard=false"),
             *(f"--ray-client-server-port={free_port(own)}", "--num-cpus=0", "--num-gpus=0"),
         ]
     return [*command, f"--address={args.address}:{args.port}", f"--num-cpus={args.cpus}"]

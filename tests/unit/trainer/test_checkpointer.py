@@ -72,7 +72,7 @@ class Run:
     actor: Model = field(default_factory=Model)
     critic: Model = field(default_factory=lambda: Model("critic"))
     notes: list[str] = field(default_factory=list)
-    tidied: int = 0
+    tidied: list[int] = field(default_factory=list)
     clock: float = 0.0
 
     def make(self, *, stop_on_failure: bool = True, **settings: Any) -> RunCheckpointer:
@@ -93,8 +93,8 @@ class Run:
         made.begin()
         return made
 
-    def tidy(self) -> None:
-        self.tidied += 1
+    def tidy(self, step: int) -> None:
+        self.tidied.append(step)
 
     def saved(self, step: int) -> tuple[str, str, int]:
         """Weights of actor and critic, and what the small files hold, of an intact checkpoint."""
@@ -122,7 +122,7 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
     assert run.steps == [3, 6] and run.saved(6) == ("6", "0", 6)
     made.after_step(100, {})
     assert run.steps[-1] == 100 and (run.directory / LATEST).readlink() == Path("checkpoint-100")
-    assert run.tidied == 3
+    assert run.tidied == [3, 6, 100]
 
 
 def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:
