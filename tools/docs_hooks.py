@@ -1,7 +1,7 @@
 """What mkdocs calls while it builds the site (mkdocs.yml), which asks nothing of a network when it is read.
 
 Links to files outside of docs/ are shown as their paths: on a code host they work, and the site has no such files. The script that
-draws diagrams is a file of the site; where ``launch/docs.sh`` could not get it, diagrams are their text, or the theme would look for it
+draws diagrams is a file of the site. Where ``launch/docs.sh`` could not get it diagrams are their text: the theme would look for it
 elsewhere.
 """
 

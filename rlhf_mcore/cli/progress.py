@@ -21,7 +21,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-
 T = TypeVar("T")
 ROWS_BETWEEN = 500  # two changes of a count
 
@@ -36,9 +35,7 @@ def progress_bar(console: Console, what: str, total: int) -> Iterator[Callable[[
 
 
 @contextmanager
-def working(
-    what: str, total: int | None = None, console: Console | None = None
-) -> Iterator[Callable[[str], None]]:
+def working(what: str, total: int | None = None, console: Console | None = None) -> Iterator[Callable[[str], None]]:
     """A line with the time that has passed, and a bar where the number of parts is known. Yields what to call when a part begins.
 
     It is on standard error, unless there is another ``console``.
@@ -67,6 +64,6 @@ def counted(rows: Iterable[T], what: str) -> Iterator[T]:
 
 
 def of_run(mode: str) -> Console:
-    """Where a run shows what it does before its display is there: on the first rank's terminal, unless ``logging.console`` has none."""
+    """Where a run shows what it does before its display is there: on the first rank's terminal, if ``logging.console`` has one."""
     shown = os.environ.get("RANK") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()
     return Console() if shown else Console(file=io.StringIO())

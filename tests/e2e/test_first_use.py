@@ -1,4 +1,4 @@
-"""The path of docs/index.md in a copy of the repository: quickstart, report, another reward, Ctrl-C, resume, evaluation, transformers."""
+"""The path of docs/index.md in a copy of the repository: quickstart, report, own reward, Ctrl-C, resume, evaluation, transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert "reusing quickstart/" in (shown := run("./launch/quickstart.sh", *TINY)) and "trained model" in shown
     assert "report.html" in run("rlhf-mcore report outputs/quickstart/grpo\n")
     assert (folder / "outputs" / "quickstart" / "grpo" / "report.html").stat().st_size > 50_000
-    changed = [*documented("examples/own_reward.py:grade"), *TINY, "trainer.num_steps=12", "rollout.sampling.max_new_tokens=4"]
+    changed = [
+        *documented("examples/own_reward.py:grade"),
+        *TINY,
+        "trainer.num_steps=12",
+        "rollout.sampling.max_new_tokens=4",
+    ]
     mine = folder / "outputs" / "quickstart" / "mine"
     with started(changed, folder, own) as interrupted:  # and continued by the command that it names
         interrupted.wait_for(lambda: "step  1/12" in interrupted.output())
@@ -75,7 +80,9 @@ def test_the_first_hour(tmp_path: Path) -> None:
     assert interrupted.process.returncode == 75, printed[-3000:]
     [again] = re.findall(r"^to continue: (.*)$", printed, re.MULTILINE)
     resumed = finished(shlex.split(again), folder, own)
-    [last] = re.findall(r"^the run continues after step (\d+) of 12, from outputs/quickstart/mine/checkpoint-", resumed.stdout)
+    [last] = re.findall(
+        r"^the run continues after step (\d+) of 12, from outputs/quickstart/mine/checkpoint-", resumed.stdout
+    )
     assert resumed.returncode == 0 and f"checkpoint-{last}" in printed, resumed.stderr[-3000:]
     steps = [json.loads(line)["step"] for line in (mine / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(13)) and resumed.stdout.count("step  1/12") == 0
@@ -95,7 +102,11 @@ def test_the_first_hour(tmp_path: Path) -> None:
 def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
     folder = clone(tmp_path)
     own = {**environment(folder), "PYTHONPATH": str(folder)}
-    arguments = [*(setting for setting in TINY if "minibatch" not in setting), "critic.layout.pp=1", "logging.console=plain"]
+    arguments = [
+        *(setting for setting in TINY if "minibatch" not in setting),
+        "critic.layout.pp=1",
+        "logging.console=plain",
+    ]
     done = finished(["./examples/sft_rm_ppo.sh", *arguments], folder, own, seconds=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (folder / "sft_rm_ppo.html").stat().st_size > 50_000
