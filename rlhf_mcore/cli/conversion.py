@@ -24,7 +24,7 @@ from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
 from rlhf_mcore.cli.progress import progress_bar
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.platform import DTYPES
@@ -140,7 +140,7 @@ def _companions(request: Conversion) -> Path:
     config = read_config(found, str(found))
     if "auto_map" in config:
         raise ConfigError(f"{found}: config.json has auto_map (code from the directory would be run): refused")
-    if "quantization_config" in config:
+    if "quantization_config" in config and not is_dequantised(config):
         raise ConfigError(
             f"{found}: quantised weights (quantization_config) are not converted; use the unquantised model"
         )
@@ -275,6 +275,8 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
     tensors = (
         None if reads_directory else {n: torch.cat([part for _, part in reading.blocks(n)]) for n in reading.types}
     )
+    if tensors is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # they are dequantised
     given = {"config": config, "state_dict": tensors} if tensors is not None else {"use_safetensors": True}
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(

@@ -80,6 +80,13 @@ def _sizes(hf_config: Fields) -> ModelGeometry:
     return family.geometry(hf_config)
 
 
+def is_dequantised(hf_config: Fields) -> bool:
+    """Whether weights are stored quantised, in a way that is undone as they are loaded."""
+    family, _ = ARCHITECTURES.get(architecture(hf_config), (UNSUPPORTED, ""))
+    found = hf_config.object("quantization_config", default=None)
+    return found is not None and found.text("quant_method", default="") in family.dequantised
+
+
 def tokenizer_problems(path: str, field: str) -> Iterator[str]:
     """What is wrong with a directory that should hold a tokenizer. A missing directory is reported elsewhere."""
     folder = Path(path)
@@ -105,7 +112,7 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
         return None, [*error.problems, *problems]
     if "auto_map" in hf_config:
         problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
-    if "quantization_config" in hf_config:
+    if "quantization_config" in hf_config and not is_dequantised(hf_config):
         problems.append(
             f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
         )
@@ -155,7 +162,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     if f"model.layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
-    for name, shape in _some_shapes(geometry).items():
+    for name, shape in _some_shapes(geometry, is_packed=is_dequantised(hf_config)).items():
         file = SINGLE_FILE if shard_of is None else shard_of.get(name)
         entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
         if entry is None:
@@ -166,14 +173,20 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
 
 
-def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
-    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
+def _some_shapes(geometry: ModelGeometry, *, is_packed: bool) -> dict[str, tuple[int, ...]]:
+    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding.
+
+    ``is_packed``: the matrices of experts are stored in mxfp4, of whose parts one is looked at.
+    """
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     rules = [
         rule for rule in family.rules if "{i}" not in rule.mcore
     ]  # without the head, which may be another one here
     rules += family.layer_rules(geometry, 0)
     found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
+    for name in [name for name, shape in found.items() if is_packed and len(shape) == 3]:
+        experts, rows, columns = found.pop(name)
+        found[f"{name}_scales"] = (experts, columns, rows // 32)
     return found | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 
@@ -216,16 +229,8 @@ def _index_problems(folder: Path, prefix: str) -> Iterator[str]:
 def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> Iterator[str]:
     if "auto_map" in hf_config:
         yield f"{prefix}: config.json has auto_map (code from the directory would be run): refused; remove the entry"
-    if (quantised := hf_config.object("quantization_config", default=None)) is not None:
-        # There is no other gpt-oss, so how to get one is said.
-        is_mxfp4 = quantised.text("quant_method", default="") == "mxfp4"
-        remedy = (
-            "save it in bf16, with transformers' from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)) "
-            "and save_pretrained, and use that directory"
-            if is_mxfp4
-            else "use the unquantised model"
-        )
-        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; {remedy}"
+    if hf_config.object("quantization_config", default=None) is not None and not is_dequantised(hf_config):
+        yield f"{prefix}: quantised weights (quantization_config) cannot be trained; use the unquantised model"
     name = architecture(hf_config)
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:

@@ -329,7 +329,7 @@ class Family:
 
     ``activation`` of the MLP, as config.json names it. ``tied``: whether the embedding is the output layer too, where config.json does
     not decide it. ``scales_embeddings``: by the root of the hidden size. ``absent``: keys that are refused where they have a value.
-    ``settings``: what else Megatron needs to know of a config.json.
+    ``settings``: what else Megatron needs to know of a config.json. ``dequantised``: ways in which stored experts may be quantised.
 
     ``windows``: layers that attend to some tokens only. Without, a window is refused where it is active: ``window_switch`` is the key
     that decides, beside ``sliding_window`` itself (``default_window`` where that is absent).
@@ -353,6 +353,7 @@ class Family:
     scales_embeddings: bool = False
     absent: tuple[str, ...] = ()
     settings: Callable[[Fields], Mapping[str, Any]] | None = None
+    dequantised: tuple[Literal["mxfp4"], ...] = ()
     windows: Windows | None = None
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0

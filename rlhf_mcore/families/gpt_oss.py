@@ -22,4 +22,5 @@ FAMILY = Family(
     numbers={"swiglu_alpha": 1.702},
     settings=_settings,
     windows=Windows(every=2),
+    dequantised=("mxfp4",),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -199,3 +201,21 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(directory)
     return model
+
+
+def pack(directory: Path, seed: int = 0) -> None:
+    """Give a model of gpt-oss experts in mxfp4, as its authors publish them: others than before, at random."""
+    generator, file = torch.Generator().manual_seed(seed), directory / "model.safetensors"
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = numbers(0, 256, experts, columns, rows // 32, 16)
+        tensors[f"{name}_scales"] = numbers(121, 125, experts, columns, rows // 32)
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
@@ -25,6 +27,7 @@ from rlhf_mcore.roles.role_files import RoleFiles
 from tests.difference import any_rank, first_difference, zeros_like
 from tests.distributed import models
 from tests.distributed.setting import (
+    MOE_LAYOUTS,
     Settings,
     batch_for,
     build,
@@ -38,14 +41,19 @@ from tests.distributed.setting import (
 )
 from tests.distributed.update_worker import fill
 from tests.rows import rows_of_padded
+from tests.unit.bridge.engine import Engine
 
 CIRCLES = {
     "qwen3_tied": ("tp2_cp2", "dp4", "pp2_cp2", "tp2_pp2", "tp2_cp2"),
     "qwen2": ("tp2_pp2_vpp2_sp", "tp4", "pp2_vpp2_dp2", "tp2_pp2_vpp2_sp"),
     "qwen3_moe": ("tp2_sp_ep2_etp1_dp2", "pp2_vpp2_ep2_dp2", "cp2_ep4_dp2", "tp2_sp_ep2_etp1_dp2"),
     "qwen2_moe": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2", "tp2_sp_pp2_ep2_etp1"),
+    # Latent attention, and biases of experts, which no optimizer has.
+    "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "pp2_ep2_dp2_uneven", "cp4_ep2", "tp2_sp_cp2_ep2_etp1"),
+    # Experts that are stacked and held transposed; they come in mxfp4.
+    "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2", "tp2_sp_pp2_ep2_etp1"),
 }
-STEPS_BEFORE = 2
+STEPS_BEFORE, BIAS_RATE = 2, 0.01
 
 
 def main(directory: Path) -> None:
@@ -76,11 +84,14 @@ class World:
             if dist.get_rank() == 0:
                 models.make(name, directory / name)
                 models.make(name, directory / f"{name}_reference", seed=7)
+                if name == "gpt_oss":
+                    models.pack(directory / name)
         dist.barrier()
 
     def build(self, name: str, path: Path, layout: str, dtype: str = "fp32") -> tuple[MegatronModel, Actor]:
-        make = moe_groups_of if "moe" in name else groups_of
-        return build(path, make(layout, self.groups), self.platform, Settings(dtype=dtype, max_tokens=48))
+        make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
+        settings = Settings(dtype=dtype, max_tokens=48, expert_bias_rate=BIAS_RATE * (name == "deepseek_v3"))
+        return build(path, make(layout, self.groups), self.platform, settings)
 
     def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
         geometry = model.spec.geometry
@@ -108,7 +119,9 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     expected = int(reduce_sums({"num_bytes": float(files.num_bytes())})["num_bytes"])
     written = sum(path.stat().st_size for path in saved[0].rglob("*") if path.is_file())
     differs = logprob_difference(actor, load_hf(saved[0] / "actor"))
+    synced = first_difference(sync(model), weights_of(saved[0] / "actor"))
     found = {"uninterrupted": train(actor, reference), "resumed": {}, "steps": [], "logprob_difference": differs}
+    found |= {"synced": synced, "biases": moved_biases(world.directory / name, saved[0] / "actor")}
     after = weights(files, world.directory / f"{name}_after")
     for number, layout in enumerate(layouts):
         model, actor = world.build(name, saved[number] / "actor", layout)
@@ -127,6 +140,22 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
     found["size"] = [expected, written]
     found["moved"] = float(states[0]["exp_avg/model.norm.weight"].abs().max())
     return found
+
+
+def sync(model: MegatronModel) -> dict[str, torch.Tensor]:
+    """What an engine has after a sync that every element of it is proven to come from."""
+    geometry = model.spec.geometry
+    engine = Engine(hf_shapes(geometry), torch.float32)
+    options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
+    PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
+    return engine.tensors
+
+
+def moved_biases(before: Path, after: Path) -> list[float]:
+    """How far the bias of any expert has moved, by layer."""
+    old, new = HFReader(before), weights_of(after)
+    names = [name for name in sorted(new) if name.endswith("e_score_correction_bias")]
+    return [float((new[name] - old.read(name, (slice(None),))).abs().max()) for name in names]
 
 
 def logprob_difference(actor: Actor, hf: torch.nn.Module) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.state_worker import CIRCLES, STEPS_BEFORE
+from tests.distributed.state_worker import BIAS_RATE, CIRCLES, STEPS_BEFORE
 from tests.distributed.world import World
 
 
@@ -25,6 +25,12 @@ def test_weights_and_moments_go_round_the_layouts_bit_for_bit(findings: Any, mod
     assert found["weights"] == [""] * stations
     assert found["steps"] == [STEPS_BEFORE] * (stations - 1)
     assert found["moved"] > 0
+    assert found["synced"] == ""
+
+
+def test_biases_of_experts_move_by_their_rate_and_are_saved(findings: Any) -> None:
+    """Three layers behind the dense one, two updates: the furthest of each moves both times in one direction."""
+    assert findings["circles"]["deepseek_v3"]["biases"] == [pytest.approx(STEPS_BEFORE * BIAS_RATE)] * 3
 
 
 @pytest.mark.parametrize("model", CIRCLES)

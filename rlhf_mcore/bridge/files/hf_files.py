@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.mxfp4 import BLOCKS, GROUP, SCALES, dequantise
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import COMPANIONS
 from rlhf_mcore.foreign import INDEX as INDEX_LIMITS
@@ -28,7 +29,10 @@ _REMEDY = "Download or export the model again."
 
 
 class HFReader:
-    """Reads parts of the tensors of a directory of safetensors. Only the requested rectangles are read from disk."""
+    """Reads parts of the tensors of a directory of safetensors. Only the requested rectangles are read from disk.
+
+    What is stored in mxfp4, as blocks and scales, is one tensor in bf16 here, and dequantised as it is read.
+    """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
@@ -37,11 +41,14 @@ class HFReader:
             str, frozenset[str]
         ] = {}  # names of each file's tensors, which safetensors makes anew for every call
         self._shard_of = self._locate()
+        blocks = {name.removesuffix(BLOCKS) for name in self._shard_of if name.endswith(BLOCKS)}
+        self._packed = {name for name in blocks if name + SCALES in self._shard_of}
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._shard_of)
+        parts = {name + part for name in self._packed for part in (BLOCKS, SCALES)}
+        return self._shard_of.keys() - parts | self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header.
@@ -49,7 +56,16 @@ class HFReader:
         Raises:
             ConfigError: there is no such tensor.
         """
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        if name not in self._packed:
+            return tuple(self._handle(name).get_slice(name).get_shape())
+        blocks, scales = self.shape(name + BLOCKS), self.shape(name + SCALES)
+        if len(blocks) < 3 or blocks != (*scales, GROUP // 2):
+            raise ConfigError(
+                f"{self.directory}: tensor {name} is in blocks of shape {blocks} with scales of shape {scales}, not "
+                f"[..., columns, rows / {GROUP}, {GROUP // 2}] and [..., columns, rows / {GROUP}]. {_REMEDY}"
+            )
+        *outer, columns, groups = scales
+        return (*outer, groups * GROUP, columns)
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor as safetensors spells it (``F32``, ``BF16``, ``I8``, ``F8_E4M3``, ...).
@@ -57,11 +73,13 @@ class HFReader:
         Raises:
             ConfigError: there is no such tensor.
         """
+        if name in self._packed:
+            return next((code for part in (BLOCKS, SCALES) if (code := self.dtype(name + part)) != "U8"), "BF16")
         return str(self._handle(name).get_slice(name).get_dtype())
 
     def shard(self, name: str) -> str:
         """Name of the file that holds a tensor."""
-        return self._shard_of[name]
+        return self._shard_of[name + BLOCKS if name in self._packed else name]
 
     def check_index(self) -> None:
         """Compare the index with what the files hold.
@@ -88,12 +106,19 @@ class HFReader:
         self._open.clear()
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A rectangle of a tensor, in the file's dtype."""
-        return self._handle(name).get_slice(name)[where]
+        """A rectangle of a tensor, in the file's dtype; what is stored in mxfp4 in bf16."""
+        if name not in self._packed:
+            return self._handle(name).get_slice(name)[where]
+        *outer, rows, columns = where
+        first, end, _ = rows.indices(self.shape(name)[-2])
+        groups = slice(first // GROUP, -(-end // GROUP))
+        blocks = self.read(name + BLOCKS, (*outer, columns, groups, slice(None)))
+        found = dequantise(blocks, self.read(name + SCALES, (*outer, columns, groups)))
+        return found[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor whole, in the file's dtype, file by file."""
-        for name in sorted(self.names, key=lambda name: (self._shard_of[name], name)):
+        for name in sorted(self.names, key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
     def _handle(self, name: str) -> safe_open:
@@ -170,12 +195,12 @@ def copy_companions(
 ) -> None:
     """Copy what travels with the weights; of several sources the first that has a file gives it.
 
-    The copied config gets ``dtype`` and ``updates``.
+    The copied config gets ``dtype`` and ``updates``; weights that are written are not quantised, whatever those were that were read.
     """
     for found in companion_files(sources):
         data = read_bytes(found, limit=INDEX_LIMITS.num_bytes, remedy=_REMEDY)
         (directory / found.name).write_bytes(data)
     path = directory / "config.json"
-    config = read_json(path).content
+    config = {key: value for key, value in read_json(path).content.items() if key != "quantization_config"}
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps({**config, key: str(dtype).removeprefix("torch."), **(updates or {})}, indent=2) + "\n")

@@ -42,28 +42,39 @@ Described = list[tuple[str, list[str], list[int], list[int]]]  # of every region
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of a Hugging Face tensor. Its elements are back to back in a flat range, from ``offset`` on."""
+    """A rectangle of a Hugging Face tensor. Its elements are back to back in a flat range, from ``offset`` on.
+
+    ``axes`` are those of the tensor in the order in which they are stored there, from the slowest to the fastest.
+    """
 
     hf_name: str
     rectangle: Rectangle
     offset: int
+    axes: tuple[int, ...]
 
     def of(self, flat: Tensor) -> Tensor:
         """The region's elements of the flat range, as a view of the rectangle's shape."""
-        return flat[self.offset : self.offset + self.rectangle.numel].view(self.rectangle.shape)
+        stored = flat[self.offset : self.offset + self.rectangle.numel]
+        shape = [self.rectangle.shape[axis] for axis in self.axes]
+        return stored.view(shape).permute([self.axes.index(axis) for axis in range(len(shape))])
 
 
 def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
     """What elements ``begin`` to ``end`` of a local tensor with pieces ``held`` are. Padding belongs to no region."""
     found = []
     for piece in held:
-        # Whatever way Megatron cuts a tensor, a piece of it is one block of the local one.
-        assert piece.strides == contiguous_strides(piece.shape), piece
+        axes = tuple(sorted(range(len(piece.shape)), key=lambda axis: -piece.strides[axis]))
+        shape = tuple([piece.shape[axis] for axis in axes])
+        # Whatever way Megatron cuts a tensor, a piece of it is one block of the local one, if need be transposed.
+        assert tuple([piece.strides[axis] for axis in axes]) == contiguous_strides(shape), piece
         low, high = max(begin, piece.offset), min(end, piece.offset + piece.numel)
         position = low - begin
-        for part in of_interval(piece.shape, low - piece.offset, high - piece.offset):
-            start = tuple(a + b for a, b in zip(piece.start, part.start, strict=True))
-            found.append(Region(piece.hf_name, Rectangle(start, part.shape), position))
+        for part in of_interval(shape, low - piece.offset, high - piece.offset):
+            start, extent = list(piece.start), list(piece.shape)
+            for axis, first, size in zip(axes, *part, strict=True):
+                start[axis] += first
+                extent[axis] = size
+            found.append(Region(piece.hf_name, Rectangle(tuple(start), tuple(extent)), position, axes))
             position += part.numel
     return found
 
@@ -110,7 +121,7 @@ class RankState:
     def copy_to(self, image: FileImage) -> None:
         """Copy all tensors into the image of the file. Copies from a device must be waited for."""
         for key, tensor in self._tensors.items():
-            image.layout.flat(image.body, key).copy_(tensor.view(-1), non_blocking=True)
+            image.layout.flat(image.body, key).view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 def state_file(rank: int) -> str:

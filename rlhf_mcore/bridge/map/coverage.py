@@ -30,9 +30,12 @@ def check_coverage(
     Raises:
         CoverageError: naming the tensor or buffer and the first offending elements.
     """
+    inside: set[tuple[tuple[int, ...], ...]] = (
+        set()
+    )  # start and shape of what was found within a tensor of a third shape
     for place in (*sources, *destinations):
         for piece in place.pieces:
-            _check_inside(place, piece, shapes)
+            _check_inside(place, piece, shapes, inside)
     _check_sources(sources, shapes)
     known: dict[tuple[_View, ...], Intervals] = {}
     for place in destinations:
@@ -48,14 +51,19 @@ def padding_of(place: Place) -> Intervals:
     return _complement(_filled(views, place.buffer), place.numel)
 
 
-def _check_inside(place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_inside(
+    place: Place, piece: Piece, shapes: Mapping[str, tuple[int, ...]], known: set[tuple[tuple[int, ...], ...]]
+) -> None:
     shape = shapes.get(piece.hf_name)
     if shape is None:
         raise CoverageError(f"{place.buffer}: {piece.hf_name} is not a tensor of this model")
+    if (key := (piece.start, piece.shape, shape)) in known:
+        return
     if not whole(shape).contains(piece.rectangle):
         raise CoverageError(
             f"{place.buffer}: start {piece.start}, shape {piece.shape} reach outside {piece.hf_name} of shape {shape}"
         )
+    known.add(key)
 
 
 def _check_sources(sources: Sequence[Place], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -112,12 +120,12 @@ def _filled(views: Sequence[_View], buffer: str) -> Intervals:
 def _runs(view: _View) -> tuple[NDArray[np.int64], int]:
     """First elements of a view's contiguous runs, and the length of each."""
     offset, shape, strides = view
-    length, axis = 1, len(shape)
-    while axis and (strides[axis - 1] == length or shape[axis - 1] == 1):
-        axis -= 1
-        length *= shape[axis]
+    fastest_first = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    length = 1
+    while fastest_first and fastest_first[0][0] == length:
+        length *= fastest_first.pop(0)[1]
     starts = np.array([offset], dtype=np.int64)
-    for size, stride in zip(shape[:axis], strides[:axis], strict=True):
+    for stride, size in reversed(fastest_first):
         starts = (starts[:, None] + np.arange(size) * stride).ravel()
     return starts, length
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_mcore.bridge.plan.routes import Ranks
-from rlhf_mcore.bridge.plan.schedule import CellGroup, Schedule, Unit
+from rlhf_mcore.bridge.plan.routes import Ranks, Route
+from rlhf_mcore.bridge.plan.schedule import Schedule, Unit
 
 Bytes = NDArray[np.int64]
+_BLOCK = 256  # buckets that are counted together
 
 
 @dataclass(slots=True)
@@ -40,35 +41,66 @@ def count_bytes(schedule: Schedule) -> PlanBytes:
     """Exact bytes of every rank."""
     size = schedule.sets.world_size
     total = PlanBytes(*(np.zeros(size, dtype=np.int64) for _ in range(8)))
-    for units in schedule.buckets:
-        sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
-        for group, first, turns in _runs(units):
-            received[group.route.receivers] += group.nbytes * turns
-            if len(group.route.far):
-                _add_far(total, sent, group, first, turns)
-            if len(group.route.near):  # what holders send to ranks of their own node
-                near = group.route.near_holders
-                each = near.spread(group.route.near_receivers.sizes)
-                counts = _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
-                sent[near.ranks] += group.nbytes * counts
-        total.sent += sent
-        total.received += received
-        np.maximum(total.peak_sent, sent, out=total.peak_sent)
-        np.maximum(total.peak_received, received, out=total.peak_received)
+    for first in range(0, len(schedule.buckets), _BLOCK):
+        _count_block(total, schedule.buckets[first : first + _BLOCK])
     _add_bounds(total, schedule)
     return total
 
 
-def _runs(units: list[Unit]) -> Iterator[tuple[CellGroup, int, int]]:
-    """The groups of cells of a bucket, each with its first turn and its number of turns, which are consecutive."""
-    firsts: dict[int, Unit] = {}
-    counts: dict[int, int] = {}
-    for unit in units:
-        firsts.setdefault(id(unit.pattern), unit)
-        counts[id(unit.pattern)] = counts.get(id(unit.pattern), 0) + 1
-    for key, unit in firsts.items():
-        for group in unit.pattern.groups:
-            yield group, group.first_turn + unit.number * len(group.cells), counts[key] * len(group.cells)
+def _count_block(total: PlanBytes, buckets: Sequence[Sequence[Unit]]) -> None:
+    """Adds what is sent and received in some buckets."""
+    sent, received = np.zeros((2, len(buckets), len(total.sent)), dtype=np.int64)
+    needed: dict[
+        int, tuple[Ranks, Bytes]
+    ] = {}  # bytes in each bucket, by the ranks that need them: there are few such sets
+    for route, runs in _runs(buckets).values():
+        bucket, *columns = np.array(runs, dtype=np.int64).T
+        nbytes, first, turns = (column[:, None] for column in columns)
+        begins = np.flatnonzero(np.diff(bucket, prepend=-1))
+        rows = bucket[begins]
+        volume = np.add.reduceat(nbytes * turns, begins)
+        needed.setdefault(id(route.needers), (route.needers, np.zeros(len(buckets), dtype=np.int64)))[1][rows] += (
+            volume[:, 0]
+        )
+        received[np.ix_(rows, route.keepers)] -= volume
+        if len(route.far):  # what holders send to importing nodes, what these import, and what importers forward
+            nodes, holders = route.imports, np.arange(len(route.holders))
+            exported = nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
+            total.exported[route.holders] += exported.sum(axis=0)
+            sent[np.ix_(rows, route.holders)] += np.add.reduceat(exported, begins)
+            for size, ranks, places in nodes.by_size:
+                imported = np.add.reduceat(nbytes * _round_robin(np.arange(size), size, first, turns), begins)
+                total.imported[ranks] += imported.sum(axis=0)[places]
+                if size > 1:
+                    sent[np.ix_(rows, ranks)] += (size - 1) * imported[:, places]
+        if len(route.near):  # what holders send to ranks of their own node
+            near = route.near_holders
+            each = near.spread(route.near_receivers.sizes)
+            copies = _round_robin(near.local_ranks, near.local_sizes, first * each, turns * each)
+            sent[np.ix_(rows, near.ranks)] += np.add.reduceat(nbytes * copies, begins)
+    for needers, by_bucket in needed.values():
+        received[:, needers] += by_bucket[:, None]
+    total.sent += sent.sum(axis=0)
+    total.received += received.sum(axis=0)
+    np.maximum(total.peak_sent, sent.max(axis=0), out=total.peak_sent)
+    np.maximum(total.peak_received, received.max(axis=0), out=total.peak_received)
+
+
+def _runs(buckets: Sequence[Sequence[Unit]]) -> dict[int, tuple[Route, list[tuple[int, int, int, int]]]]:
+    """Of every route what its cells take in each bucket: (bucket, bytes of a cell, first turn, number of turns, consecutive ones)."""
+    found: dict[int, tuple[Route, list[tuple[int, int, int, int]]]] = {}
+    for bucket, units in enumerate(buckets):
+        firsts: dict[int, Unit] = {}
+        counts: dict[int, int] = {}
+        for unit in units:
+            firsts.setdefault(id(unit.pattern), unit)
+            counts[id(unit.pattern)] = counts.get(id(unit.pattern), 0) + 1
+        for key, unit in firsts.items():
+            for group in unit.pattern.groups:
+                turns = len(group.cells)
+                run = (bucket, group.nbytes, group.first_turn + unit.number * turns, counts[key] * turns)
+                found.setdefault(id(group.route), (group.route, []))[1].append(run)
+    return found
 
 
 def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: Ranks | int) -> Ranks:
@@ -76,18 +108,6 @@ def _round_robin(members: Ranks, size: Ranks | int, first: Ranks | int, turns: R
     full, rest = np.divmod(turns, size)
     counts: Ranks = full + ((members - first) % size < rest)
     return counts
-
-
-def _add_far(total: PlanBytes, sent: Bytes, group: CellGroup, first: int, turns: int) -> None:
-    """Adds what holders send to importing nodes, what these import, and what importers forward."""
-    route, nodes = group.route, group.route.imports
-    holders = np.arange(len(route.holders))
-    exported = group.nbytes * _round_robin(holders, len(holders), first * len(nodes), turns * len(nodes))
-    imported = group.nbytes * _round_robin(nodes.local_ranks, nodes.local_sizes, first, turns)
-    total.exported[route.holders] += exported
-    total.imported[nodes.ranks] += imported
-    sent[route.holders] += exported
-    sent[nodes.ranks] += imported * (nodes.local_sizes - 1)
 
 
 def _add_bounds(total: PlanBytes, schedule: Schedule) -> None:

@@ -146,9 +146,10 @@ class _BucketBuilder:
     def add(self, unit: Unit, own: _OwnCell) -> None:
         """What this rank does with one cell of a unit."""
         turn = own.group.first_turn + unit.number * len(own.group.cells) + own.number
-        needed = [_local(unit.destinations, number) for number in own.destinations]
+        tensor, window = unit.tensor, unit.window
+        needed = [_local(tensor.destinations, window.destinations[number]) for number in own.destinations]
         if own.source is not None:
-            held = _local(unit.sources, own.source)
+            held = _local(tensor.sources, window.sources[own.source])
             _append(self._sends[0], own.route.receivers(turn), unit, own, held)
             for entry in needed:
                 self._add_local(unit, own, held, entry)
@@ -198,7 +199,9 @@ def build_rank_plan(schedule: Schedule, rank: int) -> RankPlan:
 
 
 def _own_cells(unit: Unit, own_sets: frozenset[int], rank: int, routes: dict[int, RankRoute]) -> Iterator[_OwnCell]:
-    held, needed = unit.sources.sets, unit.destinations.sets
+    tensor, window = unit.tensor, unit.window
+    held = [tensor.sources.sets[number] for number in window.sources]
+    needed = [tensor.destinations.sets[number] for number in window.destinations]
     for group in unit.pattern.groups:
         if own_sets.isdisjoint(group.holder_sets) and own_sets.isdisjoint(group.needer_sets):
             continue
@@ -258,8 +261,8 @@ def _copy(unit: Unit, own: _OwnCell, entry: _Local, message_offset: int) -> Copy
     """A cell's view within the piece that contains it."""
     buffer, piece = entry
     start, offset = own.cell.start, piece.offset
-    if unit.start is not None:
-        start = tuple([a + b for a, b in zip(unit.start, start, strict=True)])
+    if (origin := unit.window.start) is not None:
+        start = tuple([a + b for a, b in zip(origin, start, strict=True)])
     if start != piece.start:
         offset += sum([(a - b) * stride for a, b, stride in zip(start, piece.start, piece.strides, strict=True)])
     shape, strides = own.cell.shape, piece.strides

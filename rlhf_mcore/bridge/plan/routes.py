@@ -72,9 +72,9 @@ class Route:
 
     def __init__(self, holders: Ranks, needers: Ranks, nodes: Ranks):
         """``nodes`` has the node of every rank."""
-        self.holders = holders
-        self.nodes = nodes
-        self.receivers = needers[~_found(needers, holders)]
+        self.holders, self.needers, self.nodes = holders, needers, nodes
+        holds = _found(needers, holders)
+        self.keepers, self.receivers = needers[holds], needers[~holds]
         is_near = _found(nodes[self.receivers], np.unique(nodes[holders]))
         self.near, self.far = self.receivers[is_near], self.receivers[~is_near]
 
@@ -149,6 +149,12 @@ class NodeGroups:
     def local_sizes(self) -> Ranks:
         """For each rank, the number of those of its node."""
         return self.spread(self.sizes)
+
+    @cached_property
+    def by_size(self) -> list[tuple[int, Ranks, Ranks]]:
+        """For each size of a node its number of ranks, these ranks of all such nodes, and the place of each on its node."""
+        which = [(size, self.local_sizes == size) for size in self.distinct_sizes]
+        return [(size, self.ranks[mask], self.local_ranks[mask]) for size, mask in which]
 
     def spread(self, values: Ranks) -> Ranks:
         """For each rank, the value of its node."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import prod
 
 import numpy as np
@@ -41,15 +42,12 @@ class PlacedPieces:
         pieces = self.pieces
         return tuple(self.sets), tuple([piece.start for piece in pieces]), tuple([piece.shape for piece in pieces])
 
-    def clipped_to(self, window: Rectangle) -> tuple[PlacedPieces, _Tiling]:
-        """The pieces that have elements in a window, and what they hold of it, relative to the window's start."""
-        rows = zip(self.sets, self.buffers, self.pieces, strict=True)
-        inside = [(*row, part) for row in rows if (part := row[2].rectangle.clipped_to(window)) is not None]
-        if not inside:
-            return PlacedPieces(), ((), (), ())
-        sets, buffers, pieces, parts = map(list, zip(*inside, strict=True))
-        starts, shapes = zip(*parts, strict=True)
-        return PlacedPieces(sets, buffers, pieces), (tuple(sets), starts, shapes)
+    def clipped_to(self, window: Rectangle) -> tuple[Sequence[int], _Tiling]:
+        """The numbers of the pieces that have elements in a window, and what they hold of it, relative to the window's start."""
+        parts = [piece.rectangle.clipped_to(window) for piece in self.pieces]
+        inside = [number for number, part in enumerate(parts) if part is not None]
+        starts, shapes = zip(*(part for part in parts if part is not None), strict=True) if inside else ((), ())
+        return inside, (tuple([self.sets[number] for number in inside]), starts, shapes)
 
 
 @dataclass(slots=True)
@@ -83,19 +81,34 @@ class Pattern:
     count: int = 0  # units of this pattern
     loads: list[Load] = field(default_factory=list)  # what the n-th of consecutive units adds to the bounds
     total: Load = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the sum of ``loads``
-    windows: list[Rectangle] | None = None  # how a tensor of this pattern is cut to fit a bucket
+    windows: list[Window] = field(default_factory=list)  # how a tensor of this pattern is cut to fit a bucket
+
+
+@dataclass(slots=True, eq=False)
+class Window:
+    """What fits a bucket of all tensors of a pattern: these tensors whole, or a part from ``start`` with a pattern of its own.
+
+    ``sources`` and ``destinations`` are the numbers of the tensors' pieces that have elements in it.
+    """
+
+    start: Index | None  # None: the whole tensor
+    pattern: Pattern
+    sources: Sequence[int]
+    destinations: Sequence[int]
 
 
 @dataclass(slots=True)
 class Unit:
-    """A tensor, or a window of one from ``start``. ``number`` counts the units of the same pattern."""
+    """A window of a tensor. ``number`` counts the units of the same pattern."""
 
     hf_name: str
-    start: Index | None  # None: the whole tensor
-    pattern: Pattern
+    tensor: TensorPieces
+    window: Window
     number: int
-    sources: PlacedPieces
-    destinations: PlacedPieces
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.window.pattern
 
 
 class Schedule:
@@ -113,6 +126,7 @@ class Schedule:
         self._routes: dict[tuple[frozenset[int], frozenset[int]], Route] = {}
         self._geometries: dict[object, list[Cell]] = {}
         self._patterns: dict[_Key, Pattern] = {}
+        self._members: dict[frozenset[int], NDArray[np.bool_]] = {}
         self.buckets = list(self._fill(tensors))
         for units in self.buckets:  # larger elements first, so that messages need no padding to be aligned
             units.sort(key=lambda unit: -unit.pattern.item_bytes)
@@ -122,47 +136,63 @@ class Schedule:
         bucket: list[Unit] = []
         load = self._no_load()
         numbers: dict[int, int] = defaultdict(int)  # units of a pattern in this bucket
-        for name, tensor in tensors.items():
-            for unit in self._units(name, tensor):
-                key = id(unit.pattern)
-                more = load + self._added(unit.pattern, numbers[key])
-                if bucket and np.maximum.reduce(more) > self.bucket_bytes:
-                    yield bucket
-                    bucket = []
-                    numbers.clear()
-                    more = self._added(unit.pattern, 0)
-                load = more
-                numbers[key] += 1
-                bucket.append(unit)
+        for unit in self._in_turn(tensors):
+            key = id(unit.pattern)
+            more = load + self._added(unit.pattern, numbers[key])
+            if bucket and np.maximum.reduce(more) > self.bucket_bytes:
+                yield bucket
+                bucket = []
+                numbers.clear()
+                more = self._added(unit.pattern, 0)
+            load = more
+            numbers[key] += 1
+            bucket.append(unit)
         if bucket:
             yield bucket
 
-    def _units(self, name: str, tensor: TensorPieces) -> Iterator[Unit]:
+    def _in_turn(self, tensors: Mapping[str, TensorPieces]) -> Iterator[Unit]:
+        """The units of all tensors. Windows of tensors that follow each other and that different ranks hold take turns.
+
+        Each may be a bucket's worth for its holders, and so all of these send at a time.
+        """
+        run: list[list[Unit]] = []
+        holders: set[int] = set()
+        for name, tensor in tensors.items():
+            if not holders.isdisjoint(tensor.sources.sets):
+                yield from _turns(run)
+                run, holders = [], set()
+            run.append(self._units(name, tensor))
+            holders.update(tensor.sources.sets)
+        yield from _turns(run)
+
+    def _units(self, name: str, tensor: TensorPieces) -> list[Unit]:
         key = (tensor.item_bytes, tensor.sources.tiling(), tensor.destinations.tiling())
         pattern = self._pattern(name, key)
-        if pattern.windows is None:
-            fits = self._worst(pattern) <= self.bucket_bytes
-            pattern.windows = [] if fits else list(self._cut(name, tensor))
         if not pattern.windows:
-            yield _unit(name, None, pattern, tensor)
+            pattern.windows = list(self._cut(name, tensor, pattern))
+        units = []
         for window in pattern.windows:
-            part, of_window = self._clipped(name, tensor, window)
-            yield _unit(name, window.start, of_window, part)
+            units.append(Unit(name, tensor, window, window.pattern.count))
+            window.pattern.count += 1
+        return units
 
-    def _cut(self, name: str, tensor: TensorPieces) -> Iterator[Rectangle]:
+    def _cut(self, name: str, tensor: TensorPieces, pattern: Pattern) -> Iterator[Window]:
         """Windows of a tensor that fit a bucket each."""
+        if self._worst(pattern) <= self.bucket_bytes:
+            sources, destinations = tensor.sources.pieces, tensor.destinations.pieces
+            yield Window(None, pattern, range(len(sources)), range(len(destinations)))
+            return
         work = [bounding_box([piece.rectangle for piece in tensor.destinations.pieces])]
         while work:
-            window = work.pop()
-            part, pattern = self._clipped(name, tensor, window)
-            if not part.destinations.pieces:
+            window = self._clipped(name, tensor, rectangle := work.pop())
+            if not window.destinations:
                 continue
-            worst = self._worst(pattern)
+            worst = self._worst(window.pattern)
             if worst <= self.bucket_bytes:
                 yield window
             else:
-                axis = self._best_axis(name, tensor, window, worst)
-                work.extend(reversed(window.slabs(axis, -(-worst // self.bucket_bytes))))
+                axis = self._best_axis(name, tensor, rectangle, worst)
+                work.extend(reversed(rectangle.slabs(axis, -(-worst // self.bucket_bytes))))
 
     def _best_axis(self, name: str, tensor: TensorPieces, window: Rectangle, worst: int) -> int:
         """The axis across which a cut spreads the load over most ranks."""
@@ -174,7 +204,7 @@ class Schedule:
             )
 
         def worst_half(axis: int) -> int:
-            return max(self._worst(self._clipped(name, tensor, half)[1]) for half in window.slabs(axis, 2))
+            return max(self._worst(self._clipped(name, tensor, half).pattern) for half in window.slabs(axis, 2))
 
         return min(axes, key=worst_half)
 
@@ -182,12 +212,12 @@ class Schedule:
         """Most bytes that a rank sends or receives of one unit of a pattern."""
         return int(self._added(pattern, 0).max(initial=0))
 
-    def _clipped(self, name: str, tensor: TensorPieces, window: Rectangle) -> tuple[TensorPieces, Pattern]:
-        """The pieces of a tensor that meet a window, and their pattern."""
-        sources, held = tensor.sources.clipped_to(window)
-        destinations, needed = tensor.destinations.clipped_to(window)
+    def _clipped(self, name: str, tensor: TensorPieces, rectangle: Rectangle) -> Window:
+        """A part of a tensor."""
+        sources, held = tensor.sources.clipped_to(rectangle)
+        destinations, needed = tensor.destinations.clipped_to(rectangle)
         pattern = self._pattern(name, (tensor.item_bytes, held, needed))
-        return TensorPieces(tensor.item_bytes, sources, destinations), pattern
+        return Window(rectangle.start, pattern, sources, destinations)
 
     def _pattern(self, name: str, key: _Key) -> Pattern:
         pattern = self._patterns.get(key)
@@ -232,12 +262,18 @@ class Schedule:
         sent, received = np.split(load, 2)
         for group in pattern.groups:
             turns = count * len(group.cells)
-            holds = self._profiles[:, list(group.holder_sets)].any(axis=1)
-            receives = self._profiles[:, list(group.needer_sets)].any(axis=1) & ~holds
+            holds = self._belongs(group.holder_sets)
+            receives = self._belongs(group.needer_sets) & ~holds
             copies = holds * group.route.most_sent(turns) + receives * group.route.most_forwarded(turns)
             sent += group.nbytes * copies
             received += group.nbytes * turns * receives
         return load
+
+    def _belongs(self, sets: frozenset[int]) -> NDArray[np.bool_]:
+        """[profiles]: which have a rank in one of some sets."""
+        if sets not in self._members:
+            self._members[sets] = np.logical_or.reduce(self._profiles[:, list(sets)], axis=1)
+        return self._members[sets]
 
     def _set_first_turns(self) -> None:
         """The turns of each group of cells begin where those of the group before it on the same route end."""
@@ -275,6 +311,6 @@ def _by_tensor(places: Sequence[Place], order: Sequence[str], sets: RankSets) ->
     return found
 
 
-def _unit(name: str, start: Index | None, pattern: Pattern, tensor: TensorPieces) -> Unit:
-    pattern.count += 1
-    return Unit(name, start, pattern, pattern.count - 1, tensor.sources, tensor.destinations)
+def _turns(run: Sequence[Sequence[Unit]]) -> Iterator[Unit]:
+    for turn in zip_longest(*run):
+        yield from (unit for unit in turn if unit is not None)

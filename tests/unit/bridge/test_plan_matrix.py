@@ -29,8 +29,9 @@ def shallow(model: Model, layers: int, experts: int = 0) -> Model:
 
 DENSE = shallow(LLAMA_70B, 8)
 MOE = shallow(QWEN_235B, 8, experts=8)
-DEEPSEEK_V3, KIMI_K2 = (
-    Model(name, read_geometry(f"{ROOT}/configs/models/{name}", "lm")) for name in ("DeepSeek-V3", "Kimi-K2")
+DEEPSEEK_V3, KIMI_K2, GPT_OSS = (
+    Model(name, read_geometry(f"{ROOT}/configs/models/{name}", "lm"))
+    for name in ("DeepSeek-V3", "Kimi-K2", "gpt-oss-120b")
 )
 # model, ranks, trainer tp, pp, ep, engine tp
 LAYOUTS = [
@@ -45,6 +46,8 @@ LAYOUTS = [
     pytest.param(MOE, 16384, 8, 8, 8, 8, marks=pytest.mark.matrix),
     (shallow(QWEN_235B, 2, experts=512), 16384, 8, 2, 8, 8),
     (shallow(DEEPSEEK_V3, 4, experts=32), 2048, 8, 2, 32, 16),  # latent attention, three dense layers, a shared expert
+    (shallow(GPT_OSS, 12, experts=128), 64, 4, 2, 8, 8),  # a layer's experts in one tensor, held transposed
+    pytest.param(GPT_OSS, 64, 4, 2, 8, 8, marks=pytest.mark.matrix),
     pytest.param(DEEPSEEK_V3, 2048, 8, 16, 32, 16, marks=pytest.mark.matrix),
     pytest.param(KIMI_K2, 4096, 8, 16, 32, 16, marks=pytest.mark.matrix),
 ]

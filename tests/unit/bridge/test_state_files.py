@@ -29,6 +29,7 @@ from rlhf_mcore.bridge.files.state_files import (
     writes,
 )
 from rlhf_mcore.bridge.files.tensor_files import FileImage
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import of_interval
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -111,6 +112,19 @@ def test_padding_of_the_vocabulary_is_nobodys() -> None:
     held = pieces("embedding.word_embeddings.weight", GEOMETRY, Shard(1, 2))
     assert [(r.rectangle, r.offset) for r in regions(held, 44, 56)] == [(((12, 4), (1, 4)), 0)]
     assert regions(held, 48, 56) == []
+
+
+def test_an_interval_of_what_is_held_transposed_by_hand() -> None:
+    # The second of two matrices [2, 3], held as [3, 2] from element 6 on: its elements 1 to 5 are the end of one column and two more.
+    full = torch.arange(12).view(2, 2, 3)
+    flat = full[1].T.reshape(-1)
+    found = regions([Piece("x", (1, 0, 0), (1, 2, 3), 6, (6, 1, 2))], 7, 12)
+    assert [(r.rectangle, r.offset) for r in found] == [
+        (((1, 1, 0), (1, 1, 1)), 0),
+        (((1, 0, 1), (1, 2, 2)), 1),
+    ]
+    for region in found:
+        assert torch.equal(region.of(flat[1:]), full[region.rectangle.slices()])
 
 
 def test_of_replicas_one_writes() -> None:

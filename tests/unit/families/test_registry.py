@@ -150,8 +150,13 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         ("GptOss", {**WINDOW, **EXPERTS, "attention_bias": False}, "attention_bias=false is not supported for GptOss"),
         (
             "GptOss",
-            {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "mxfp4"}},
-            "cannot be trained; save it in bf16, with transformers' from_pretrained(..., quantization_config=Mxfp4Config(",
+            {**WINDOW, **EXPERTS, "quantization_config": {"quant_method": "fp8"}},
+            "quantised weights (quantization_config) cannot be trained; use the unquantised model",
+        ),
+        (
+            "Mixtral",
+            {**EXPERTS, "quantization_config": {"quant_method": "mxfp4"}},
+            "quantised weights (quantization_config) cannot be trained; use the unquantised model",
         ),
         (
             "Gemma3",
