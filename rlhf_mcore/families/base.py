@@ -282,10 +282,12 @@ def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
 class Windows:
     """Some layers of a model attend to the last ``sliding_window`` tokens alone.
 
-    ``every``: where config.json has no ``layer_types``, one layer of so many attends to all tokens, the last of them.
+    ``every``: where config.json has no ``layer_types``, one layer of so many attends to all tokens, the last of them. ``is_fixed``:
+    another order is not supported, since engines do not read it.
     """
 
     every: int
+    is_fixed: bool = False
 
     def settings(self, hf_config: Fields) -> dict[str, Any]:
         """Settings of Megatron's attention."""
@@ -305,14 +307,18 @@ class Windows:
             yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
         if len(kinds) != num_layers:
             yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
+        elif self.is_fixed and list(kinds) != self._usual_kinds(hf_config):
+            yield f"layer_types is supported with full_attention in every layer of {self.every} only; use another model"
 
     def _kinds(self, hf_config: Fields) -> Sequence[str]:
+        return hf_config.texts("layer_types", default=self._usual_kinds(hf_config))
+
+    def _usual_kinds(self, hf_config: Fields) -> list[str]:
         every = hf_config.integer("sliding_window_pattern", 1, 1024, default=self.every)
-        kinds = [
+        return [
             "sliding_attention" if (layer + 1) % every else "full_attention"
             for layer in range(size(hf_config, "num_hidden_layers"))
         ]
-        return hf_config.texts("layer_types", default=kinds)
 
 
 @dataclass(frozen=True, slots=True)

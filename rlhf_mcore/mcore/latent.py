@@ -15,6 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
+from rlhf_mcore.platform.megatron_versions import LayersOfSpec
+
 if not isinstance(multi_latent_attention.TELinear, type):
     # Megatron takes Transformer Engine for installed there where only its own module of that name is.
     multi_latent_attention.HAVE_TE = False
@@ -36,7 +38,7 @@ class WholeLinear(torch.nn.Module):
         return F.linear(x, self.weight), None
 
 
-class LatentAttention(MLASelfAttention):
+class LatentAttention(LayersOfSpec, MLASelfAttention):
     """Megatron's layer, whose projections to latents are whole on every rank, and whose rotated keys get their full gradient.
 
     Megatron's own local spec splits these projections and gathers what they return, as Hugging Face tensors never are. All heads share

@@ -363,7 +363,7 @@ def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family:
     if family.windows is not None:
         layer.self_attention.module = Attention
     if family.has_stacked_experts:
-        experts = submodules_of(layer.mlp).experts.submodules
+        experts = submodules_of(submodules_of(layer.mlp).experts)
         experts.linear_fc1 = taking_turns(experts.linear_fc1)
         if experts.linear_fc2 is RowParallelLinear:
             experts.linear_fc2 = BiasedExpertOutput
@@ -392,7 +392,7 @@ def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleS
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
         spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
-        spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+        submodules_of(spec.submodules.mlp).linear_fc1 = TEColumnParallelLinear
     return spec
 
 

@@ -139,6 +139,8 @@ def transformer_config(
     if latent:
         # It asks for norms that are parts of fused layers. Of norms that stand alone it would sum gradients that are whole already.
         settings["qk_layernorm"] = fused
+    if fused and groups.layout.cp > 1 and family.windows is not None:
+        settings["cp_comm_type"] = "a2a"  # the ring of Transformer Engine's default takes neither windows nor sinks
     config = (overrides or Overrides()).build(
         MLATransformerConfig if latent else TransformerConfig,
         **_sizes(spec),

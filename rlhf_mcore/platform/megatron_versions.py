@@ -28,6 +28,18 @@ _LATER_GLOBALS = {
 LATER_GLOBALS = {name: axis for name, axis in _LATER_GLOBALS.items() if hasattr(parallel_state, name)}
 
 
-def submodules_of(experts: Any) -> Any:
-    """The parts that a specification of a layer of experts names: it is a ``ModuleSpec`` in 0.16, a partial later."""
-    return experts.keywords["submodules"] if isinstance(experts, partial) else experts.submodules
+def submodules_of(layer: Any) -> Any:
+    """The parts that the specification of an MLP, of a mixture or of its experts names: a ``ModuleSpec`` in 0.16, a partial later."""
+    return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
+
+
+class LayersOfSpec:
+    """Latent attention made of the layers that its specification names, as in 0.16.
+
+    Later versions choose them by ``qk_layernorm``: without it they refuse norms, with it they put one in front of queries that are
+    projected at once, which no model has.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}

@@ -200,6 +200,7 @@ class VLLMEngine(Engine):
         worker = self._worker()
         with preserved_rng(), set_current_vllm_config(worker.vllm_config):
             yield self.model
+            _renew_sinks(self.model)
         self._reset_prefix_cache()
         self.commit_load(version)
 
@@ -357,8 +358,9 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     loaded: set[str] = set()
 
     def recording(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        names = load_weights(pairs)
-        loaded.update(names)
+        _place_plain_layers(model)
+        names = load_weights(_by_expert(pairs))
+        loaded.update(name for name in names if not _was_lost(model, name))
         return names
 
     model.load_weights = recording
@@ -377,6 +379,53 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         del model.load_weights  # the method of the class shows again
     _reprocess_tied(model)
     return sorted({name for name, _ in model.named_parameters()} - loaded)
+
+
+def _place_plain_layers(model: Any) -> None:
+    """Write layers that vLLM does not process afterwards where they are.
+
+    Some of its models write such parameters without their loaders (the sinks of gpt-oss), which its reload loses without a word.
+    """
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for module in model.modules():
+        info = layerwise.get_layerwise_info(module)
+        if (
+            info.can_load()
+            and getattr(module, "quant_method", None) is None
+            and not is_deferred_attention_layer(module)
+        ):
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
+
+
+def _by_expert(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Experts of one tensor apart, as vLLM's loaders of gpt-oss take them while it reloads: the whole tensor would be lost."""
+    for name, tensor in pairs:
+        block, is_stacked, part = name.rpartition(".mlp.experts.")
+        if is_stacked and "." not in part:
+            yield from ((f"{block}.mlp.experts.{number}.{part}", expert) for number, expert in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+def _renew_sinks(model: Any) -> None:
+    """Give kernels of attention the sinks that were written: some keep a copy in another dtype."""
+    for module in model.modules():
+        if "sinks" in module._parameters:
+            if hasattr(module.attn.impl, "_sinks_source"):
+                module.attn.impl.process_weights_after_loading(module.sinks.dtype)
+            else:
+                module.attn.impl.sinks = module.sinks
+
+
+def _was_lost(model: Any, name: str) -> bool:
+    """Whether nothing has reached a layer that vLLM reloads, whatever its model says of this parameter of it."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(model.get_submodule(name.rpartition(".")[0]))
+    return bool(info.can_load() and info.load_numel_total and not info.load_numel)
 
 
 def _reprocess_tied(model: Any) -> None:

@@ -47,8 +47,12 @@ FEW = {
 
 
 def layouts_of(model: str) -> tuple[str, ...]:
-    """All layouts of a model."""
-    return tuple(MOE_LAYOUTS if set(FEW[model]) <= set(MOE_LAYOUTS) else LAYOUTS)
+    """All layouts of a model; experts with biases are whole on a rank."""
+    if not set(FEW.get(model, ())) <= set(MOE_LAYOUTS):
+        return tuple(LAYOUTS)
+    return tuple(
+        name for name, (tp, _, _, _, _, etp, *_) in MOE_LAYOUTS.items() if model != "gpt_oss" or (etp or tp) == 1
+    )
 
 
 def main(directory: Path, wanted: str = "") -> None:

@@ -163,7 +163,7 @@ FURTHER_MODELS = {
             },
         ),
     ),
-    # Sinks and windows under a stretched rotation; few enough positions that a clamp is met.
+    # Sinks and windows under a stretched rotation; biases so large that the clamp is met.
     "gpt_oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -171,9 +171,15 @@ FURTHER_MODELS = {
             sliding_window=5,
             num_local_experts=4,
             num_experts_per_tok=2,
-            swiglu_limit=1.5,
-            rope_parameters={**YARN_ROPE, "truncate": False},
+            rms_norm_eps=1e-5,
+            rope_parameters={**YARN_ROPE, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         ),
+    ),
+    # Heads as large as those of the published models, for which alone vLLM has kernels on a CPU.
+    "deepseek_v3_heads": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {**DEEPSEEK, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     ),
     # Without experts nothing asks for sequence parallelism.
     "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),
@@ -195,7 +201,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
                 centre = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0  # Gemma's norms add one
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
+                scale = 4.0 if parameter_name.endswith("gate_up_proj_bias") else 0.1
+                parameter.copy_(torch.randn_like(parameter) * scale)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
-from tests.e2e.three_way_worker import ENGINES, FAMILIES, MATRIX, generates, layouts
+from tests.e2e.three_way_worker import ENGINES, FAMILIES, IN_BF16, MATRIX, generates, layouts
 
 CASES = [(model, tp, layout) for model, tp in ENGINES for layout in layouts(model, ENGINES)]
 
@@ -23,9 +23,9 @@ def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: in
     check_agreement(findings[f"{model}/{tp}/{layout}"], 3 * layouts(model, ENGINES).index(layout) + 2)
 
 
-def check_agreement(found: Any, version: int) -> None:
-    assert found["trainer"] < 1e-4
-    assert found["transformers"] < 1e-4
+def check_agreement(found: Any, version: int, noise: float = 1e-4) -> None:
+    assert found["trainer"] < noise
+    assert found["transformers"] < noise
     assert found["num_trajectories"] == 8
     assert found["version"] == version
 
@@ -36,7 +36,7 @@ def test_a_planned_sync_leaves_the_engine_as_the_baseline_does(findings: Any, mo
 
 
 def check_bits(found: Any, layout: str) -> None:
-    assert found["difference"] == ""
+    assert found["difference"] == "" and found["same_words"] == 1
     assert found["live"] == 1
     if "pp" in layout:  # without a pipeline little has to move, or nothing
         assert found["num_buckets"] > 3, "buckets must be smaller than the model"
@@ -55,7 +55,7 @@ def test_every_layout_and_every_width_of_the_engines(model: str, tmp_path: Path)
             found = findings[f"{model}/{tp}/{layout}"]
             check_bits(found, layout)
             if generates(layout, tp):
-                check_agreement(found, 3 * number + 2)
+                check_agreement(found, 3 * number + 2, 0.1 if model in IN_BF16 else 1e-4)
 
 
 def test_fault_20_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:

@@ -31,6 +31,7 @@ from rlhf_mcore.trainer.metrics import agreement_metrics
 from rlhf_mcore.types import Prompt, Sampling, Score
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
+from tests.distributed.family_worker import layouts_of as further_layouts
 from tests.distributed.setting import (
     MOE_LAYOUTS,
     TEMPERATURE,
@@ -59,8 +60,12 @@ ENGINES = (
     ("qwen3_moe_mixed", 1),
     ("qwen2_moe", 2),
     ("mixtral", 2),
+    ("gpt_oss", 2),
 )
-FAMILIES = tuple(name for name in (*models.MODELS, *models.MOE_MODELS) if "rope" not in name and "yarn" not in name)
+FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads")
+FAMILIES = (*(x for x in (*models.MODELS, *models.MOE_MODELS) if "rope" not in x and "yarn" not in x), *FURTHER)
+EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads")
+IN_BF16 = ("deepseek_v3_heads",)  # vLLM's kernels of latent attention have no other dtype on a CPU
 MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4))
 # Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
 FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
@@ -82,9 +87,11 @@ LIVE = ("llama_rope3", "mistral", "qwen2_yarn", "qwen3_tied", "mixtral")
 
 def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
     """Layouts whose weights the engines of a model see."""
-    if engines == MATRIX:
-        return list(MOE_LAYOUTS) if model in models.MOE_MODELS else layouts_of(model)
-    if model in models.MOE_MODELS:
+    if engines == MATRIX and model not in IN_BF16:
+        if model in FURTHER:
+            return list(further_layouts(model))
+        return list(MOE_LAYOUTS) if model in EXPERTS else layouts_of(model)
+    if model in EXPERTS:
         return list(FEW_EXPERT_LAYOUTS)
     return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn") else layouts_of(model)
 
@@ -104,7 +111,7 @@ class World:
     groups: dict[str, ModelGroups] = field(default_factory=dict)
 
     def groups_of(self, model: str, layout: str) -> ModelGroups:
-        return (moe_groups_of if model in models.MOE_MODELS else groups_of)(layout, self.groups)
+        return (moe_groups_of if model in EXPERTS else groups_of)(layout, self.groups)
 
 
 def main(directory: Path, wanted: str = "") -> None:
@@ -130,17 +137,21 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
     dist.barrier()
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02, max_num_seqs=16)
     shapes = hf_shapes(load_spec(path).geometry)
-    engine = build_engine(cfg, EngineModel(str(path), str(path), "fp32", 64, seed=0, shapes=shapes))
+    dtype = "bf16" if name in IN_BF16 else "fp32"
+    engine = build_engine(cfg, EngineModel(str(path), str(path), dtype, 64, seed=0, shapes=shapes))
     if name in LIVE:
         keep_loading_layout(engine.model)
     for number, layout in enumerate(names):
-        model, actor = build(path, world.groups_of(name, layout), world.platform, Settings())
+        model, actor = build(path, world.groups_of(name, layout), world.platform, Settings(dtype=dtype))
         GatherBridge(gatherer(model), engine).sync(3 * number)
         before = live_tensors(engine)
+        asked = name in FURTHER and generates(layout, tp)  # layers that are packed otherwise than in other models
+        said = greedy(engine, world.prompts) if asked else None
         nodes = [0, 0, 1, 1] if layout in TWO_NODES else None
         found = planned(model, engine, 3 * number + 1, nodes=nodes)
         if generates(layout, tp):
             found |= compare(engine, actor, world.prompts, path, step=number)
+        found["same_words"] = float(not asked or greedy(engine, world.prompts) == said)
         found["live"] = float(min(all_gather_json(len(before))) > 0)
         found["difference"] = any_rank(all_gather_json(first_difference(live_tensors(engine), before)))
         findings[f"{name}/{tp}/{layout}"] = found

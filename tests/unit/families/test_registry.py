@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")
     for name, family in FAMILIES.items():
         assert (PACKAGE / "families" / f"{name}.py").is_file() and family.name == name
+
+
+def test_lines_of_a_familys_module_are_those_that_contributors_are_told() -> None:
+    page = (
+        (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("Lines of a family's module:")[2].partition(".")[0]
+    )
+    told = {
+        name: int(n) for names, n in re.findall(r"((?:`\w+`,?\s+)+)(\d+)", page) for name in re.findall(r"\w+", names)
+    }
+    counted = {name: len((PACKAGE / "families" / f"{name}.py").read_text().splitlines()) for name in FAMILIES}
+    assert told == counted and max(counted.values()) < 30
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,17 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
             "GptOss",
             {**WINDOW, **EXPERTS, "swiglu_alpha": 2.0},
             "swiglu_alpha=2.0 is not supported for GptOssForCausalLM",
+        ),
+        (
+            "GptOss",
+            {**WINDOW, **EXPERTS, "swiglu_limit": 1.5},
+            "swiglu_limit=1.5 is not supported for GptOssForCausalLM",
+        ),
+        ("GptOss", {**WINDOW, **EXPERTS, "rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not supported for GptOss"),
+        (
+            "GptOss",
+            {**WINDOW, **EXPERTS, "layer_types": ["full_attention", "sliding_attention"]},
+            "full_attention in every layer of 2 only",
         ),
         ("GptOss", {**WINDOW, **EXPERTS, "attention_bias": False}, "attention_bias=false is not supported for GptOss"),
         (
