@@ -358,7 +358,7 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     loaded: set[str] = set()
 
     def recording(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
-        _place_plain_layers(model)
+        _prepare_reload(model)
         names = load_weights(_by_expert(pairs))
         loaded.update(name for name in names if not _was_lost(model, name))
         return names
@@ -381,21 +381,24 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     return sorted({name for name, _ in model.named_parameters()} - loaded)
 
 
-def _place_plain_layers(model: Any) -> None:
-    """Write layers that vLLM does not process afterwards where they are.
+def _prepare_reload(model: Any) -> None:
+    """Have a reload reach what vLLM's would lose without a word, or stumble over.
 
-    Some of its models write such parameters without their loaders (the sinks of gpt-oss), which its reload loses without a word.
+    Layers that it does not process afterwards are written where they are: some models write their parameters without loaders (the
+    sinks of gpt-oss). And the projection that latent attention has absorbed gets back the memory that attention has freed.
     """
+    import torch
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload import layerwise
 
     for module in model.modules():
         info = layerwise.get_layerwise_info(module)
-        if (
-            info.can_load()
-            and getattr(module, "quant_method", None) is None
-            and not is_deferred_attention_layer(module)
-        ):
+        if is_deferred_attention_layer(module):
+            if (absorbed := getattr(module, "kv_b_proj", None)) is not None:
+                weight = layerwise.get_layerwise_info(absorbed).kernel_tensors[0]["weight"]
+                if not weight.numel():
+                    weight.data = torch.empty(absorbed.weight.shape, dtype=weight.dtype, device=weight.device)
+        elif info.can_load() and getattr(module, "quant_method", None) is None:
             layerwise._place_kernel_tensors(module, info)
             info.reset()
 

@@ -171,6 +171,7 @@ FURTHER_MODELS = {
             sliding_window=5,
             num_local_experts=4,
             num_experts_per_tok=2,
+            intermediate_size=128,  # of which vLLM's kernel on a CPU wants 32 on every rank
             rms_norm_eps=1e-5,
             rope_parameters={**YARN_ROPE, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
         ),
