@@ -39,6 +39,8 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
+    if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry):
+        yield "rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven with vLLM; set it to hf"
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
 

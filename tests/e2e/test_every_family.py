@@ -21,7 +21,7 @@ from tests.tiny_training import make_quickstart
 
 # vLLM's kernels for latent attention have one size of heads and bf16 only, on a CPU.
 IN_BF16 = "deepseek_v3_heads"
-BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith("deepseek") and name != IN_BF16]
+BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(("deepseek", "gpt_oss")) and name != IN_BF16]
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient

@@ -60,7 +60,6 @@ ENGINES = (
     ("qwen3_moe_mixed", 1),
     ("qwen2_moe", 2),
     ("mixtral", 2),
-    ("gpt_oss", 2),
 )
 FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads")
 FAMILIES = (*(x for x in (*models.MODELS, *models.MOE_MODELS) if "rope" not in x and "yarn" not in x), *FURTHER)
