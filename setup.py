@@ -54,7 +54,7 @@ EXTRAS_REQUIRE = {
     "mlflow": ["mlflow>=2.10"],
     "trackio": ["trackio>=0.5"],
     "comet": ["comet_ml>=3.47"],
-    "swanlab": ["swanlab>=0.5"],
+    "swanlab": ["swanlab>=0.10"],
     # Environments of other libraries (docs/environments.md); nothing else needs them.
     "gymnasium": ["gymnasium"],
     "openenv": ["openenv-core>=0.2.1"],

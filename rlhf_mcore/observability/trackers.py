@@ -315,7 +315,16 @@ class CometTracker:
         import comet_ml
 
         run.directory.mkdir(exist_ok=True)
-        settings = comet_ml.ExperimentConfig(offline_directory=str(run.directory), name=run.experiment)
+        logging.getLogger("comet_ml").setLevel(logging.WARNING)  # its summary would be printed over the display
+        # What it would read besides: source code, the command line, what is printed, versions of git.
+        names = ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch")
+        names += ("auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_log_co2")
+        settings = comet_ml.ExperimentConfig(
+            offline_directory=str(run.directory),
+            name=run.experiment,
+            display_summary_level=0,
+            **dict.fromkeys(names, False),
+        )
         self._run = comet_ml.start(
             project_name=run.project,
             experiment_key=run.id,
@@ -339,14 +348,18 @@ class SwanlabTracker:
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
 
+        run.directory.mkdir(exist_ok=True)
+        # It asks nobody for a key, and reads neither what is printed nor the command line.
+        terminal, probe = swanlab.Settings.Terminal(proxy_type="none"), swanlab.Settings.Probe(runtime=False, git=False)
         self._run = swanlab.init(
             project=run.project,
-            experiment_name=run.experiment,
+            name=run.experiment,
             id=run.id[:21],
             resume="allow",
-            logdir=str(run.directory),
+            log_dir=str(run.directory),
             config=dict(run.config),
-            mode="offline" if run.offline else "cloud",
+            mode="offline" if run.offline else "online",
+            settings=swanlab.Settings(interactive=False, terminal=terminal, probe=probe),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
