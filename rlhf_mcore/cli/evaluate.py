@@ -70,7 +70,8 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         if warning := check_reward(cfg, "data.eval"):
             print(f"warning: {warning}", flush=True)
         logs = preflight.logs_directory(cfg)
-        return launch([path, *overrides], default_world_size(cfg), cfg.trainer.threads_per_rank, MODULE, logs=logs)
+        size, shown = default_world_size(cfg), cfg.logging.console
+        return launch([path, *overrides], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports

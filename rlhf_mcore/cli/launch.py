@@ -25,6 +25,7 @@ from rlhf_mcore.parallel.addresses import LOOPBACK
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAIN = "rlhf_mcore.cli.train"
+SHOWN = "--shown"  # to cli/torchrun.py: the start is shown on the terminal
 _GRACE_S = 5.0
 SHOW_CURSOR = b"\x1b[?25h"
 # Exit codes after which nothing is started again: the run asks for that, or it was ended from outside.
@@ -44,14 +45,17 @@ def launch(
     module: str = TRAIN,
     max_restarts: int = 0,
     logs: Path | None = None,
+    console: str = "off",
 ) -> int:
     """Run ``python -m module *arguments`` in ``world_size`` processes. Returns the exit code of the last attempt.
 
-    With ``logs``, what ranks write to stderr, and all but the first to stdout, is written to files in that directory.
+    With ``logs``, what ranks write to stderr, and all but the first to stdout, is written to files in that directory. ``console`` is
+    the run's: where it is live, so is the start.
     """
 
     def attempt(_number: int) -> int:
-        options = [*local_rendezvous(), *local_logs(logs, world_size)]
+        is_live = console in ("auto", "rich") and sys.stdout.isatty()
+        options = [*local_rendezvous(), *local_logs(logs, world_size), *([SHOWN] if is_live else [])]
         command = torchrun_command(options, world_size, arguments, module)
         return run_child(command, child_environment(os.environ, threads_per_rank))
 

@@ -18,7 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, STOPPED, USER_ERROR, of_process
+from rlhf_mcore.cli.launch import SHOWN
+from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 
@@ -43,12 +47,14 @@ def main(argv: Sequence[str]) -> int:
     agent = Agent(RankReports(has_ended))
     os.environ.update(agent.reports.environment | {STARTED_BY: str(os.getpid())})
     agent.handle_signals()
-    from rlhf_mcore.cli import bound_rendezvous
+    is_shown, argv = SHOWN in argv, [word for word in argv if word != SHOWN]
+    with working("importing torchrun", console=Console()) if is_shown else contextlib.nullcontext():
+        from rlhf_mcore.cli import bound_rendezvous
 
-    bound_rendezvous.register()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+        bound_rendezvous.register()
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
 
     # It reports the end of every worker as an error, the one that was asked for too. Failures are printed here, with their ranks.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

@@ -116,6 +116,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
         cfg.trainer.threads_per_rank,
         max_restarts=cfg.trainer.max_restarts,
         logs=logs,
+        console=cfg.logging.console,
     )
 
 

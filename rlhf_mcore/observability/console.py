@@ -113,7 +113,7 @@ class Console:
 
     def phase(self, name: str) -> None:
         """Show what is being done now: generate, score, update, ... The live display only."""
-        self._phase_name, self._phase_started, self._progress_text = name, self._clock(), ""
+        self._phase_name, self._phase_started, self._progress_text = name.replace("_", " "), self._clock(), ""
 
     def progress(self, text: str) -> None:
         """How far the phase is. The live display only."""
@@ -243,7 +243,7 @@ class Console:
     def _stop(self, last_phase: str) -> None:
         live, self._live = self._live, None
         if live is not None:
-            self._phase_name = last_phase
+            self._phase_name, self._request = last_phase, ""
             live.stop()
 
 
@@ -259,10 +259,11 @@ def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[R
             until = round(total * room)
             bar.append("━" * (until - drawn), style=styles[phase])
             drawn = until
-        legend = Text("  ").join(
-            Text(f"{phase} {share:.0%}", style=styles[phase]) for phase, share in shares if share >= LEGEND_SHARE
-        )
-        legend.truncate(room, overflow="crop")
+        legend = Text()
+        for phase, share in shares:
+            entry = f"{'  ' if legend else ''}{phase} {share:.0%}"
+            if share >= LEGEND_SHARE and len(legend) + len(entry) <= room:
+                legend.append(entry, style=styles[phase])
         parts += [bar, legend]
     if figures := rates(reported[-1]):
         parts.append(Text(" · ".join(figures), style="dim", no_wrap=True, overflow="crop"))
