@@ -317,8 +317,8 @@ class CometTracker:
         run.directory.mkdir(exist_ok=True)
         logging.getLogger("comet_ml").setLevel(logging.WARNING)  # its summary would be printed over the display
         # What it would read besides: source code, the command line, what is printed, versions of git.
-        names = ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch")
-        names += ("auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_log_co2")
+        names = ["log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"]
+        names += ["auto_output_logging", "auto_param_logging", "auto_metric_logging", "auto_log_co2"]
         settings = comet_ml.ExperimentConfig(
             offline_directory=str(run.directory),
             name=run.experiment,

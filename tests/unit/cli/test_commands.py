@@ -115,8 +115,10 @@ def test_a_good_config_is_launched_with_its_own_arguments(
 ) -> None:
     calls: list[tuple[list[str], int, int, int]] = []
 
-    def launch(arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int, logs: Path) -> int:
-        assert (logs / "launch.json").is_file()
+    def launch(
+        arguments: list[str], world_size: int, threads_per_rank: int, *, max_restarts: int, logs: Path, console: str
+    ) -> int:
+        assert (logs / "launch.json").is_file() and console == "auto"
         calls.append((arguments, world_size, threads_per_rank, max_restarts))
         return 9
 
