@@ -72,7 +72,7 @@ class Part:
             copied.result()
             (checkpoint / "actor").mkdir()
             paths = [image.write(checkpoint / "actor") for image in images]
-            return paths + self._exporter.write_companions(checkpoint / "actor")
+            return paths + self._exporter.write_rest(checkpoint / "actor")
 
         return write
 

@@ -26,6 +26,7 @@ from rlhf_mcore.cli.progress import progress_bar
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
+from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.families.sizes import rope_type
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.types import ModelGeometry
@@ -92,6 +93,13 @@ def _convert(
     sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = checked_types(source, geometry)
+    hf_config = read_config(companions, str(companions))
+    if request.target_format == "megatron" and (mtp := mtp_tensors(types, hf_config)):
+        console.print(
+            f"note: the MTP layers of {request.source} ({len(mtp)} tensors) are not converted: no rule places them in Megatron's",
+            soft_wrap=True,
+        )
+        types = {name: found for name, found in types.items() if name not in mtp}
     if request.dtype is not None:
         types = {name: (DTYPES[request.dtype], shape) for name, (_, shape) in types.items()}
     if request.dry_run:
@@ -110,7 +118,7 @@ def _convert(
         if request.verify:
             _verify(console, reading, written)
     if request.target_format == "megatron":
-        kind = rope_type(read_config(companions, str(companions)))
+        kind = rope_type(hf_config)
         if kind not in ("default", "llama3"):
             console.print(
                 f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
@@ -219,7 +227,9 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
             for _ in again.blocks(name):
                 pass
     agree(reading.digests, again.digests, written.directory)
-    skipped = compare_logits(Reading(reading.source, reading.types), Reading(written, reading.types), total)
+    mtp = mtp_tensors(reading.types, read_config(reading.source.companions, str(reading.source.companions)))
+    types = {name: found for name, found in reading.types.items() if name not in mtp}  # transformers has no such layers
+    skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
     if skipped:
         console.print(f"logits were not compared: {skipped}")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
@@ -129,7 +130,14 @@ def build_checkpointer(
     rank; ``lengths`` are those of the responses so far. Collective over the world.
     """
     cfg, record, directory = run.cfg, run.record, run.directory
-    files = [RoleFiles(saved.name, saved.model, _exporter(cfg, saved)) for saved in models]
+    files = []
+    for saved in models:
+        # MTP layers predict tokens from hidden states, which a scalar head has no use for.
+        has_tokens = saved.model.spec.geometry.head == "lm"
+        carried = on_every_rank(partial(CarriedTensors, saved.path)) if has_tokens else None
+        if carried is not None and carried.types:
+            record.note(carried.text(saved.name))
+        files.append(RoleFiles(saved.name, saved.model, _exporter(cfg, saved, carried)))
     triggers = None
     if dist.get_rank() == 0:
         left = time_left(cfg.checkpoint.save_by, time.time(), os.environ)
@@ -187,7 +195,7 @@ def build_checkpointer(
     return checkpointer
 
 
-def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
+def _exporter(cfg: Config, saved: SavedModel, carried: CarriedTensors | None) -> Exporter:
     spec = saved.model.spec
     with saved.model.on_device():  # views are made of what is there
         return Exporter(
@@ -196,7 +204,8 @@ def _exporter(cfg: Config, saved: SavedModel) -> Exporter:
             [saved.path, cfg.model.tokenizer_path or cfg.model.path],
             world_group(),
             bucket_bytes=cfg.bridge.bucket_bytes,
-            config_updates=spec.config_updates,
+            config_updates=spec.config_updates | (carried.config_updates if carried is not None else {}),
+            carried=carried,
         )
 
 

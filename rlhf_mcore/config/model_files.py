@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
+from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, rope_type, rotary, size
 from rlhf_mcore.foreign import INDEX, SMALL, Fields, Limits, MissingFile, open_file, parse_json, read_json, shorten
 from rlhf_mcore.types import ModelGeometry
@@ -150,7 +151,7 @@ def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
 def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
     """Whether the weights are those of config.json: their first and last layer, and the tables around them, by their headers.
 
-    After the last layer there may be some that predict further tokens; they are not read.
+    After the last layer there may be MTP layers, of which nothing is asked here.
     """
     shard_of = _read(folder / INDEX_FILE, prefix, INDEX).table("weight_map") if isfile(folder / INDEX_FILE) else None
     files = {SINGLE_FILE} if shard_of is None else set(shard_of.values())
@@ -158,7 +159,7 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         return  # reported by others
     headers: dict[str, Fields] = {}
     names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
-    number = geometry.num_layers + hf_config.integer("num_nextn_predict_layers", default=0)
+    number = geometry.num_layers + num_mtp_layers(hf_config)
     if f"model.layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []

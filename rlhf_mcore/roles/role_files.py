@@ -105,7 +105,7 @@ class RoleFiles:
             for folder in {directory, *(directory / folder for _, folder in images)}:
                 folder.mkdir(parents=True, exist_ok=True)
             paths = [image.write(directory / folder) for image, folder in images]
-            return paths + self._exporter.write_companions(directory) + _write_index(directory, index)
+            return paths + self._exporter.write_rest(directory) + _write_index(directory, index)
 
         return write
 

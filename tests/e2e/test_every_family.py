@@ -15,13 +15,16 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from rlhf_mcore.bridge.files.hf_files import HFReader
 from tests.commands import ROOT, environment, finished
-from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, make
+from tests.difference import first_difference
+from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make
 from tests.tiny_training import make_quickstart
 
 # vLLM's kernels for latent attention have one size of heads and bf16 only, on a CPU.
 IN_BF16 = "deepseek_v3_heads"
 BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(("deepseek", "gpt_oss")) and name != IN_BF16]
+WITH_MTP = ("deepseek_v3", "glm4_moe")
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
     return (sum(map(ord, solution_str)) % 17) / 16  # differs between responses, so that there is a gradient
@@ -61,6 +64,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     known = json.loads((workspace / "quickstart" / "model" / "config.json").read_text())
     tokens = {key: known[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     make(name, workspace / name, **tokens)
+    mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(workspace / "quickstart" / "model" / file, workspace / name)
     engine = "hf" if name in BY_TRANSFORMERS else "vllm"
@@ -78,6 +82,8 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     for step in steps:
         assert 0 < step["rollout/logprob_diff_max"] < (0.1 if name == IN_BF16 else 1e-4)
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
+    saved = dict(HFReader(workspace / "outputs" / "quickstart" / name / "latest" / "actor").tensors())
+    assert first_difference({tensor: saved[tensor] for tensor in mtp}, mtp) == ""
 
 
 def train(directory: Path, name: str, options: list[str], timeout_s: int = 240) -> list[dict[str, Any]]:

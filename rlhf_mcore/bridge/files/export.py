@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
@@ -54,6 +55,7 @@ class Exporter:
         config_updates: keys of the written config.json that differ from the copied one.
         sources: what is written instead of the parameters' own tensors, under the same names and in the same shapes: merged with
             adapters, averaged or cast.
+        carried: what is written beside, into files of their own.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Exporter:
         shard_bytes: int = SHARD_BYTES,
         config_updates: Mapping[str, Any] | None = None,
         sources: Sources | None = None,
+        carried: CarriedTensors | None = None,
     ):
         def pieces_of(parameter: LocalParameter) -> Sequence[Piece]:
             return pieces(parameter.name, geometry, parameter.shard)
@@ -74,16 +77,26 @@ class Exporter:
         self._companions, self._config_updates, self._group = companions, config_updates, group
         dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
+        order, self._carried = list(self._types), carried
+        beside = carried.types if carried is not None else {}
+        self._types |= beside
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
-        self.shards = cut_into_shards(sizes, group.size(), shard_bytes)
-        self._mine = [shard for shard in self.shards if shard.rank == group.rank()]
+        self.shards = cut_into_shards(sizes, group.size(), shard_bytes, beside)
+        mine = [shard for shard in self.shards if shard.rank == group.rank()]
+        self._mine = [shard for shard in mine if shard.tensors[0] not in beside]
+        self._mine_beside = [shard for shard in mine if shard.tensors[0] in beside]
         self._images: list[FileImage] | None = None
         plan = build_plan(
             describe_sources(parameters, pieces_of, group),
-            [_place(name, self._types[name][1], shard.rank) for shard in self.shards for name in shard.tensors],
+            [
+                _place(name, self._types[name][1], shard.rank)
+                for shard in self.shards
+                for name in shard.tensors
+                if name not in beside
+            ],
             element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
-            order=list(self._types),
+            order=order,
         )
         self._rank_plan = plan.rank_view(group.rank())
         self._straight: list[_Straight] = []
@@ -97,7 +110,8 @@ class Exporter:
     @property
     def num_bytes(self) -> int:
         """Size of the files that this rank writes, the config and the tokenizer among them."""
-        layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in self._mine]
+        shards = [*self._mine, *self._mine_beside]
+        layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in shards]
         copied = companion_files(self._companions) if self._group.rank() == 0 else []
         return sum(layout.num_bytes for layout in layouts) + sum(path.stat().st_size for path in copied)
 
@@ -129,13 +143,13 @@ class Exporter:
             destinations.close_files()
         if destinations.error is not None:
             raise destinations.error
-        return [*(directory / shard.name for shard in self._mine), *self.write_companions(directory)]
+        return [*(directory / shard.name for shard in self._mine), *self.write_rest(directory)]
 
     def snapshot(self) -> tuple[list[FileImage], Callable[[], None]]:
         """Copy the weights that this rank writes into host memory that is kept for the next time. Collective over the group.
 
         Returns that memory, which is valid until the next snapshot, and what copies those weights that this rank holds row by row:
-        it needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_companions` writes the rest
+        it needs no other rank, and may run in a thread as long as nobody changes weights. :meth:`write_rest` writes the rest
         of the directory.
         """
         if self._images is None:
@@ -144,13 +158,19 @@ class Exporter:
         self._executor.run(destinations := _MemoryDestinations(self._images))
         return self._images, partial(destinations.write, self._straight)
 
-    def write_companions(self, directory: Path) -> list[Path]:
-        """Write the index, the config and the tokenizer. The first rank does; the others return no paths."""
+    def write_rest(self, directory: Path) -> list[Path]:
+        """Write the files that no weights of a rank go into, and return their paths. Needs no other rank.
+
+        They are this rank's files of carried tensors, and on the first rank the index, the config and the tokenizer.
+        """
+        paths = []
+        if self._carried is not None:
+            paths = [self._carried.write(directory, shard) for shard in self._mine_beside]
         if self._group.rank() != 0:
-            return []
+            return paths
         write_index(directory, self.shards, self._types)
         copy_companions(self._companions, directory, next(iter(self._types.values()))[0], self._config_updates)
-        return [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
+        return paths + [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
 
 
 def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:

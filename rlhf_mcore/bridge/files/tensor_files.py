@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -114,12 +114,17 @@ class FileShard:
     rank: int
 
 
-def cut_into_shards(sizes: Mapping[str, int], num_ranks: int, shard_bytes: int) -> list[FileShard]:
-    """Consecutive tensors share a file up to ``shard_bytes``; files are assigned so that ranks write nearly equal numbers of bytes."""
+def cut_into_shards(
+    sizes: Mapping[str, int], num_ranks: int, shard_bytes: int, apart: Collection[str] = ()
+) -> list[FileShard]:
+    """Consecutive tensors share a file up to ``shard_bytes``; files are assigned so that ranks write nearly equal numbers of bytes.
+
+    Tensors that are ``apart`` share files with each other only.
+    """
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
-        if groups[-1] and filled + size > shard_bytes:
+        if groups[-1] and (filled + size > shard_bytes or (name in apart) != (groups[-1][0] in apart)):
             groups.append([])
             filled = 0
         groups[-1].append(name)

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.files import tensor_files
+from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
 from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.types import LocalParameter, Shard
+from tests.difference import first_difference
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
 from tests.unit.bridge.test_transfer import GEOMETRY
@@ -105,7 +107,7 @@ def test_a_snapshot_is_what_was_there_when_it_was_taken(tmp_path: Path) -> None:
     for image in images:
         written |= load_file(image.write(target))
     assert written.keys() == hf.keys() and all(torch.equal(written[name], hf[name]) for name in hf)
-    assert {path.name for path in made.write_companions(target)} == {INDEX, "config.json"}
+    assert {path.name for path in made.write_rest(target)} == {INDEX, "config.json"}
     bodies = [image.body.data_ptr() for image in images]
     again, copy_rest = made.snapshot()
     copy_rest()
@@ -127,3 +129,48 @@ def test_what_is_made_for_the_files_is_written_instead_of_the_tensors(tmp_path: 
     written = load_file(tmp_path / "actor" / SINGLE)
     assert written.keys() == one.keys() and all(torch.equal(written[name], one[name] * 2) for name in one)
     assert averages.most_open and not averages.open_buckets
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_mtp_layers_are_in_every_saved_directory_bit_for_bit(tmp_path: Path, in_background: bool) -> None:
+    hf, source, target = float_tensors(), tmp_path / "source", tmp_path / "actor"
+    layer = f"model.layers.{GEOMETRY.num_layers}."
+    mtp = {layer + "eh_proj.weight": torch.randn(300, 7).bfloat16(), layer + "enorm.weight": torch.randn(5).half()}
+    source.mkdir()
+    save_file({**hf, **mtp, "model.layers.99.unknown": torch.ones(1)}, source / SINGLE)
+    config = {"dtype": "float32", "num_hidden_layers": GEOMETRY.num_layers, "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    carried = CarriedTensors(source)
+    assert carried.text("actor") == (
+        f"actor: the MTP layers of {source} (2 tensors, 4.21e-06 GB) are not trained; checkpoints hold them as they are there"
+    )
+    parameters = [LocalParameter(name, t, Shard(0, 1)) for name, t in mcore_tensors(GEOMETRY, hf, 0, 1).items()]
+    made = Exporter(parameters, GEOMETRY, [str(source)], world_group(), bucket_bytes=100, carried=carried)
+    if in_background:
+        target.mkdir()
+        images, copy_rest = made.snapshot()
+        copy_rest()
+        paths = [*(image.write(target) for image in images), *made.write_rest(target)]
+    else:
+        paths = made.write(target)
+    assert sorted(paths) == sorted(target.iterdir())
+    index = json.loads((target / INDEX).read_text())["weight_map"]
+    files = {path.name: load_file(path) for path in target.glob("*.safetensors")}
+    assert index == {name: file for file, held in files.items() for name in held}
+    assert [set(mtp) <= set(held) or not set(mtp) & set(held) for held in files.values()] == [True, True]
+    assert first_difference({k: v for held in files.values() for k, v in held.items()}, hf | mtp) == ""
+    assert json.loads((target / "config.json").read_text()) == config
+    assert made.num_bytes == sum(p.stat().st_size for p in target.glob("*.safetensors")) + len(json.dumps(config))
+    save_file({**hf, **{name: tensor[:3] for name, tensor in mtp.items()}}, source / SINGLE)
+    with pytest.raises(OSError, match="is another one than when the run began"):
+        made.write_rest(target)
+
+
+def test_a_config_json_that_names_mtp_layers_without_tensors_is_corrected(tmp_path: Path) -> None:
+    """transformers saves such directories: it reads models without these layers."""
+    save_file(float_tensors(), tmp_path / SINGLE)
+    config = {"num_hidden_layers": GEOMETRY.num_layers, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    carried = CarriedTensors(tmp_path)
+    assert carried.config_updates == {"num_nextn_predict_layers": 0} and not carried.types

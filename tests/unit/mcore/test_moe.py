@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
@@ -22,7 +21,7 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import current_platform
-from tests.distributed.models import make
+from tests.distributed.models import add_mtp_layer, make
 
 pytestmark = [
     pytest.mark.usefixtures("world"),
@@ -67,18 +66,13 @@ def test_the_kernels_of_a_built_model_are_those_that_the_doctor_expects_here(
     assert "AdamW" not in live_kernels(build(tmp_path, groups, trainable=False))
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_config_json_says_so(tmp_path: Path) -> None:
+def test_layers_beyond_those_of_config_json_are_refused_unless_they_are_mtp_layers(tmp_path: Path) -> None:
     make("deepseek_v3_direct", tmp_path)
-    held = load_file(tmp_path / "model.safetensors")
-    more = {
-        name.replace("layers.3.", "layers.4."): tensor.clone() for name, tensor in held.items() if "layers.3." in name
-    }
-    save_file({**held, **more}, tmp_path / "model.safetensors")
+    add_mtp_layer(tmp_path)
+    assert load_spec(tmp_path).config_updates == {}
+    assert load_spec(tmp_path, head="token").config_updates["num_nextn_predict_layers"] == 0
     path = tmp_path / "config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"num_nextn_predict_layers": 1}))
-    assert load_spec(tmp_path).config_updates == {"num_nextn_predict_layers": 0}
-    path.write_text(json.dumps(content | {"num_nextn_predict_layers": 0}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"more layers than config\.json's num_hidden_layers=4"):
         load_spec(tmp_path)
 

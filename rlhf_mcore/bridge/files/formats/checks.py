@@ -12,6 +12,8 @@ from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.tensor_files import CODES, TensorTypes
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError, shortened
+from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.types import ModelGeometry
 
 BUFFERS = ".rotary_emb.inv_freq"  # computed from the config; old checkpoints hold them all the same
@@ -19,19 +21,22 @@ _COMPARED_ELEMENTS = 2**22
 
 
 def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors to convert, in the order of the network: those of the model, which must all be there, and no others.
+    """The tensors to convert, in the order of the network: those of the model, which must all be there, and of MTP layers.
 
     Raises:
         ConfigError: naming every kind of difference from the config, and its first tensors.
     """
     expected, where = hf_shapes(geometry), source.directory
     types = {name: found for name, found in source.types.items() if not name.endswith(BUFFERS)}
+    mtp = mtp_tensors(types, read_config(source.companions, str(source.companions)))
     if geometry.tied_embeddings and "lm_head.weight" in types:
         _check_tied(source)
         del types["lm_head.weight"]
     found = {
         "missing tensors": [name for name in expected if name not in types],
-        "tensors that config.json does not ask for": [name for name in types if name not in expected],
+        "tensors that config.json does not ask for": [
+            name for name in types if name not in expected and name not in mtp
+        ],
         "tensors of another shape than config.json asks for": [
             f"{name} {shape} instead of {expected[name]}"
             for name, (_, shape) in types.items()
@@ -44,7 +49,7 @@ def checked_types(source: ModelSource, geometry: ModelGeometry) -> dict[str, tup
     if any(found.values()):
         problems = {what: shortened(which, separator=", ") for what, which in found.items() if which}
         raise ConfigError.many([f"{where}: {what}: {which}" for what, which in problems.items()])
-    return {name: types[name] for name in expected}
+    return {name: types[name] for name in (*expected, *mtp)}
 
 
 def _check_tied(source: ModelSource) -> None:

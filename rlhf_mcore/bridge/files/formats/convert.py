@@ -24,6 +24,7 @@ from rlhf_mcore.bridge.files.hf_files import copy_companions
 from rlhf_mcore.bridge.files.tensor_files import ShardFiles, TensorTypes, bytes_of, cut_into_shards, write_index
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.families.mtp import MTP_KEY, mtp_tensors, num_mtp_layers
 from rlhf_mcore.own_files import own_directory
 from rlhf_mcore.types import ModelGeometry
 
@@ -103,7 +104,7 @@ def write_hf(reading: Reading, directory: Path, shard_bytes: int) -> None:
         finally:
             files.close()
     write_index(directory, shards, reading.types)
-    copy_companions([reading.source.companions], directory, main_dtype(reading.types))
+    copy_companions([reading.source.companions], directory, main_dtype(reading.types), without_mtp(reading))
 
 
 def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, file_bytes: int) -> None:
@@ -112,12 +113,19 @@ def write_megatron(reading: Reading, geometry: ModelGeometry, directory: Path, f
     weights.mkdir()
     companions.mkdir()
     dtype = main_dtype(reading.types)
-    copy_companions([reading.source.companions], companions, dtype)
+    copy_companions([reading.source.companions], companions, dtype, without_mtp(reading))
     hf_config = read_config(companions, str(companions))
     writer = TorchDistWriter(weights, geometry, reading.types, block_bytes=BLOCK_BYTES, file_bytes=file_bytes)
     writer.write(reading.rows)
     write_common(weights, geometry, hf_config, dtype)
     (directory / torch_dist.TRACKER).write_text("release")
+
+
+def without_mtp(reading: Reading) -> dict[str, int]:
+    """Keys of a written config.json that differ: one that names MTP layers, where their tensors are not among those that are read."""
+    where = reading.source.companions
+    hf_config = read_config(where, str(where))
+    return {MTP_KEY: 0} if num_mtp_layers(hf_config) and not mtp_tensors(reading.types, hf_config) else {}
 
 
 def main_dtype(types: TensorTypes) -> torch.dtype:

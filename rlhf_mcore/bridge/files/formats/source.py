@@ -110,11 +110,14 @@ class AverageSource:
                 )
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """Rows of the mean."""
-        total = self._sources[0].read(name, first, count).to(torch.float32, copy=True)
+        """Rows of the mean; where all models have the same, these, bit for bit."""
+        own = self._sources[0].read(name, first, count)
+        total, differ = own.to(torch.float32, copy=True), False
         for other in self._sources[1:]:
-            total += other.read(name, first, count).float()
-        return (total / len(self._sources)).to(self.types[name][0])
+            part = other.read(name, first, count)
+            total += part.float()
+            differ |= part.dtype != own.dtype or not torch.equal(part, own)
+        return (total / len(self._sources)).to(self.types[name][0]) if differ else own
 
     def origin(self, name: str) -> str:
         """Every model's."""

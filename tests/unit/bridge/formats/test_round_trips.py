@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -103,8 +104,6 @@ def test_small_blocks_give_the_same(hf_model: Get, tmp_path: Path, monkeypatch: 
 
 
 def test_dtype_is_cast_once_and_named_in_the_config(hf_model: Get, tmp_path: Path) -> None:
-    import json
-
     source, tensors, _ = hf_model("qwen3")
     convert("--from", "hf", "--to", "hf", "--dtype", "bf16", source, tmp_path / "hf", "--verify")
     assert_same(tmp_path / "hf", {name: tensor.bfloat16() for name, tensor in tensors.items()})
@@ -132,3 +131,21 @@ def test_a_tied_head_under_its_own_name_and_rotary_buffers_are_left_behind(hf_mo
     save_file({**tensors, **extra}, tmp_path / "source" / "model.safetensors")
     convert("--from", "hf", "--to", "hf", tmp_path / "source", tmp_path / "hf")
     assert_same(tmp_path / "hf", tensors)
+
+
+def test_mtp_layers_are_kept_by_a_conversion_to_hf_and_left_out_of_megatrons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.distributed.models import add_mtp_layer, make
+
+    make("glm4_moe", source := tmp_path / "source")
+    tensors, mtp = load_file(source / "model.safetensors"), add_mtp_layer(source)
+    average = ("--average", source, source)
+    convert("--from", "hf", "--to", "hf", source, tmp_path / "hf", *average, "--verify")
+    assert_same(tmp_path / "hf", tensors | mtp)
+    convert("--from", "hf", "--to", "megatron", source, tmp_path / "megatron")
+    assert "MTP layers" in capsys.readouterr().err
+    convert("--from", "megatron", "--to", "hf", tmp_path / "megatron", tmp_path / "back")
+    assert_same(tmp_path / "back", tensors)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back")]
+    assert [config["num_nextn_predict_layers"] for config in configs] == [1, 0]

@@ -1,0 +1,93 @@
+"""Tensors of a model's directory that no rank holds, and that go into every directory which is saved of the model, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.bridge.files.tensor_files import CODES, FileShard, ShardFiles, TensorTypes
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.model_files import read_config
+from rlhf_mcore.families.mtp import MTP_KEY, mtp_tensors, num_mtp_layers
+
+_BLOCK_BYTES = 16 * 2**20
+
+
+class CarriedTensors:
+    """Those of MTP layers: a model is trained without them, and its directories keep them.
+
+    Raises:
+        ConfigError: one has a dtype that weights do not have.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._hf_config = read_config(self.directory, str(directory))
+        reader = HFReader(self.directory)
+        self.types: TensorTypes = {
+            name: (_dtype(reader, name), reader.shape(name)) for name in mtp_tensors(reader.names, self._hf_config)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in self.types.values())
+
+    def text(self, model: str) -> str:
+        """What the user of a run is told. ``model``: its name in checkpoints."""
+        count = len(self.types)
+        return (
+            f"{model}: the MTP layers of {self.directory} ({count} tensors, {self.num_bytes / 1e9:.3g} GB) are not trained; "
+            "checkpoints hold them as they are there"
+        )
+
+    @property
+    def config_updates(self) -> dict[str, Any]:
+        """Keys of a saved config.json that differ: one that names layers whose tensors are not there, as transformers writes it."""
+        return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self.types else {}
+
+    def write(self, directory: Path, shard: FileShard) -> Path:
+        """Write a file of some of these tensors, made durable, and return its path. Needs no other rank.
+
+        Raises:
+            OSError: also where the directory that they come from is not what it was.
+        """
+        files = ShardFiles(directory, [shard], self.types)
+        try:
+            reader = HFReader(self.directory)
+            for name in shard.tensors:
+                if (_dtype(reader, name), reader.shape(name)) != self.types[name]:
+                    raise ConfigError(f"{self.directory}: tensor {name} is another one than when the run began")
+                for element, part in _blocks(reader, name):
+                    files.write(name, part, element)
+        except ConfigError as error:  # a save that fails is not a mistake in the configuration
+            raise OSError(str(error)) from error
+        finally:
+            files.close()
+        return directory / shard.name
+
+
+def _dtype(reader: HFReader, name: str) -> torch.dtype:
+    found = reader.dtype(name)
+    for dtype, code in CODES.items():
+        if code == found:
+            return dtype
+    raise ConfigError(
+        f"{reader.directory}: tensor {name} of an MTP layer is {found}; weights are {', '.join(CODES.values())}. "
+        "Use the model before it was quantised."
+    )
+
+
+def _blocks(reader: HFReader, name: str) -> Iterator[tuple[int, Tensor]]:
+    """All rows of a tensor, a block at a time, each with the number of its first element."""
+    shape = reader.shape(name)
+    width = prod(shape[1:])
+    step = max(_BLOCK_BYTES // max(4 * width, 1), 1)
+    for first in range(0, shape[0], step):
+        rest = (slice(None),) * (len(shape) - 1)
+        yield first * width, reader.read(name, (slice(first, first + step), *rest)).contiguous()

@@ -1,0 +1,35 @@
+"""MTP layers: behind the last layer of a decoder, they predict tokens after the next one (arXiv 2412.19437, section 2.2).
+
+DeepSeek-V3 and GLM-4.5 number them as if they were further layers; Qwen3-Next names them ``mtp.``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rlhf_mcore.foreign import Fields
+
+MTP_KEY = "num_nextn_predict_layers"  # of config.json
+_MAX_LAYERS = 64
+
+
+def num_mtp_layers(hf_config: Fields) -> int:
+    """MTP layers by config.json, 0 where it does not name them. Its weights need not be there: transformers saves without.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    return int(hf_config.integer(MTP_KEY, 0, _MAX_LAYERS, default=0))
+
+
+def mtp_tensors(names: Iterable[str], hf_config: Fields) -> list[str]:
+    """Which of the tensors of a model directory are of MTP layers."""
+    first = hf_config.integer("num_hidden_layers")
+    numbers = range(first, first + num_mtp_layers(hf_config))
+
+    def is_mtp(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d{1,6})\.", name)
+        return name.startswith("mtp.") or (layer is not None and int(layer.group(1)) in numbers)
+
+    return sorted(filter(is_mtp, names))
