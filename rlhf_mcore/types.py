@@ -43,6 +43,13 @@ class ModelGeometry:
     q_lora_rank: int = 0
     rope_head_dim: int = 0
     value_head_dim: int = 0  # 0: as ``head_dim``
+    # Layers with a gated delta net in the place of attention: heads of keys (queries) and of values, their sizes, tokens of a kernel.
+    delta_layers: tuple[int, ...] = ()
+    delta_key_heads: int = 0
+    delta_value_heads: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_kernel: int = 0
 
     @property
     def value_dim(self) -> int:
@@ -54,6 +61,14 @@ class ModelGeometry:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - len(self.delta_layers)
+
+    def layer_kind(self, layer: int) -> tuple[bool, bool]:
+        """Layers of one kind have the same parameters: whether there are experts, and a gated delta net."""
+        return self.is_moe_layer(layer), layer in self.delta_layers
 
     def padded_vocab(self, tp: int) -> int:
         """Rows of the embedding as tensor-parallel ranks hold it: the next multiple of ``tp``."""

@@ -133,6 +133,11 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
 def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
+    if geometry.delta_layers and layout.cp > 1:
+        yield (
+            f"{role}.layout.cp={layout.cp}: the gated delta nets of {model} pass a state from token to token, and context parallelism "
+            "is not supported for them; set it to 1, and cut the model by tp and pp"
+        )
     yield from _expert_cut_problems(role, layout, geometry, model)
     yield from _stage_problems(role, layout, geometry.num_layers, model)
 
@@ -204,6 +209,8 @@ def tensor_cut_problems(geometry: ModelGeometry, field: str, tp: int, model: str
         sizes["intermediate_size"] = geometry.ffn_size
     if geometry.shared_expert_ffn_size:
         sizes["shared_expert_intermediate_size"] = geometry.shared_expert_ffn_size
+    if geometry.delta_layers:
+        sizes["linear_num_key_heads"] = geometry.delta_key_heads
     for name, size in sizes.items():
         if size % tp:
             yield f"{field}={tp} does not divide {name}={size} of {model}; choose a divisor of {size}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
+from rlhf_mcore.families.delta import DeltaNet
 from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
 from rlhf_mcore.families.sizes import (
     MAX_SIZES,
@@ -58,9 +59,20 @@ DIRECT_QUERIES = Dim("direct_queries", lambda g: 0 if g.q_lora_rank else g.num_h
 
 # How tensor-parallel ranks hold a parameter: whole; equal runs of rows of each of its tensors, one below the other; equal runs of
 # columns; equal runs of rows of the padded vocabulary; an equal run of the rows of queries, keys and values interleaved by group;
-# the part of one expert, transposed, of tensors that have those of all.
-Kind = Literal["replicated", "column_parallel", "row_parallel", "vocab_parallel", "qkv", "stacked"]
-Layers = Literal["all", "dense", "moe"]  # that have a parameter
+# the part of one expert, transposed, of tensors that have those of all; rows by heads of a gated delta net, of tensors that have them
+# by kind, or its inputs by head of keys; queries and their gates by head, with keys and values, interleaved as "qkv".
+Kind = Literal[
+    "replicated",
+    "column_parallel",
+    "row_parallel",
+    "vocab_parallel",
+    "qkv",
+    "stacked",
+    "delta",
+    "delta_by_head",
+    "gated_qkv",
+]
+Layers = Literal["all", "dense", "moe", "attention", "delta"]  # that have a parameter
 Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's
 
 
@@ -337,8 +349,9 @@ class Family:
     not decide it. ``scales_embeddings``: by the root of the hidden size. ``absent``: keys that are refused where they have a value.
     ``settings``: what else Megatron needs to know of a config.json. ``dequantised``: ways in which stored experts may be quantised.
 
-    ``windows``: layers that attend to some tokens only. Without, a window is refused where it is active: ``window_switch`` is the key
-    that decides, beside ``sliding_window`` itself (``default_window`` where that is absent).
+    ``delta``: layers with a gated delta net. ``windows``: layers that attend to some tokens only. Without, a window is refused where
+    it is active: ``window_switch`` is the key that decides, beside ``sliding_window`` itself (``default_window`` where that is
+    absent).
     """
 
     name: str
@@ -361,6 +374,7 @@ class Family:
     settings: Callable[[Fields], Mapping[str, Any]] | None = None
     dequantised: tuple[Literal["mxfp4"], ...] = ()
     windows: Windows | None = None
+    delta: DeltaNet | None = None
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
 
@@ -371,7 +385,8 @@ class Family:
 
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
         """Rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
-        kinds = ("all", "moe" if geometry.is_moe_layer(layer) else "dense")
+        is_moe, is_delta = geometry.layer_kind(layer)
+        kinds = ("all", "moe" if is_moe else "dense", "delta" if is_delta else "attention")
         specs = ("any", "te" if fused else "local")
         return [
             rule
@@ -401,6 +416,8 @@ class Family:
         )
         if self.latent:
             found = replace(found, **latent_sizes(hf_config))
+        if self.delta is not None:
+            found = replace(found, **self.delta.sizes(hf_config))
         return found if self.mixture is None else replace(found, **self.mixture.sizes(hf_config))
 
     def megatron_settings(self, hf_config: Fields) -> dict[str, Any]:
@@ -410,8 +427,9 @@ class Family:
             found["qk_layernorm"] = self._has_qk_norm(hf_config)
         if self.mixture is not None:
             found |= self.mixture.settings(hf_config)
-        if self.windows is not None:
-            found |= self.windows.settings(hf_config)
+        for part in (self.windows, self.delta):
+            if part is not None:
+                found |= part.settings(hf_config)
         if self.settings is not None:
             found |= self.settings(hf_config)
         if self.latent:
@@ -460,8 +478,9 @@ class Family:
             yield from self.windows.problems(hf_config)
         elif (window := self._active_window(hf_config)) is not None:
             yield f"{architecture} with an active sliding_window {window} is not supported; use another model"
-        if self.mixture is not None:
-            yield from self.mixture.problems(hf_config)
+        for part in (self.mixture, self.delta):
+            if part is not None:
+                yield from part.problems(hf_config)
 
     def _has_qk_norm(self, hf_config: Fields) -> bool:
         return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)

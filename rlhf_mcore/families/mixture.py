@@ -18,6 +18,7 @@ class Mixture:
     top_k: int
     has_dense_layers: bool = False  # given by decoder_sparse_step and mlp_only_layers
     always_renormalises: bool = False  # otherwise norm_topk_prob decides
+    renormalises: bool = False  # where that is absent
     shared_ffn: int = 0  # intermediate size of the shared expert, where its key is absent; 0: a family without one
 
     def sizes(self, hf_config: Fields) -> dict[str, Any]:
@@ -49,7 +50,7 @@ class Mixture:
 
     def _renormalises(self, hf_config: Fields) -> bool:
         """Whether the weights of a token's experts add up to one (the softmax is then over these experts only)."""
-        return hf_config.flag("norm_topk_prob", default=False) or self.always_renormalises
+        return hf_config.flag("norm_topk_prob", default=self.renormalises) or self.always_renormalises
 
 
 @dataclass(frozen=True, slots=True)

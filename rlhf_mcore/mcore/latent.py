@@ -59,10 +59,10 @@ class LatentAttention(LayersOfSpec, MLASelfAttention):
     def _sum_key_gradient(self, module: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, None]) -> tuple:
         rope = self.config.qk_pos_emb_head_dim
         latent, rotated = outputs[0].split([outputs[0].size(-1) - rope, rope], dim=-1)
-        return torch.cat([latent, _SummedGradient.apply(rotated, self.pg_collection.tp)], dim=-1), outputs[1]
+        return torch.cat([latent, SummedGradient.apply(rotated, self.pg_collection.tp)], dim=-1), outputs[1]
 
 
-class _SummedGradient(torch.autograd.Function):
+class SummedGradient(torch.autograd.Function):
     """The identity, whose gradient is summed over a group. Megatron's own leaves a gradient that is not contiguous as it is."""
 
     @staticmethod

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families.base import Family
+from rlhf_mcore.mcore.delta_net import delta_net_spec
 from rlhf_mcore.mcore.latent import LatentAttention, Rotary, local_attention_spec
 from rlhf_mcore.mcore.norms import NormedAdd, ProjectionNorm, RMSNorm
 from rlhf_mcore.parallel.context import chunks_of, gather_context
@@ -168,6 +169,16 @@ class Attention(SelfAttention):
             parts = 1 if is_packed else self.pg_collection.cp.size()
             rotary_pos_emb = self.rotation(len(rotary_pos_emb) * parts, packed_seq=is_packed)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's, whose output is multiplied with gates: where a rank has some heads of a group, it gets the gates of all."""
+
+    def get_query_key_value_tensors(self, *args: Any, output_gate: bool = False, **kwargs: Any) -> Any:
+        *qkv, gate = super().get_query_key_value_tensors(*args, output_gate=True, **kwargs)
+        held, rank = qkv[0].size(2), self.pg_collection.tp.rank()
+        parts = gate.split(held, dim=2)
+        return (*qkv, parts[rank % len(parts)])
 
 
 class ProjectionNormAttention(Attention):
@@ -346,12 +357,23 @@ def decoder_spec(
     build = _te_spec if te else _local_spec
     if te:
         from megatron.core.extensions.transformer_engine import TENorm
-    specs = {moe: build(config, family, moe=moe) for moe in {_is_moe(config, number) for number in numbers}}
-    for spec in specs.values():
+    kinds = [(_is_moe(config, number), _is_delta(config, number)) for number in numbers]
+    specs = {(moe, delta): build(config, family, moe=moe) for moe, delta in set(kinds)}
+    for (_, is_delta), spec in specs.items():
         _adapt(spec.submodules, config, family)
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[_is_moe(config, number)] for number in numbers], layer_norm=TENorm if te else RMSNorm
-    )
+        if is_delta:
+            _use_delta_net(spec.submodules, te)
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if te else RMSNorm)
+
+
+def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
+    backend: Any = LocalSpecProvider()
+    if te:
+        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        layer.input_layernorm, backend = TENorm, TESpecProvider()
+    layer.self_attention = delta_net_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
 
 
 def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family: Family) -> None:
@@ -362,6 +384,8 @@ def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, {"config": config})
     if family.windows is not None:
         layer.self_attention.module = Attention
+    if config.attention_output_gate:
+        layer.self_attention.module = GatedAttention
     if family.has_stacked_experts:
         experts = submodules_of(submodules_of(layer.mlp).experts)
         experts.linear_fc1 = taking_turns(experts.linear_fc1)
@@ -375,6 +399,10 @@ def _adapt(layer: TransformerLayerSubmodules, config: TransformerConfig, family:
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
     frequency = config.moe_layer_freq
     return config.num_moe_experts is not None and (isinstance(frequency, int) or bool(frequency[layer]))
+
+
+def _is_delta(config: TransformerConfig, layer: int) -> bool:
+    return isinstance(config.linear_attention_freq, list) and bool(config.linear_attention_freq[layer])
 
 
 def _te_spec(config: TransformerConfig, family: Family, *, moe: bool) -> ModuleSpec:

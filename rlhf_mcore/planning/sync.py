@@ -52,7 +52,7 @@ def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
     """Keys and values of one token in all layers on one engine rank: with latent attention the latent alone, on every rank."""
     if geometry.kv_lora_rank:
         return geometry.num_layers * (geometry.kv_lora_rank + geometry.rope_head_dim) * width
-    return 2 * geometry.num_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
+    return 2 * geometry.num_attention_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
 
 
 def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:

@@ -81,7 +81,7 @@ def _flops_per_token(role: PlannedRole, work: Workload) -> float:
     """Forward pass: twice the parameters a token meets, and attention to half of the sequence on average."""
     geometry = role.geometry
     length = work.prompt_tokens + work.response_tokens
-    attention = geometry.num_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim) * length
+    attention = geometry.num_attention_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim) * length
     return 2 * active_parameters(geometry) + attention
 
 

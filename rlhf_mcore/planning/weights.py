@@ -32,6 +32,12 @@ _MODULES = (
     "core_attention",
     "linear_proj",
     "linear_qkv",
+    "dt_bias",
+    "A_log",
+    "in_proj",
+    "conv1d",
+    "out_norm",
+    "out_proj",
     "q_layernorm",
     "k_layernorm",
     "self_attn_bda",
@@ -143,9 +149,7 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
     chunks = []
     for number in range(layout.vpp or 1):
         layers = layout.layers_of(geometry.num_layers, pp, number)
-        tensors = [
-            tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.is_moe_layer(layer), grid)
-        ]
+        tensors = [tensor for layer in layers for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid)]
         if (pp, number) == (0, 0):
             tensors.insert(0, LocalTensor(first.mcore, _numel(first.mcore, geometry, grid)))
         if (pp, number) == end:
@@ -164,8 +168,8 @@ class _Grid:
 
 
 @lru_cache(maxsize=1024)
-def _layer_tensors(geometry: ModelGeometry, is_moe: bool, grid: _Grid) -> tuple[LocalTensor, ...]:
-    layer = next(layer for layer in range(geometry.num_layers) if geometry.is_moe_layer(layer) == is_moe)
+def _layer_tensors(geometry: ModelGeometry, kind: tuple[bool, bool], grid: _Grid) -> tuple[LocalTensor, ...]:
+    layer = next(layer for layer in range(geometry.num_layers) if geometry.layer_kind(layer) == kind)
     names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer)
     buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
@@ -202,7 +206,7 @@ def active_parameters(geometry: ModelGeometry) -> int:
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
     """Operations of a forward pass, see :mod:`rlhf_mcore.observability.throughput`."""
     logits = geometry.vocab_size * geometry.hidden_size if geometry.head == "lm" else 0
-    attention = 2 * geometry.num_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
+    attention = 2 * geometry.num_attention_layers * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
     return ModelFlops(2.0 * (active_parameters(geometry) - logits), float(attention), 2.0 * logits)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.families import has_expert_bias
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -33,6 +34,7 @@ from tests.distributed.setting import (
 from tests.distributed.update_worker import oracle, update
 
 BIAS_RATE = 0.01
+WITH_MTP = ("deepseek_v3", "glm4_moe")  # MTP layers in their files, beside which they are trained
 # The first layout of a model is the one that its update is tried on, too.
 FEW = {
     "deepseek_v3": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "tp2_sp_ep2_etp1_dp2"),
@@ -42,6 +44,7 @@ FEW = {
     "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
     "olmo2": ("tp2_pp2", "tp4_sp"),
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
+    "qwen3_next": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }
 
@@ -66,6 +69,8 @@ def main(directory: Path, wanted: str = "") -> None:
             models.make(name, path)
             reference = models.make(name, directory / f"{name}_reference", seed=7)
             findings["oracle"][name] = oracle(path, reference, after)
+            if name in WITH_MTP:
+                models.add_mtp_layer(path)
         dist.barrier()
         hf, reference = load_hf(path), load_hf(directory / f"{name}_reference")
         with torch.no_grad():
@@ -80,9 +85,15 @@ def main(directory: Path, wanted: str = "") -> None:
             }
             if wanted or layout == FEW[name][0]:
                 saved, geometry = directory / f"{name}_{layout}_saved", model.spec.geometry
-                Exporter(model.local_parameters(), geometry, [str(path)], world_group(), bucket_bytes=10_000).save(
-                    saved
-                )
+                Exporter(
+                    model.local_parameters(),
+                    geometry,
+                    [str(path)],
+                    world_group(),
+                    bucket_bytes=10_000,
+                    shard_bytes=100_000,
+                    carried=CarriedTensors(path),
+                ).save(saved)
                 found["saved"] = difference(saved, path)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)
                 rate = BIAS_RATE if has_expert_bias(geometry) else 0.0

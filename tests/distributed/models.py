@@ -35,6 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 SIZES = dict(
@@ -182,6 +184,20 @@ FURTHER_MODELS = {
         DeepseekV3Config,
         {**DEEPSEEK, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
     ),
+    # Gated delta nets with more heads of values than of keys, attention with gates, a quarter of a head rotated.
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            **QWEN_EXPERTS,
+            "shared_expert_intermediate_size": 80,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 16,
+            "full_attention_interval": 2,
+        },
+    ),
     # Without experts nothing asks for sequence parallelism.
     "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),
 }
@@ -227,3 +243,19 @@ def pack(directory: Path, seed: int = 0) -> None:
     config = json.loads((directory / "config.json").read_text())
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+
+
+def add_mtp_layer(directory: Path, layers: int = 4) -> dict[str, torch.Tensor]:
+    """Give a saved model of ``layers`` layers an MTP layer, as DeepSeek-V3 and GLM-4.5 have it, in bf16. Returns its tensors."""
+    path, config = directory / "model.safetensors", directory / "config.json"
+    held = load_file(path)
+    last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    hidden, vocabulary = held["model.norm.weight"].numel(), held["model.embed_tokens.weight"]
+    made = {prefix + name.removeprefix(last): tensor for name, tensor in held.items() if name.startswith(last)}
+    made |= {f"{prefix}{name}.weight": held["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
+    made |= {f"{prefix}{name}.weight": vocabulary for name in ("embed_tokens", "shared_head.head")}
+    made[f"{prefix}eh_proj.weight"] = torch.zeros(hidden, 2 * hidden)
+    made = {name: (tensor + torch.randn_like(tensor) * 0.1).bfloat16() for name, tensor in made.items()}
+    save_file({**held, **made}, path, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    return made

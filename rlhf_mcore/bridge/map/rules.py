@@ -6,11 +6,12 @@ Pure Python: neither torch, megatron nor vllm.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from rlhf_mcore.bridge.map.pieces import Piece
+from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
 from rlhf_mcore.families.base import Rule
@@ -97,9 +98,10 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
         KeyError: the family has no such parameter.
         ConfigError: its rows are no rows of Hugging Face tensors.
     """
-    if find_rule(geometry, parameter)[0].kind == "stacked":
+    if (kind := find_rule(geometry, parameter)[0].kind) == "stacked" or geometry.delta_layers:
+        part = "experts" if kind == "stacked" else "gated delta nets"
         raise ConfigError(
-            f"{geometry.family}: Megatron's formats of its experts are not supported; convert from or to hf only"
+            f"{geometry.family}: Megatron's formats of its {part} are not supported; convert from or to hf only"
         )
     held = pieces(parameter, geometry, Shard(0, 1))
     width = held[0].shape[1:]
@@ -144,10 +146,9 @@ def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
 
 
 def _rows(name: str, shape: tuple[int, ...], first: int, count: int, local_row: int) -> Piece:
-    """``count`` whole rows of a matrix, or elements of a vector."""
-    if len(shape) == 1:
-        return Piece(name, (first,), (count,), local_row, (1,))
-    return Piece(name, (first, 0), (count, shape[1]), local_row * shape[1], (shape[1], 1))
+    """``count`` whole rows of a tensor, or elements of a vector."""
+    strides = contiguous_strides(shape)
+    return Piece(name, (first, *(0 for _ in shape[1:])), (count, *shape[1:]), local_row * strides[0], strides)
 
 
 def _of_stack(name: str, shape: tuple[int, ...], expert: int) -> Piece:
@@ -187,21 +188,74 @@ def _vocab_parallel(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[
             yield _rows(name, shape, first, count, 0)
 
 
-def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
-    """Rows interleaved by query group (its queries, its key, its value); a rank holds an interval of the interleaved rows.
+_Runs = Iterable[tuple[str, int, int]]  # of rows: their tensor, the first of them and how many
 
-    The interval need not end at a group's border: with fewer groups than ranks Megatron splits raw rows.
+
+def _interval(shapes: Shapes, runs: _Runs, shard: Shard) -> Iterator[Piece]:
+    """A rank holds an equal interval of the rows of ``runs``, one below the other.
+
+    It need not end at the border of a run: with fewer groups than ranks Megatron splits raw rows.
     """
-    per_group = {name: shape[0] // g.num_kv_heads for name, shape in shapes.items()}
-    per_rank = g.num_kv_heads * sum(per_group.values()) // shard.size
+    runs = list(runs)
+    per_rank = sum(count for _, _, count in runs) // shard.size
     begin, end = shard.rank * per_rank, (shard.rank + 1) * per_rank
     position = 0
-    for group in range(g.num_kv_heads):
-        for name, rows in per_group.items():
-            low, high = max(position, begin), min(position + rows, end)
-            if low < high:
-                yield _rows(name, shapes[name], group * rows + low - position, high - low, low - begin)
-            position += rows
+    for name, first, count in runs:
+        low, high = max(position, begin), min(position + count, end)
+        if low < high:
+            yield _rows(name, shapes[name], first + low - position, high - low, low - begin)
+        position += count
+
+
+def _qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Rows interleaved by query group: its queries, its key, its value."""
+    per_group = {name: shape[0] // g.num_kv_heads for name, shape in shapes.items()}
+    groups = range(g.num_kv_heads)
+    return _interval(
+        shapes, ((name, group * rows, rows) for group in groups for name, rows in per_group.items()), shard
+    )
+
+
+def _gated_qkv(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """The same where queries have gates. Files have heads' queries and gates in turn; here a group has its queries, then its gates."""
+    (queries, keys, values), width = shapes, g.head_dim
+
+    def runs() -> _Runs:
+        per_group = g.num_heads // g.num_kv_heads
+        for group in range(g.num_kv_heads):
+            heads = range(group * per_group, (group + 1) * per_group)
+            for half in (0, 1):
+                yield from ((queries, (2 * head + half) * width, width) for head in heads)
+            yield from ((name, group * width, width) for name in (keys, values))
+
+    return _interval(shapes, runs(), shard)
+
+
+def _delta(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """Rows of all heads of a kind, one kind after the other: queries, keys and values in one tensor, others in one each."""
+    (mixed, *others), sections = shapes, []
+    first, value_rows = 0, g.delta_value_heads * g.delta_value_dim
+    for count in (*2 * [g.delta_key_heads * g.delta_key_dim], value_rows):
+        sections.append((mixed, first, count))
+        first += count
+    sections += [(name, 0, shapes[name][0]) for name in others]
+    position = 0
+    for name, first, rows in sections:
+        per_rank = rows // shard.size
+        yield _rows(name, shapes[name], first + shard.rank * per_rank, per_rank, position)
+        position += per_rank
+
+
+def _delta_by_head(shapes: Shapes, g: ModelGeometry, shard: Shard) -> Iterator[Piece]:
+    """The same where files have rows by head of keys: its query, key, values and gates; in a second tensor its betas and alphas."""
+    (mixed, scalars), heads = shapes, g.delta_value_heads // g.delta_key_heads
+    key, value, position = g.delta_key_dim, heads * g.delta_value_dim, 0
+    per_rank = g.delta_key_heads // shard.size
+    for name, parts in ((mixed, (key, key, value, value)), (scalars, (heads, heads))):
+        for number, rows in enumerate(parts):
+            for head in range(shard.rank * per_rank, (shard.rank + 1) * per_rank):
+                yield _rows(name, shapes[name], head * sum(parts) + sum(parts[:number]), rows, position)
+                position += rows
 
 
 _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = {
@@ -210,4 +264,7 @@ _SPLITS: dict[str, Callable[[Shapes, ModelGeometry, Shard], Iterator[Piece]]] = 
     "row_parallel": _row_parallel,
     "vocab_parallel": _vocab_parallel,
     "qkv": _qkv,
+    "gated_qkv": _gated_qkv,
+    "delta": _delta,
+    "delta_by_head": _delta_by_head,
 }

@@ -49,8 +49,10 @@ class BridgeJob:
     @classmethod
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
-        geometry = fields.pop("geometry")
-        return cls(ModelGeometry(**{**geometry, "dense_layers": tuple(geometry["dense_layers"])}), **fields)
+        geometry = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in fields.pop("geometry").items()
+        }
+        return cls(ModelGeometry(**geometry), **fields)
 
 
 @dataclass(frozen=True, slots=True)

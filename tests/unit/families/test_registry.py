@@ -69,6 +69,7 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
+        "qwen3_next",
     ]
     assert len(ARCHITECTURES) == len(FAMILIES) * len(HEADS)
     assert ARCHITECTURES["Qwen2MoeForTokenClassification"] == (FAMILIES["qwen2_moe"], "token")

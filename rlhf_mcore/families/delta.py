@@ -1,0 +1,69 @@
+"""How config.json describes layers with a gated delta net in the place of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_mcore.families.sizes import size
+from rlhf_mcore.foreign import Fields, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Sizes of the nets, and which layers have one.
+
+    ``every``: where config.json has no ``layer_types``, one layer of so many has attention, the last of them.
+    """
+
+    every: int = 4
+
+    def sizes(self, hf_config: Fields) -> dict[str, Any]:
+        """Fields of a geometry."""
+        kinds = self._kinds(hf_config)
+        return dict(
+            delta_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention"),
+            delta_key_heads=size(hf_config, "linear_num_key_heads", 16),
+            delta_value_heads=size(hf_config, "linear_num_value_heads", 32),
+            delta_key_dim=size(hf_config, "linear_key_head_dim", 128),
+            delta_value_dim=size(hf_config, "linear_value_head_dim", 128),
+            delta_kernel=size(hf_config, "linear_conv_kernel_dim", 4),
+        )
+
+    def settings(self, hf_config: Fields) -> dict[str, Any]:
+        """Settings of Megatron's."""
+        sizes = self.sizes(hf_config)
+        return {
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in self._kinds(hf_config)],
+            "linear_num_key_heads": sizes["delta_key_heads"],
+            "linear_num_value_heads": sizes["delta_value_heads"],
+            "linear_key_head_dim": sizes["delta_key_dim"],
+            "linear_value_head_dim": sizes["delta_value_dim"],
+            "linear_conv_kernel_dim": sizes["delta_kernel"],
+        }
+
+    def problems(self, hf_config: Fields) -> Iterator[str]:
+        """What of a config.json is not supported."""
+        sizes, kinds, num_layers = (
+            self.sizes(hf_config),
+            self._kinds(hf_config),
+            size(hf_config, "num_hidden_layers"),
+        )
+        keys, values = sizes["delta_key_heads"], sizes["delta_value_heads"]
+        if values % keys:
+            yield f"linear_num_value_heads={values} is no multiple of linear_num_key_heads={keys}; export the model again"
+        if unknown := sorted(set(kinds) - {"linear_attention", "full_attention"}):
+            yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
+        if len(kinds) != num_layers:
+            yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
+        elif "full_attention" not in kinds:
+            yield "layer_types has no full_attention, which is not supported; use another model"
+
+    def _kinds(self, hf_config: Fields) -> Sequence[str]:
+        every = hf_config.integer("full_attention_interval", 1, 1024, default=self.every)
+        kinds = [
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(size(hf_config, "num_hidden_layers"))
+        ]
+        return hf_config.texts("layer_types", default=None) or kinds

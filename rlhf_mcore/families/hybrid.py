@@ -1,0 +1,59 @@
+"""Tables of decoders in which most layers have a gated delta net, and the others attention with gates (Qwen3-Next, Qwen3.5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhf_mcore.families.base import DECODER, HEAD_DIM, HIDDEN, KV, ONE, Dim, Kind, Rule, qk_norm
+
+GATED_QUERIES = Dim("gated_queries", lambda g: 2 * g.num_heads * g.head_dim)
+_KEYS, _VALUES = (lambda g: g.delta_key_heads * g.delta_key_dim), (lambda g: g.delta_value_heads * g.delta_value_dim)
+VALUE_HEADS = Dim("delta_value_heads", lambda g: g.delta_value_heads)
+VALUE_DIM = Dim("delta_value_dim", lambda g: g.delta_value_dim)
+KERNEL = Dim("delta_kernel", lambda g: g.delta_kernel)
+KEYS_AND_VALUES = Dim("delta_keys_and_values", lambda g: 2 * _KEYS(g) + _VALUES(g))
+VALUES = Dim("delta_values", _VALUES)
+QKVZ = Dim("delta_qkvz", lambda g: 2 * _KEYS(g) + 2 * _VALUES(g))
+BETA_ALPHA = Dim("delta_beta_alpha", lambda g: 2 * g.delta_value_heads)
+_MEGATRON, _LAYER = "decoder.layers.{i}.self_attention.", "model.layers.{i}."
+
+
+def delta_net(kind: Kind, **inputs: Dim) -> tuple[Rule, ...]:
+    """A gated delta net. ``inputs``: its projections from hidden states in files, and how many rows each has."""
+
+    def rule(name: str, kind: Kind, tensors: dict[str, tuple[Dim, ...]]) -> Rule:
+        return Rule(
+            _MEGATRON + name, kind, {f"{_LAYER}linear_attn.{hf}": dims for hf, dims in tensors.items()}, "delta"
+        )
+
+    return (
+        Rule(
+            "decoder.layers.{i}.input_layernorm.weight",
+            "replicated",
+            {_LAYER + "input_layernorm.weight": (HIDDEN,)},
+            "delta",
+        ),
+        rule("in_proj.weight", kind, {f"{name}.weight": (rows, HIDDEN) for name, rows in inputs.items()}),
+        rule("conv1d.weight", "delta", {"conv1d.weight": (KEYS_AND_VALUES, ONE, KERNEL)}),
+        rule("dt_bias", "column_parallel", {"dt_bias": (VALUE_HEADS,)}),
+        rule("A_log", "column_parallel", {"A_log": (VALUE_HEADS,)}),
+        rule("out_norm.weight", "replicated", {"norm.weight": (VALUE_DIM,)}),
+        rule("out_proj.weight", "row_parallel", {"out_proj.weight": (HIDDEN, VALUES)}),
+    )
+
+
+def _in_hybrid(rule: Rule) -> Rule:
+    """A rule of a decoder whose layers all have attention."""
+    if "self_attention" not in rule.mcore and "input_layernorm" not in rule.mcore:
+        return rule
+    if rule.kind != "qkv":
+        return replace(rule, layers="attention")
+    attention = _LAYER + "self_attn."
+    tensors = {
+        attention + "q_proj.weight": (GATED_QUERIES, HIDDEN),
+        **{f"{attention}{x}_proj.weight": (KV, HIDDEN) for x in "kv"},
+    }
+    return replace(rule, kind="gated_qkv", tensors=tensors, layers="attention")
+
+
+GATED_DECODER = tuple(map(_in_hybrid, DECODER + qk_norm(HEAD_DIM)))

@@ -1,0 +1,208 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in plain torch, over packed or padded sequences and tensor parallelism.
+
+Megatron's own layer needs kernels of other packages, and in 0.16 has no packed sequences. Its parameters have the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from torch import Tensor
+
+from rlhf_mcore.mcore.latent import SummedGradient
+
+CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
+
+
+class GatedDeltaNet(torch.nn.Module):
+    """What stands in the place of attention: convolution over the last tokens, a state per head that decays and is corrected, a gate.
+
+    A tensor-parallel rank has some of the heads of keys, and the heads of values that go with them. ``in_proj`` gives queries, keys,
+    values, output gates, and of each head of values how much it corrects (beta) and how fast it forgets (alpha).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        in_proj: type[torch.nn.Module],
+        out_proj: type[torch.nn.Module],
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: Any,
+    ):
+        super().__init__()
+        c, self._tp = config, pg_collection.tp
+        assert c.linear_num_key_heads and c.linear_num_value_heads and c.linear_key_head_dim and c.linear_value_head_dim
+        ranks = self._tp.size()
+        self.keys, self.values = c.linear_num_key_heads // ranks, c.linear_num_value_heads // ranks
+        self.key_dim, self.value_dim = c.linear_key_head_dim, c.linear_value_head_dim
+        self.eps = c.layernorm_epsilon
+        all_values = c.linear_num_value_heads * c.linear_value_head_dim
+        outputs = 2 * (c.linear_num_key_heads * c.linear_key_head_dim + all_values + c.linear_num_value_heads)
+        shared: dict[str, Any] = dict(config=c, bias=False, is_expert=False, tp_group=self._tp)
+        self.in_proj = in_proj(
+            c.hidden_size, outputs, init_method=c.init_method, gather_output=False, skip_bias_add=False, **shared
+        )
+        channels = 2 * self.keys * self.key_dim + self.values * self.value_dim
+        self.conv1d = _Weight(c, channels, 1, c.linear_conv_kernel_dim)
+        self.dt_bias = torch.nn.Parameter(torch.empty(self.values, dtype=c.params_dtype))
+        self.A_log = torch.nn.Parameter(torch.empty(self.values, dtype=c.params_dtype))
+        for split in (self.conv1d.weight, self.dt_bias, self.A_log):
+            set_tensor_model_parallel_attributes(split, True, 0, 1)
+        self.out_norm = _Weight(c, self.value_dim)
+        self.out_proj = out_proj(
+            all_values,
+            c.hidden_size,
+            init_method=c.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **shared,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, hidden] (a part of the tokens under sequence parallelism), packed with b = 1. Returns as much, and no bias."""
+        mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, outputs of this rank]
+        batch, length = mixed.shape[:2]
+        lengths = [length] * batch if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
+        key_size, value_size = self.keys * self.key_dim, self.values * self.value_dim
+        sizes = [2 * key_size + value_size, value_size, self.values, self.values]
+        qkv, gate, beta, alpha = mixed.flatten(0, 1).split(sizes, dim=-1)
+        qkv = F.silu(causal_convolution(qkv, self.conv1d.weight.squeeze(1), lengths))
+        query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
+        repeats = self.values // self.keys
+        q, k = (_unit(x.unflatten(-1, (self.keys, -1))).repeat_interleave(repeats, dim=1) for x in (query, key))
+        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
+        out = gated_delta_rule(q, k, value.unflatten(-1, (self.values, -1)), decay, beta.float().sigmoid(), lengths)
+        out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, (self.values, -1))
+        out = out.to(value.dtype).flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
+        return self.out_proj(out)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Norm of each head, with one weight for the heads of all ranks."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return SummedGradient.apply(self.out_norm.weight, self._tp) * normed.to(x.dtype)
+
+
+class _Weight(torch.nn.Module):
+    """A weight under the name of its module."""
+
+    def __init__(self, config: TransformerConfig, *shape: int | None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))  # type: ignore[arg-type]
+
+
+def delta_net_spec(column: type[torch.nn.Module], row: type[torch.nn.Module]) -> ModuleSpec:
+    """A layer's "attention", of linear layers that are split by columns and by rows."""
+    return ModuleSpec(GatedDeltaNet, {"in_proj": column, "out_proj": row})
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Heads of length one, in fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Of sequences back to back each channel is convolved with its own kernel, over its last tokens.
+
+    Args:
+        x: [N, C] tokens.
+        weight: [C, K] kernels, whose last element is multiplied with the token itself.
+        lengths: of the sequences. A token sees none of another sequence.
+
+    Returns:
+        [N, C].
+    """
+    places = torch.cat([torch.arange(length) for length in lengths]).to(x.device)[:, None]
+    kernel = weight.size(1)
+    out = x * weight[:, -1]
+    for back in range(1, kernel):
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where(places >= back, x.new_zeros(()))
+        out = out + earlier * weight[:, kernel - 1 - back]
+    return out
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The gated delta rule over sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
+
+    Of each head a state S [K, V] begins at zero with every sequence: S' = exp(decay_t) S_{t-1},
+    S_t = S' + k_t beta_t (v_t - S'^T k_t)^T, o_t = S_t^T q_t / sqrt(K). Within a chunk the corrections u of all tokens solve
+    (1 + L) u = beta (v - exp(d) S^T k), where d is the sum of decays since the chunk began, S the state then, and
+    L_ij = beta_i exp(d_i - d_j) k_i k_j for j < i.
+
+    Args:
+        q, k: [N, H, K] of length one.
+        v: [N, H, V].
+        decay, beta: [N, H]; decays are not positive.
+        lengths: of the sequences.
+
+    Returns:
+        o [N, H, V] fp32.
+    """
+    places, sizes = _chunk_places(lengths, CHUNK)
+    places, count = places.to(q.device), sum(sizes)
+
+    def chunked(x: Tensor) -> Tensor:
+        """[N, H, ...] -> [chunks, H, CHUNK, ...]; places without a token are zero, and change nothing."""
+        rows = x.new_zeros(count * CHUNK, *x.shape[1:]).index_copy(0, places, x)
+        return rows.unflatten(0, (count, CHUNK)).transpose(1, 2)
+
+    q, k, v, beta = (chunked(x.float()) for x in (q * q.size(-1) ** -0.5, k, v, beta[..., None]))
+    total = chunked(decay).cumsum(dim=-1)  # since the chunk began
+    before = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    faded = (total[..., :, None] - total[..., None, :]).masked_fill(~before, -torch.inf).exp()
+    since = total.exp()[..., None]
+    system = beta * (k @ k.mT) * faded
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([beta * v, beta * since * k], dim=-1), upper=False, unitriangular=True
+    )
+    own, of_state = solved.split([v.size(-1), k.size(-1)], dim=-1)
+    reads, inside = q * since, (q @ k.mT) * faded
+    writes, ends = k * (total[..., -1:] - total).exp()[..., None], since[..., -1:, :]
+    state, parts, first = q.new_zeros(0), [], 0
+    for size in sizes:  # the first chunks of all sequences, then the second ones of those that have a second one
+        now = slice(first, first + size)
+        if first == 0:
+            corrections, out = own[now], inside[now] @ own[now]
+            state = writes[now].mT @ corrections
+        else:
+            state = state[:size]
+            corrections = own[now] - of_state[now] @ state
+            out = reads[now] @ state + inside[now] @ corrections
+            state = state * ends[now] + writes[now].mT @ corrections
+        parts.append(out)
+        first += size
+    return torch.cat(parts).transpose(1, 2).flatten(0, 1).index_select(0, places)
+
+
+def _chunk_places(lengths: Sequence[int], chunk: int) -> tuple[Tensor, list[int]]:
+    """Where tokens go when sequences are cut into chunks: first those that begin a sequence, then those that are second in one.
+
+    Longer sequences come before shorter ones, so that those which have a further chunk are always the first of their kind.
+
+    Returns:
+        The place of each token [N] among all places, and how many sequences have a first, a second, ... chunk.
+    """
+    number = torch.tensor(lengths)
+    chunks = -(-number // chunk)
+    ranks = torch.empty_like(number)
+    ranks[torch.argsort(chunks, descending=True, stable=True)] = torch.arange(len(number))
+    sizes = [int((chunks > nth).sum()) for nth in range(int(chunks.max()))]
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    token = torch.cat([torch.arange(length) for length in lengths])
+    row = starts[token // chunk] + ranks.repeat_interleave(number)
+    return row * chunk + token % chunk, sizes

@@ -1,0 +1,116 @@
+"""Gated delta nets against the recurrence, token by token, and where a rank holds their rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.rules import pieces
+from rlhf_mcore.mcore.delta_net import CHUNK, causal_convolution, gated_delta_rule
+from rlhf_mcore.types import ModelGeometry, Shard
+
+LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Equation 10 of arXiv 2412.06464 for one head of one sequence."""
+    state, out = q.new_zeros(k.size(-1), v.size(-1)), []
+    for t in range(len(q)):
+        state = state * decay[t].exp()
+        state = state + torch.outer(k[t], beta[t] * (v[t] - state.T @ k[t]))
+        out.append(state.T @ q[t] / q.size(-1) ** 0.5)
+    return torch.stack(out)
+
+
+def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> None:
+    generator, count = torch.Generator().manual_seed(0), sum(LENGTHS)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(count, 2, *shape, generator=generator, dtype=torch.float64)
+
+    inputs = [
+        F.normalize(random(6), dim=-1),
+        F.normalize(random(6), dim=-1),
+        random(5),
+        -random().abs(),
+        random().sigmoid(),
+    ]
+    wide = [x.requires_grad_() for x in inputs]
+    expected = torch.cat(
+        [
+            torch.stack([token_by_token(*(x[:, head] for x in sequence)) for head in range(2)], dim=1)
+            for sequence in zip(*(x.split(LENGTHS) for x in wide), strict=True)
+        ]
+    )
+    narrow = [x.detach().float().requires_grad_() for x in inputs]
+    found = gated_delta_rule(*narrow, LENGTHS)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+    weights = random(5)
+    (expected * weights).sum().backward()
+    (found.double() * weights).sum().backward()
+    for x, y in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(x.grad.double(), y.grad, atol=5e-6, rtol=1e-4)
+
+
+def test_a_convolution_sees_no_token_of_another_sequence() -> None:
+    torch.manual_seed(0)
+    x, weight, lengths = torch.randn(12, 3), torch.randn(3, 4), [2, 1, 9]
+    expected = [F.conv1d(F.pad(part.T, (3, 0))[None], weight[:, None], groups=3)[0].T for part in x.split(lengths)]
+    torch.testing.assert_close(causal_convolution(x, weight, lengths), torch.cat(expected))
+
+
+GEOMETRY = ModelGeometry(
+    "qwen3_next",
+    num_layers=2,
+    hidden_size=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    ffn_size=2,
+    vocab_size=4,
+    tied_embeddings=False,
+    delta_layers=(0,),
+    delta_key_heads=2,
+    delta_value_heads=4,
+    delta_key_dim=2,
+    delta_value_dim=1,
+    delta_kernel=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "expected"),
+    [
+        # Of each head of keys in a file: query 2, key 2, values 2, gates 2; then betas 2, alphas 2.
+        (
+            "decoder.layers.0.self_attention.in_proj.weight",
+            None,
+            "qkvz 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15 ba 0 1 4 5 2 3 6 7",
+        ),
+        ("decoder.layers.0.self_attention.in_proj.weight", 1, "qkvz 8 9 10 11 12 13 14 15 ba 4 5 6 7"),
+        ("decoder.layers.0.self_attention.conv1d.weight", 1, "conv1d 2 3 6 7 10 11"),
+        # Of each head in a file: query 2, gate 2.
+        (
+            "decoder.layers.1.self_attention.linear_qkv.weight",
+            None,
+            "q 0 1 4 5 2 3 6 7 k 0 1 v 0 1 q 8 9 12 13 10 11 14 15 k 2 3 v 2 3",
+        ),
+        ("decoder.layers.1.self_attention.linear_qkv.weight", 1, "q 8 9 12 13 10 11 14 15 k 2 3 v 2 3"),
+    ],
+)
+def test_rows_of_a_rank(name: str, rank: int | None, expected: str) -> None:
+    held = pieces(name, GEOMETRY, Shard(0, 1) if rank is None else Shard(rank, 2))
+    found, last, position = [], "", 0
+    for piece in held:
+        tensor = (
+            piece.hf_name.rpartition(".weight")[0].rpartition(".")[2].removeprefix("in_proj_").removesuffix("_proj")
+        )
+        width = 4 if tensor == "conv1d" else 1
+        assert piece.offset == position * width and piece.shape[1:] == ((1, 4) if tensor == "conv1d" else (1,))
+        found += ([tensor] if tensor != last else []) + [
+            *map(str, range(piece.start[0], piece.start[0] + piece.shape[0]))
+        ]
+        last, position = tensor, position + piece.shape[0]
+    assert " ".join(found) == expected
