@@ -5,16 +5,18 @@ Megatron's own layer needs kernels of other packages, and in 0.16 has no packed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.mcore.latent import SummedGradient
 
@@ -76,10 +78,17 @@ class GatedDeltaNet(torch.nn.Module):
         """[s, b, hidden] (a part of the tokens under sequence parallelism), packed with b = 1. Returns as much, and no bias."""
         mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, outputs of this rank]
         batch, length = mixed.shape[:2]
-        lengths = [length] * batch if packed_seq_params is None else packed_seq_params.cu_seqlens_q.diff().tolist()
+        lengths = (
+            np.full(batch, length) if packed_seq_params is None else np.diff(packed_seq_params.cu_seqlens_q.tolist())
+        )
+        # The rule keeps ten times what goes in, so it runs again in the backward pass.
+        out = checkpoint(self._heads, mixed.flatten(0, 1), lengths, use_reentrant=False, preserve_rng_state=False)
+        return self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
+
+    def _heads(self, mixed: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """[N, outputs of ``in_proj`` on this rank] -> [N, its heads of values * value_dim]."""
         key_size, value_size = self.keys * self.key_dim, self.values * self.value_dim
-        sizes = [2 * key_size + value_size, value_size, self.values, self.values]
-        qkv, gate, beta, alpha = mixed.flatten(0, 1).split(sizes, dim=-1)
+        qkv, gate, beta, alpha = mixed.split([2 * key_size + value_size, value_size, self.values, self.values], dim=-1)
         qkv = F.silu(causal_convolution(qkv, self.conv1d.weight.squeeze(1), lengths))
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
         repeats = self.values // self.keys
@@ -87,8 +96,7 @@ class GatedDeltaNet(torch.nn.Module):
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
         out = gated_delta_rule(q, k, value.unflatten(-1, (self.values, -1)), decay, beta.float().sigmoid(), lengths)
         out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, (self.values, -1))
-        out = out.to(value.dtype).flatten(1).unflatten(0, (batch, length)).transpose(0, 1).contiguous()
-        return self.out_proj(out)
+        return out.to(value.dtype).flatten(1)
 
     def _normed(self, x: Tensor) -> Tensor:
         """Norm of each head, with one weight for the heads of all ranks."""
@@ -116,7 +124,7 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) -> Tensor:
     """Of sequences back to back each channel is convolved with its own kernel, over its last tokens.
 
     Args:
@@ -127,7 +135,7 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Ten
     Returns:
         [N, C].
     """
-    places = torch.cat([torch.arange(length) for length in lengths]).to(x.device)[:, None]
+    places = torch.from_numpy(_numbers(lengths)).to(x.device)[:, None]
     kernel = weight.size(1)
     out = x * weight[:, -1]
     for back in range(1, kernel):
@@ -136,7 +144,9 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Ten
     return out
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Sequence[int]) -> Tensor:
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: NDArray[np.int64]
+) -> Tensor:
     """The gated delta rule over sequences back to back, in fp32 (arXiv 2412.06464, equation 10, in the chunks of section 3.3).
 
     Of each head a state S [K, V] begins at zero with every sequence: S' = exp(decay_t) S_{t-1},
@@ -189,7 +199,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tenso
     return torch.cat(parts).transpose(1, 2).flatten(0, 1).index_select(0, places)
 
 
-def _chunk_places(lengths: Sequence[int], chunk: int) -> tuple[Tensor, list[int]]:
+def _chunk_places(lengths: NDArray[np.int64], chunk: int) -> tuple[Tensor, list[int]]:
     """Where tokens go when sequences are cut into chunks: first those that begin a sequence, then those that are second in one.
 
     Longer sequences come before shorter ones, so that those which have a further chunk are always the first of their kind.
@@ -197,12 +207,15 @@ def _chunk_places(lengths: Sequence[int], chunk: int) -> tuple[Tensor, list[int]
     Returns:
         The place of each token [N] among all places, and how many sequences have a first, a second, ... chunk.
     """
-    number = torch.tensor(lengths)
-    chunks = -(-number // chunk)
-    ranks = torch.empty_like(number)
-    ranks[torch.argsort(chunks, descending=True, stable=True)] = torch.arange(len(number))
-    sizes = [int((chunks > nth).sum()) for nth in range(int(chunks.max()))]
-    starts = torch.tensor([0, *sizes]).cumsum(0)
-    token = torch.cat([torch.arange(length) for length in lengths])
-    row = starts[token // chunk] + ranks.repeat_interleave(number)
-    return row * chunk + token % chunk, sizes
+    chunks = -(-lengths // chunk)
+    ranks = np.empty_like(lengths)
+    ranks[np.argsort(-chunks, kind="stable")] = np.arange(len(lengths))
+    sizes = [int((chunks > nth).sum()) for nth in range(chunks.max())]
+    starts, token = np.cumsum([0, *sizes]), _numbers(lengths)
+    row = starts[token // chunk] + np.repeat(ranks, lengths)
+    return torch.from_numpy(row * chunk + token % chunk), sizes
+
+
+def _numbers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The number of each token [N] in its sequence."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -20,6 +20,8 @@ from rlhf_mcore.types import ModelGeometry
 CHUNK_TOKENS = 2048
 CHUNK_BYTES = 512 * 2**20
 _FP32 = 4
+# Tensors of a gated delta net with an element for each number of a key, a value, a token of a chunk, and a state.
+_DELTA_KEYS, _DELTA_VALUES, _DELTA_CHUNKS, _DELTA_STATES = 11, 8, 6, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,22 @@ def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, ass
     elif recompute.granularity == "selective":
         again = _dropped_bytes(role, layer, width, assumed)
     own = _dispatch_bytes if geometry.is_moe_layer(layer) else _backward_bytes
-    return tokens * again + own(role, tokens, width, assumed)
+    return tokens * again + max(own(role, tokens, width, assumed), _delta_bytes(role, layer, tokens))
+
+
+def _delta_bytes(role: PlannedRole, layer: int, tokens: int) -> float:
+    """What mcore/delta_net.py has of a layer while it goes through it backwards, in fp32.
+
+    Queries and keys are there once for each head of values. Counted by tracing it.
+    """
+    geometry = role.geometry
+    if layer not in geometry.delta_layers:
+        return 0.0
+    keys, values, chunk = geometry.delta_key_dim, geometry.delta_value_dim, 64
+    per_head = (
+        _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
+    )
+    return _FP32 * tokens * geometry.delta_value_heads * per_head / role.layout.tp
 
 
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
@@ -129,7 +146,7 @@ def _layer_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptions
     mlp = _experts if geometry.is_moe_layer(layer) else _dense_mlp
     rotation = 4 * (geometry.rope_head_dim or geometry.head_dim)  # cosines and sines, of queries and of keys
     return (
-        width * (norms + _attention(geometry) / layout.tp + rotation)
+        width * (norms + _attention(geometry, layer) / layout.tp + rotation)
         + _FP32 * geometry.num_heads / layout.tp
         + mlp(role, width, assumed)
     )
@@ -157,11 +174,15 @@ def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptio
     return dropped
 
 
-def _attention(geometry: ModelGeometry) -> int:
+def _attention(geometry: ModelGeometry, layer: int) -> int:
     """Elements a token: the fused projection, queries and keys after the rotation, the output.
 
-    With latent attention what is projected up, queries and keys put together from their parts, values, the output.
+    With latent attention what is projected up, queries and keys put together from their parts, values, the output. Of a gated delta
+    net what goes into the heads and comes out; the rest is computed again.
     """
+    if layer in geometry.delta_layers:
+        keys, values = geometry.delta_key_heads * geometry.delta_key_dim, geometry.delta_value_heads
+        return 2 * keys + 2 * values + 3 * values * geometry.delta_value_dim
     if geometry.kv_lora_rank:
         queries, values = geometry.num_heads * geometry.head_dim, geometry.num_heads * geometry.value_dim
         return 4 * queries + 3 * values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def main(directory: Path, wanted: str = "") -> None:
             models.make(name, path)
             reference = models.make(name, directory / f"{name}_reference", seed=7)
             findings["oracle"][name] = oracle(path, reference, after)
+            shutil.copytree(path, source := directory / f"{name}_source")
             if name in WITH_MTP:
-                models.add_mtp_layer(path)
+                models.add_mtp_layer(source)
         dist.barrier()
         hf, reference = load_hf(path), load_hf(directory / f"{name}_reference")
         with torch.no_grad():
@@ -84,17 +86,18 @@ def main(directory: Path, wanted: str = "") -> None:
                 "names": held_and_predicted(model),
             }
             if wanted or layout == FEW[name][0]:
-                saved, geometry = directory / f"{name}_{layout}_saved", model.spec.geometry
+                source, saved = directory / f"{name}_source", directory / f"{name}_{layout}_saved"
+                geometry = model.spec.geometry
                 Exporter(
                     model.local_parameters(),
                     geometry,
-                    [str(path)],
+                    [str(source)],
                     world_group(),
                     bucket_bytes=10_000,
                     shard_bytes=100_000,
-                    carried=CarriedTensors(path),
+                    carried=CarriedTensors(source),
                 ).save(saved)
-                found["saved"] = difference(saved, path)
+                found["saved"] = difference(saved, source)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)
                 rate = BIAS_RATE if has_expert_bias(geometry) else 0.0
                 settings = Settings(max_tokens=24, packing=layout != "pp2_ep2_dp2_uneven", expert_bias_rate=rate)

@@ -215,7 +215,8 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                centre = 1.0 if "norm" in parameter_name and "gemma" not in name else 0.0  # Gemma's norms add one
+                adds_one = name.startswith(("gemma", "qwen3_next")) and "linear_attn" not in parameter_name
+                centre = 1.0 if "norm" in parameter_name and not adds_one else 0.0
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:
                 scale = 4.0 if parameter_name.endswith("gate_up_proj_bias") else 0.1

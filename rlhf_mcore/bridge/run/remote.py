@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -49,9 +49,8 @@ class BridgeJob:
     @classmethod
     def of_json(cls, text: str) -> BridgeJob:
         fields = json.loads(text)
-        geometry = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in fields.pop("geometry").items()
-        }
+        found = fields.pop("geometry")
+        geometry: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in found.items()}
         return cls(ModelGeometry(**geometry), **fields)
 
 

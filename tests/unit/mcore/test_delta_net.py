@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> No
         ]
     )
     narrow = [x.detach().float().requires_grad_() for x in inputs]
-    found = gated_delta_rule(*narrow, LENGTHS)
+    found = gated_delta_rule(*narrow, np.array(LENGTHS))
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
     weights = random(5)
     (expected * weights).sum().backward()
@@ -58,7 +59,7 @@ def test_a_convolution_sees_no_token_of_another_sequence() -> None:
     torch.manual_seed(0)
     x, weight, lengths = torch.randn(12, 3), torch.randn(3, 4), [2, 1, 9]
     expected = [F.conv1d(F.pad(part.T, (3, 0))[None], weight[:, None], groups=3)[0].T for part in x.split(lengths)]
-    torch.testing.assert_close(causal_convolution(x, weight, lengths), torch.cat(expected))
+    torch.testing.assert_close(causal_convolution(x, weight, np.array(lengths)), torch.cat(expected))
 
 
 GEOMETRY = ModelGeometry(

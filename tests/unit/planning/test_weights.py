@@ -32,6 +32,8 @@ PARAMETERS = {
     "DeepSeek-V3": 671_026_419_200,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
+    # 81_324_862_720 with the MTP layer.
+    "Qwen3-Next-80B-A3B": 79_674_391_296,
     # gpt-oss as its weights are in bf16; of Gemma 3 the language model.
     "gpt-oss-120b": 116_829_156_672,
     "Gemma-3-27B": 27_009_346_304,
