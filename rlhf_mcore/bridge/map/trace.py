@@ -356,7 +356,7 @@ def _why_layer_copies(module: nn.Module, attribute: str) -> str:
     if isinstance(method, UnquantizedFusedMoEMethod):
         return "" if _experts_are_read(module) else f"{layer} has packed its experts"
     # The kernels of a convolution are in such a layer in name only: another one than this layer's reads them.
-    if attribute != "weight" or module.weight.dim() == 3 or _matrix_is_read(module):
+    if attribute != "weight" or module.get_parameter(attribute).dim() == 3 or _matrix_is_read(module):
         return ""
     return f"{layer} multiplies with a packed copy"
 
