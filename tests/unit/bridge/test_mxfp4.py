@@ -105,6 +105,6 @@ def test_the_weights_of_config_json_are_looked_for_as_they_are_stored(packed: Pa
     save_file(stored, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((packed / "config.json").read_text())
     _, (problem,) = inspect_model(str(tmp_path), "model.path")
-    assert f"{first}_scales is [3, 192, 2], config.json asks for [4, 192, 2]" in problem
-    with pytest.raises(ConfigError, match=rf"{first} is in blocks of shape \(4, 192, 2, 16\) with scales of shape"):
+    assert f"{first}_scales is [3, 256, 2], config.json asks for [4, 256, 2]" in problem
+    with pytest.raises(ConfigError, match=rf"{first} is in blocks of shape \(4, 256, 2, 16\) with scales of shape"):
         HFReader(tmp_path).shape(first)
