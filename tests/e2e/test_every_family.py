@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from tests.commands import ROOT, environment, finished
 from tests.difference import first_difference
-from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make
+from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make, pack
 from tests.tiny_training import make_quickstart
 
 # vLLM's kernels for latent attention have one size of heads and bf16 only, on a CPU.
@@ -65,6 +65,8 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     tokens = {key: known[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     make(name, workspace / name, **tokens)
     mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
+    if name == "gpt_oss":
+        pack(workspace / name)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(workspace / "quickstart" / "model" / file, workspace / name)
     engine = "hf" if name in BY_TRANSFORMERS else "vllm"

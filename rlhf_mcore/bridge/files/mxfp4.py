@@ -11,13 +11,15 @@ from torch import Tensor
 
 GROUP = 32  # values that share an exponent
 BLOCKS, SCALES = "_blocks", "_scales"  # what is added to a tensor's name
-_EXPONENT_BIAS = 127
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Twice the values, and one more than the bias of the exponents: half of the largest power of two is still a number in bf16.
+_TWICE = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
+_BIAS_OF_HALVES = 128
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """The matrices [..., rows, columns] bf16 of ``blocks`` [..., columns, rows / 32, 16] and ``scales`` [..., columns, rows / 32]."""
-    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)
+    values = torch.tensor([*_TWICE, *(-value for value in _TWICE)], dtype=torch.bfloat16)
     pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=-1)  # [256, 2]: the values of every byte
-    found = pairs[blocks.int()].flatten(-2)
-    return torch.ldexp(found, scales.int().unsqueeze(-1) - _EXPONENT_BIAS, out=found).flatten(-2).mT
+    powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS_OF_HALVES).bfloat16()
+    found = pairs.view(torch.int32)[:, 0][blocks.int()].view(torch.bfloat16)  # two values move as one number
+    return found.mul_(powers[scales.int()].unsqueeze(-1)).flatten(-2).mT
