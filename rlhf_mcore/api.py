@@ -24,32 +24,20 @@ from rlhf_mcore.cli.preflight import check_engine, check_packages
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
-from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.errors import ConfigError as ConfigError
+from rlhf_mcore.config.load import load_config as load_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.observability.files import json_line, write_atomically
+from rlhf_mcore.foreign import shorten
+from rlhf_mcore.observability.files import FullDiskError, json_line, write_atomically
 from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
 
 if TYPE_CHECKING:
     from rlhf_mcore.cli.compose import OpenRun
     from rlhf_mcore.cli.conversion import Converted
     from rlhf_mcore.planning.plan import RunPlan
-
-__all__ = [
-    "Callback",
-    "ConfigError",
-    "Evaluation",
-    "Trained",
-    "Trainer",
-    "convert",
-    "evaluate",
-    "load_config",
-    "plan",
-    "train",
-]
 
 # Called as f(data_source, solution_str, ground_truth, extra_info); by keyword, where it has parameters of these names.
 Reward = Callable[..., "float | dict[str, float]"]
@@ -76,14 +64,14 @@ class Callback:
         """A checkpoint is whole, with its models as Hugging Face directories; of a save in the background some steps later."""
 
     def on_end(self, trained: Trained) -> None:
-        """The last step was made, or a signal or a time limit has ended the run after a save."""
+        """The last step was made, or a signal, an alarm or a time limit has ended the run after a save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
     """What a run has come to. ``model`` is a Hugging Face directory; ``metrics`` are of the steps made here, on the first rank."""
 
-    finished: bool  # or it was ended by a signal or a time limit, after a save
+    finished: bool  # or it was ended by a signal, an alarm or a time limit, after a save
     directory: Path
     model: Path
     metrics: list[dict[str, Any]]
@@ -146,16 +134,17 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(_one_process())
             from rlhf_mcore.cli.compose import opened
+            from rlhf_mcore.parallel.collectives import broadcast_json
 
             stack.enter_context(rank.no_early_exit())
+            self._run = stack.enter_context(opened(self.cfg, 0, [self._steps], self._steps.saved))
+            # Rows are gathered for who listens on the first rank, which others may have no callbacks for.
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
-            on_rollouts = self._steps.rollouts if listens else None
-            told = self._steps
-            self._run = stack.enter_context(opened(self.cfg, 0, [told], on_rollouts, told.saved))
+            self._run.record.on_rollouts = self._steps.rollouts if broadcast_json(listens, 0) else None
             self._next = self._run.first_step
             if self._run.trainer is not None:
                 if self._run.record.directory is not None:
-                    told.begins(self._run.record.directory.path, self._next)
+                    self._steps.begins(self._run.record.directory.path, self._next)
                 self._run.trainer.begin(self._last, self._next)
             self._stack = stack.pop_all()
         return self
@@ -163,33 +152,44 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self._run = None
         return self._stack.__exit__(kind, error, trace)
+
+    def _opened(self) -> OpenRun:
+        if self._run is None:
+            raise RuntimeError("a Trainer makes steps within its block: `with rm.Trainer(cfg) as trainer:`")
+        return self._run
 
     def step(self) -> dict[str, Any] | None:
         """Make the next step, evaluate and save where that is due. Collective over the world.
 
-        Returns its metrics, on the first rank; {} on others. None after the last step, or where a signal or a time limit has ended
-        the run.
+        Returns its metrics, on the first rank; {} on others. None after the last step, or where a signal, an alarm or a time limit
+        has ended the run.
         """
-        assert self._run is not None, "use it as `with rm.Trainer(cfg) as trainer:`"
-        if self._ended or self._run.trainer is None or self._next > self._last:
+        run = self._opened()
+        if self._ended or run.trainer is None or self._next > self._last:
             return None
         made = len(self._steps.made)
-        self._ended = self._run.trainer.step(self._next, self._last)
+        self._ended = run.trainer.step(self._next, self._last)
         self._next += 1
         if self._next > self._last and not self._ended:
-            self._run.trainer.end(self._last)
-            self._run.record.close_profile()
-            self._run.finish()
-        if (self._ended or self._next > self._last) and self._run.record.directory is not None:
+            run.trainer.end(self._last)
+            run.record.close_profile()
+            run.finish()
+        if (self._ended or self._next > self._last) and run.record.directory is not None:
             for callback in self._steps.callbacks:
                 callback.on_end(self.trained())
         return next(iter(self._steps.made[made:]), {})
 
     def save_checkpoint(self, directory: str | Path) -> Path:
-        """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world."""
-        assert self._run is not None and self._run.trainer is not None
-        return self._run.trainer.save_checkpoint(Path(directory).resolve())
+        """Save ``<directory>/checkpoint-<step>`` between two steps, and return its path. Collective over the world.
+
+        Raises:
+            ConfigError: the run had made its last step before, so that no model is loaded.
+        """
+        if (trainer := self._opened().trainer) is None:
+            raise ConfigError(f"the run has made all its steps; its last checkpoint is in {_directory(self.cfg)}")
+        return trainer.save_checkpoint(Path(directory).resolve())
 
     def trained(self) -> Trained:
         """What the run has come to so far."""
@@ -386,11 +386,24 @@ def _world_size(cfg: Config) -> int:
 
 
 def _written(rows: Rows, path: Path, prompt_key: Any) -> str:
-    """The path of a file with rows. Ranks write the same content, each whole."""
-    key = prompt_key if isinstance(prompt_key, str) else "prompt"
-    content = b"".join(json_line({key: row} if isinstance(row, str) else row) for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    """The path of a file with rows. Ranks write the same content, each whole.
+
+    Raises:
+        ConfigError: these are no rows, or the run directory cannot be made.
+    """
+    wanted = "give a list of texts, or of dicts with the columns that data names"
+    if isinstance(rows, str | Mapping):
+        raise ConfigError(f"prompts={shorten(repr(rows))} is one prompt; {wanted}")
+    key, given = prompt_key if isinstance(prompt_key, str) else "prompt", list(rows)
+    if wrong := [row for row in given if not isinstance(row, str | Mapping)]:
+        raise ConfigError(f"prompts: {shorten(repr(wrong[0]))} is no prompt; {wanted}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, b"".join(json_line({key: row} if isinstance(row, str) else row) for row in given))
+    except FullDiskError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"output_dir: {path.parent}: {error.strerror}; choose another output_dir") from error
     return os.path.relpath(path)
 
 

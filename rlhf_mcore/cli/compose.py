@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,13 +92,11 @@ def opened(
     cfg: Config,
     announced: int = 0,
     trackers: Sequence[Tracker] = (),
-    on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None,
     on_save: Callable[[int, Path], None] | None = None,
 ) -> Iterator[OpenRun]:
     """A run between its beginning and its end. Collective over the world.
 
-    On the first rank ``trackers`` get its metrics too, ``on_rollouts`` every step's rollouts, and ``on_save`` every checkpoint that
-    is whole.
+    On the first rank ``trackers`` get its metrics too, and ``on_save`` every checkpoint that is whole.
 
     Raises:
         ConfigError: as ``run``.
@@ -111,7 +108,7 @@ def opened(
         sharing = DeviceSharing(process.platform)
         record = RunRecord(timers, cfg.logging.rollouts_every, watchdog=process.watchdog, memory=sharing)
         device = torch.cuda.get_device_name() if process.platform.name == "cuda" else ""
-        record.on_rollouts, record.on_save = on_rollouts, on_save
+        record.on_save = on_save
         record.throughput = Throughput(dist.get_world_size(), cfg.logging.peak_tflops or peak_tflops(device))
         record.alarm = RewardAlarm(cfg.reward.alarm.deviations, cfg.reward.alarm.steps)
         if cfg.reward.on_error == "drop":
