@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.show import redact
 
 KEY = "environment.options"
 INSTALL = "pip install --target FOLDER verifiers==0.4.0, and set environment.options.packages=FOLDER"
@@ -265,7 +266,8 @@ def _host(config: str, packages: str | None) -> _Host:
     try:
         return _Host(json.loads(config))
     except Exception as error:
-        raise ConfigError(f"{KEY}: verifiers does not load {config} ({type(error).__name__}: {error})") from error
+        shown = json.dumps(redact(json.loads(config)))
+        raise ConfigError(f"{KEY}: verifiers does not load {shown} ({type(error).__name__}: {error})") from error
 
 
 def _module(name: str = "") -> Any:
@@ -349,12 +351,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         rows, tools = asyncio.run(_openings(json.loads(given.options), given.first, given.rows))
-    except (ConfigError, ValueError, TypeError, RuntimeError) as error:
+        given.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+        if given.tools is not None:
+            given.tools.write_text(json.dumps(tools, indent=1) + "\n", encoding="utf-8")
+    except (ConfigError, ValueError, TypeError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    given.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    if given.tools is not None:
-        given.tools.write_text(json.dumps(tools, indent=1) + "\n", encoding="utf-8")
     print(
         f"wrote {len(rows)} rows to {given.out}" + (f" and {len(tools)} tools to {given.tools}" if given.tools else "")
     )

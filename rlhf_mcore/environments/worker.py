@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.show import redact
 from rlhf_mcore.config.user_functions import load_function, place_of
 from rlhf_mcore.rewards.frames import DISCONNECTED, decode, encode
 from rlhf_mcore.rewards.worker import end_with, limit_memory, messages_of, number_problem, shown
@@ -63,7 +64,7 @@ def main(descriptor: int) -> None:
     except Exception as error:
         text = f"{traceback.format_exception_only(error)[-1].strip()[:2000]}{place_of(error, order['spec'])}"
         connection.sendall(
-            encode({"problem": f"{KEY}={order['spec']} with environment.options={options} raises {text}"})
+            encode({"problem": f"{KEY}={order['spec']} with environment.options={redact(options)} raises {text}"})
         )
         return
     concurrent = any(inspect.iscoroutinefunction(getattr(made, name, None)) for name in ("reset", "step"))

@@ -193,7 +193,7 @@ def test_a_closed_session_is_not_answered(make: Make) -> None:
     [
         ("Nobody", {}, "defines no 'Nobody'"),
         ("Lazy", {}, "it has no method reset"),
-        ("Counting", {"stop": 1}, r"environment.options={'stop': 1} raises TypeError"),
+        ("Counting", {"stop": 1, "api_key": "x"}, r"options={'stop': 1, 'api_key': '<redacted>'} raises TypeError"),
     ],
 )
 def test_what_cannot_be_loaded_is_found_at_the_start(
