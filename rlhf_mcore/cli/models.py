@@ -17,7 +17,14 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.derive import offloaded_parts
 from rlhf_mcore.config.run_kinds import RunKind
-from rlhf_mcore.config.schema import ActorConfig, Config, CriticConfig, RecomputeConfig
+from rlhf_mcore.config.schema import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    RecomputeConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
@@ -83,7 +90,7 @@ class ModelBuilder:
         layout = ParallelLayout.of(actor.layout, actor.ranks, dist.get_world_size())
         saved_as = "reference" if cfg.refresh_steps else None
         overrides = Overrides("actor.megatron", actor.megatron or {})
-        model = self._frozen(spec, path, layout, overrides, name="reference", offload=cfg.offload, saved_as=saved_as)
+        model = self._frozen(spec, path, layout, overrides, cfg, name="reference", saved_as=saved_as)
         return Reference(model, self.cfg.rollout.sampling.temperature)
 
     def reward_model(self) -> RewardModel:
@@ -92,7 +99,7 @@ class ModelBuilder:
         spec = load_spec(cfg.path, "sequence", "reward.model.path")
         layout = ParallelLayout.of(cfg.layout, cfg.ranks, dist.get_world_size())
         overrides = Overrides("reward.model.megatron", cfg.megatron or {})
-        held = self._frozen(spec, cfg.path, layout, overrides, name="reward", offload=cfg.offload, dtype=cfg.dtype)
+        held = self._frozen(spec, cfg.path, layout, overrides, cfg, name="reward", dtype=cfg.dtype)
         return RewardModel(held)
 
     def on_examples(self, kind: RunKind, name: str) -> TrainedModel:
@@ -152,16 +159,16 @@ class ModelBuilder:
         path: str,
         layout: ParallelLayout,
         overrides: Overrides,
+        cfg: ReferenceConfig | RewardModelConfig,
         *,
         name: str,
-        offload: bool,
         dtype: str | None = None,
         saved_as: str | None = None,
     ) -> RoleModel:
         model = self._model(spec, path, layout, replace(self._options(dtype), overrides=overrides), saved_as)
-        if model is not None and offload:
+        if model is not None and cfg.offload:
             assert self.sharing is not None
-            model.share(self.sharing, name, (WEIGHTS,))
+            model.share(self.sharing, name, (WEIGHTS,), by_layer=cfg.offload_by_layer)
         return RoleModel(layout, model, spec, self.cfg.trainer, model_flops(spec.geometry))
 
     def _model(

@@ -98,8 +98,11 @@ class MegatronModel:
             self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable
         )
 
-    def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str]) -> None:
-        """From now on the parts of ``kinds`` are on the device only while they are used. ``name``: of the model, in the ledger."""
+    def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str], *, by_layer: bool = False) -> None:
+        """From now on the parts of ``kinds`` are on the device only while they are used. ``name``: of the model, in the ledger.
+
+        ``by_layer``: in a pass the layers of a frozen model come one by one, for every microbatch.
+        """
         self.movable.sharing = sharing
         if GRADIENTS in kinds:
             self.movable.add(GRADIENTS, Gradients(f"{name} {GRADIENTS}", self.chunks, self.platform))
@@ -108,9 +111,13 @@ class MegatronModel:
             tensors = [tensor for shard in self.optimizer.shards() for tensor in shard.tensors.values()]
             self.movable.add(OPTIMIZER, Part(f"{name} {OPTIMIZER}", tensors, self.platform))
         if WEIGHTS in kinds:
+            for chunk in self.chunks if by_layer else ():
+                assert not isinstance(chunk, DistributedDataParallel), "its weights are in one buffer"
+                self.movable.add_layers(name, unwrap(chunk).decoder.layers)
             tensors = [tensor for chunk in self.chunks for tensor in _weights(chunk)]
+            rest = [tensor for tensor in tensors if not any(part.holds(tensor) for part in self.movable.layers)]
             lingers = self.optimizer is not None  # what is frozen is used once a step
-            self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", tensors, self.platform, lingers=lingers))
+            self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
     def updating(self) -> AbstractContextManager[None]:
         """Everything that an update needs is on the device within this block, in which it is changed."""
@@ -127,7 +134,7 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        with self.movable.use(WEIGHTS), torch.no_grad():
+        with self.movable.passing(), torch.no_grad():
             return self._run(microbatches, collect, forward_only=True)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> list[Metrics]:

@@ -9,7 +9,7 @@ from rlhf_mcore.config.derive import longest_example, needs_critic, offloaded_pa
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig
+from rlhf_mcore.config.schema import Config, LayoutConfig, RecomputeConfig, ReferenceConfig, RewardModelConfig
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import ModelGeometry
 
@@ -57,7 +57,8 @@ class Assumptions:
 class PlannedRole:
     """One model of a run.
 
-    ``offload``: the parts that are on the device only while they are used. ``epochs`` and ``updates`` are those of a step.
+    ``offload``: the parts that are on the device only while they are used; ``by_layer``: layers of them come one by one.
+    ``epochs`` and ``updates`` are those of a step.
     """
 
     name: str
@@ -69,6 +70,7 @@ class PlannedRole:
     offload: tuple[str, ...] = ()
     epochs: int = 1
     updates: int = 1
+    by_layer: bool = False
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
@@ -94,7 +96,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     ]
     if cfg.algorithm.kl.coef:
         geometry = read_geometry(cfg.reference.path or cfg.model.path, "lm")
-        roles.append(PlannedRole("reference", geometry, layout, False, dtype, offload=_frozen(cfg.reference.offload)))
+        roles.append(_frozen("reference", geometry, layout, dtype, cfg.reference))
     if needs_critic(cfg):
         own = parallel_layout(critic.layout, critic.ranks, world_size, "critic.layout")
         geometry = read_geometry(critic.path or cfg.model.path, "token")
@@ -107,7 +109,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")
         held = _dtype(reward.dtype, dtype)
-        roles.append(PlannedRole("reward", geometry, own, False, held, offload=_frozen(reward.offload)))
+        roles.append(_frozen("reward", geometry, own, held, reward))
     return roles
 
 
@@ -115,8 +117,11 @@ def _dtype(stated: str | None, default: str) -> str:
     return default if stated in (None, "auto") else str(stated)
 
 
-def _frozen(offloaded: bool) -> tuple[str, ...]:
-    return ("weights",) if offloaded else ()
+def _frozen(
+    name: str, geometry: ModelGeometry, layout: ParallelLayout, dtype: str, cfg: ReferenceConfig | RewardModelConfig
+) -> PlannedRole:
+    parts, by_layer = (("weights",) if cfg.offload else ()), cfg.offload and cfg.offload_by_layer
+    return PlannedRole(name, geometry, layout, False, dtype, offload=parts, by_layer=by_layer)
 
 
 def _updates(prompts: int, minibatch: int | None, epochs: int) -> int:

@@ -11,7 +11,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engine_tp, engines_apart, num_engines, rank_share
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
-from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes
+from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
 _STATE = (("weights", WEIGHTS), ("gradients", GRADIENTS), ("masters", OPTIMIZER), ("moments", OPTIMIZER))
@@ -66,7 +66,7 @@ def resident(inputs: PlanInputs, rank: int, used: str = "", kinds: Collection[st
     parts: dict[str, int] = {}
     for role in inputs.roles:
         state = state_bytes(role, rank)
-        sizes = (state.weights, state.gradients, state.masters, state.moments)
+        sizes = (weights_of_pass(role, rank), state.gradients, state.masters, state.moments)
         for (name, kind), size in zip(_STATE, sizes, strict=True):
             if size and (kind not in role.offload or (role.name == used and kind in kinds)):
                 parts[f"{role.name} {name}"] = size

@@ -86,6 +86,25 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
     return StateBytes(BYTES[role.dtype] * sum(tensor.numel for chunk in chunks for tensor in chunk))
 
 
+def weights_of_pass(role: PlannedRole, rank: int) -> int:
+    """The most bytes of weights at a time while a model runs: where layers come one by one, two neighbours and what is of no layer."""
+    held = state_bytes(role, rank).weights
+    if not role.by_layer or not held:
+        return held
+    geometry, layout = role.geometry, role.layout
+    grid, pp = _Grid(layout.tp, layout.expert_tp, layout.ep), layout.coordinates(rank)["pp"]
+    chunks = [
+        [
+            BYTES[role.dtype]
+            * sum(tensor.numel for tensor in _layer_tensors(geometry, geometry.is_moe_layer(layer), grid))
+            for layer in layout.layers_of(geometry.num_layers, pp, number)
+        ]
+        for number in range(layout.vpp or 1)
+    ]
+    pairs = [sum(sizes[first : first + 2]) for sizes in chunks for first in range(len(sizes))]
+    return held - sum(map(sum, chunks)) + max(pairs, default=0)
+
+
 @lru_cache(maxsize=1024)
 def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int]:
     """Elements of a rank's flat buffers, and of the parameters whose optimizer state it keeps."""

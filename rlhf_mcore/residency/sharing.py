@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import MEMORY, Sleeper
@@ -35,7 +38,7 @@ class DeviceSharing:
         """From now on the part leaves the device between its uses; it is there now."""
         self.parts.append(part)
         self.ledger.add(part.name, part.num_bytes)
-        self._leave(part)
+        self.send(part)
 
     @contextmanager
     def use(self, parts: Sequence[Part], *, writes: bool = False, beside: bool = False) -> Iterator[None]:
@@ -43,9 +46,7 @@ class DeviceSharing:
         if not beside:
             self.make_room(0, keep=parts)
         for part in parts:
-            if not part.is_resident:
-                part.come()
-                self.ledger.add(part.name, part.num_bytes)
+            self.bring(part)
             part.users += 1
         try:
             yield
@@ -59,8 +60,20 @@ class DeviceSharing:
                     part.begin_storing()
             for part in parts:
                 lingers = part.copied and part.lingers and ENGINE_CACHE not in self.ledger.resident
-                if not part.users and not lingers:
-                    self._leave(part)
+                if not lingers:
+                    self.send(part)
+
+    def bring(self, part: Part) -> None:
+        """Begin to bring a part to the device, if it is not there."""
+        if not part.is_resident:
+            part.come()
+            self.ledger.add(part.name, part.num_bytes)
+
+    def send(self, part: Part) -> None:
+        """A part that nobody uses leaves the device, if it is there."""
+        if part.is_resident and not part.users:
+            part.leave()
+            self.ledger.remove(part.name)
 
     def make_room(self, num_bytes: int, keep: Collection[Part] = ()) -> None:
         """Idle parts leave the device, but for those to ``keep``. With ``num_bytes``: only until so many bytes are free there."""
@@ -68,7 +81,7 @@ class DeviceSharing:
         for part in sorted(idle, key=lambda part: part.name.endswith(WEIGHTS)):  # weights are used again first
             if num_bytes and (free := self.platform.free_bytes()) is not None and free >= num_bytes:
                 return
-            self._leave(part)
+            self.send(part)
 
     def wake(self, sleeper: Sleeper, tag: str) -> None:
         """An engine's weights, or its cache, come to the device."""
@@ -106,22 +119,34 @@ class DeviceSharing:
         self.make_room(0)
         self.platform.empty_cache()
 
-    def _leave(self, part: Part) -> None:
-        part.leave()
-        self.ledger.remove(part.name)
-
 
 @dataclass(slots=True)
 class Movable:
-    """The parts of one model that move, by kind; without any, the model stays where it is."""
+    """The parts of one model that move, by kind; without any, the model stays where it is.
+
+    ``layers``: weights that are not in ``parts``, because in a pass they come one layer after the other.
+    """
 
     sharing: DeviceSharing | None = None
     parts: dict[str, Part] = field(default_factory=dict)
+    layers: list[Part] = field(default_factory=list)
 
     def add(self, kind: str, part: Part) -> None:
         assert self.sharing is not None
         self.parts[kind] = part
         self.sharing.join(part)
+
+    def add_layers(self, name: str, layers: Sequence[Module]) -> None:
+        """Layers that run one after the other. While one runs the next is on its way; what has run leaves."""
+        assert self.sharing is not None
+        first, platform = len(self.layers), self.sharing.platform
+        for layer in layers:
+            tensors = (*layer.parameters(), *layer.buffers())
+            self.layers.append(Part(f"{name} layer {len(self.layers)} {WEIGHTS}", tensors, platform, lingers=False))
+            self.sharing.join(self.layers[-1])
+        for number, layer in enumerate(layers, first):
+            layer.register_forward_pre_hook(partial(self._enter_layer, self.layers[number : number + 2]))
+            layer.register_forward_hook(partial(self._exit_layer, self.layers[number]), always_call=True)
 
     @contextmanager
     def use(self, *kinds: str, writes: bool = False, beside: bool = False) -> Iterator[None]:
@@ -129,10 +154,29 @@ class Movable:
         if self.sharing is None:
             yield
             return
+        layers = self.layers if WEIGHTS in kinds else []
         wanted = [self.parts[kind] for kind in kinds if kind in self.parts]
-        with self.sharing.use(wanted, writes=writes, beside=beside):
+        with self.sharing.use([*wanted, *layers], writes=writes, beside=beside):
             self.ready(*(kind for kind in kinds if kind != OPTIMIZER))
+            for part in layers:
+                part.ready()
             yield
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """As ``use(WEIGHTS)``, around forward passes: of layers that come one by one no more than two are there at a time."""
+        if not self.layers:
+            with self.use(WEIGHTS):
+                yield
+            return
+        assert self.sharing is not None
+        with self.sharing.use([self.parts[WEIGHTS]]):
+            self.ready(WEIGHTS)
+            try:
+                yield
+            finally:
+                for part in self.layers:
+                    self.sharing.send(part)
 
     def ready(self, *kinds: str) -> None:
         """Parts whose way to the device has begun are there for all that the device does from here on."""
@@ -140,9 +184,19 @@ class Movable:
             if kind in self.parts:
                 self.parts[kind].ready()
 
+    def _enter_layer(self, coming: Sequence[Part], *_: Any) -> None:
+        assert self.sharing is not None
+        for part in coming:
+            self.sharing.bring(part)
+        coming[0].ready()
+
+    def _exit_layer(self, part: Part, *_: Any) -> None:
+        assert self.sharing is not None
+        self.sharing.send(part)
+
     def current(self, tensor: Tensor) -> Tensor:
         """The tensor, or its copy on the host where its part is not on the device."""
-        for part in self.parts.values():
+        for part in (*self.parts.values(), *self.layers):
             if part.holds(tensor) and not part.is_resident:
                 return part.on_host(tensor)
         return tensor

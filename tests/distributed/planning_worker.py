@@ -16,10 +16,11 @@ from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.planning.sync import sync_plan
-from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes
+from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes, weights_of_pass
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
 from tests.distributed import models
@@ -76,10 +77,15 @@ def compare_state(model: MegatronModel, actor: Actor, role: PlannedRole) -> dict
     predicted = asdict(state_bytes(role, dist.get_rank()))
     frozen_held = sum(parameter.tensor.nbytes for parameter in model.local_parameters())
     frozen_predicted = state_bytes(frozen, dist.get_rank()).total
+    layers = [[sum(p.nbytes for p in layer.parameters()) for layer in unwrap(c).decoder.layers] for c in model.chunks]
+    two = max(sum(sizes[number : number + 2]) for sizes in layers for number in range(len(sizes)))
+    by_layer_held = frozen_held - sum(map(sum, layers)) + two
+    by_layer_predicted = weights_of_pass(replace(frozen, by_layer=True), dist.get_rank())
     return {
         "geometry": [asdict(model.spec.geometry), asdict(role.geometry)],
         "state": [all_gather_json(held), all_gather_json(predicted)],
         "frozen": [all_gather_json(frozen_held), all_gather_json(frozen_predicted)],
+        "by_layer": [all_gather_json(by_layer_held), all_gather_json(by_layer_predicted)],
     }
 
 

@@ -59,13 +59,14 @@ def main(directory: Path) -> None:
         make_classifier(AutoModelForTokenClassification, path, directory / "token")
         make_classifier(AutoModelForSequenceClassification, path, directory / "sequence")
     dist.barrier()
-    findings: dict[str, Any] = {"runs": {}, "values": {}, "scores": {}, "refresh": {}}
+    findings: dict[str, Any] = {"runs": {}, "values": {}, "scores": {}, "refresh": {}, "by_layer": {}}
     findings["oracle"] = {"values": hf_values(directory / "token"), "scores": hf_scores(directory / "sequence")}
     for name, (actor, critic) in SETUPS.items():
         findings["runs"][name] = run(team(path, actor, critic, platform))
         findings["values"][name] = values(directory / "token", critic, platform, directory / f"{name}_saved")
         findings["scores"][name] = scores(directory / "sequence", critic, platform)
         findings["refresh"][name] = refresh(team(path, actor, critic, platform))
+        findings["by_layer"][name] = by_layer(path, actor, platform)
     finish(findings, directory)
 
 
@@ -194,6 +195,29 @@ def refresh(which: Team) -> dict[str, float]:
     tensors = [p for chunk in frozen.chunks for p in chunk.parameters()] if frozen is not None else []
     held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     return {"before": before, "after": distance(), "held_between_uses": float(max(all_gather_json(held)))}
+
+
+def by_layer(path: Path, cut: tuple[Any, ...], platform: Any) -> dict[str, Any]:
+    """A reference that is on the device, and again one whose layers come to it one by one."""
+    layout, model, spec = built(path, "lm", cut, platform, trainable=False)
+    batch, sharing = scored_batch(), DeviceSharing(platform)
+    reference = Reference(RoleModel(layout, model, spec, TrainerConfig(max_tokens_per_microbatch=64)), TEMPERATURE)
+    whole, held = reference.compute_logprobs(batch), {}
+    if model is not None:
+        model.share(sharing, "reference", (WEIGHTS,), by_layer=True)
+        parts = {part.name: part.num_bytes for part in sharing.parts}
+        sharing.pop()
+        with sharing.phase("reference"):
+            again = reference.compute_logprobs(batch)
+        layers = [part.num_bytes for part in model.movable.layers]
+        held = {"peak": sharing.pop()["memory/reference_bytes"], "rest": parts["reference weights"], "layers": layers}
+        held["left"] = sharing.ledger.total
+    else:
+        again = reference.compute_logprobs(batch)
+    return {
+        "equal": all_gather_json(torch.equal(again, whole) and bool((whole != 0).any())),
+        "held": all_gather_json(held),
+    }
 
 
 def hf_values(path: Path) -> dict[str, Any]:

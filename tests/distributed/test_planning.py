@@ -28,8 +28,9 @@ def test_weights_gradients_masters_and_moments_of_every_rank(findings: Any, case
 
 
 @pytest.mark.parametrize("case", KEYS)
-def test_a_frozen_model(findings: Any, case: str) -> None:
-    held, predicted = findings[case]["frozen"]
+@pytest.mark.parametrize("kind", ["frozen", "by_layer"])
+def test_a_frozen_model(findings: Any, case: str, kind: str) -> None:
+    held, predicted = findings[case][kind]
     assert predicted == held
 
 

@@ -54,3 +54,17 @@ def test_a_reference_in_host_memory_takes_over_the_actor(findings: Any, setup: s
     found = findings["refresh"][setup]
     assert found["before"] > 1e-3 and found["after"] < 1e-5
     assert found["held_between_uses"] == 0
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_reference_whose_layers_come_one_by_one_says_the_same_and_two_of_them_are_there(
+    findings: Any, setup: str
+) -> None:
+    _, _, pp, vpp, *_ = SETUPS[setup][0]
+    assert all(findings["by_layer"][setup]["equal"])
+    ranks = [held for held in findings["by_layer"][setup]["held"] if held]
+    assert len(ranks) == SETUPS[setup][0][0]
+    for held in ranks:
+        assert len(held["layers"]) == 4 / pp and len(set(held["layers"])) == 1 and held["left"] == 0
+        together = min(2, len(held["layers"]) // (vpp or 1))  # of one chunk
+        assert held["peak"] == held["rest"] + together * held["layers"][0]

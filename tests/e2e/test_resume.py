@@ -204,6 +204,7 @@ def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
     ]  # 4 prompts a step
     private = ["checkpoint.mode=private"]
     arguments = [f"trainer.num_steps={STEPS}", "experiment=moved", f"checkpoint.resume={start}"]
+    arguments += ["rollout.order=longest_first"]
     done = run(workspace, *arguments, *layout, *due, *private, *VLLM)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "changed since: actor.layout.pp was" in done.stdout and "the run continues after step 2 of" in done.stdout
@@ -212,6 +213,9 @@ def test_another_layout_goes_on_with_the_same_numbers_and_saves_what_was_asked(
     assert [record["step"] for record in found] == list(range(3, STEPS + 1))
     for name in ("loss/total", "loss/value", "actor/grad_norm", "critic/grad_norm", "reward/mean"):
         assert found[0][name] == pytest.approx(expected[3][name], rel=2e-4, abs=1e-6), name
+    drawn = [json.loads(line) for line in (tormented / "moved/rollouts/step-000003.jsonl").read_text().splitlines()]
+    usual = [json.loads(line) for line in (tormented / "x-calm/rollouts/step-000003.jsonl").read_text().splitlines()]
+    assert len(drawn) == 8 and [row["response"] for row in drawn] == [row["response"] for row in usual]
     saved = scan(tormented / "moved")
     assert [checkpoint.step for checkpoint in saved] == [3, 4, STEPS]  # named, an epoch (of 16 prompts), the end
     assert_recent(saved[-1].path, found)

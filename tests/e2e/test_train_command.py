@@ -111,14 +111,18 @@ def test_an_alarm_is_printed_once_and_given_to_a_command(trained: tuple[str, Pat
         ]
 
 
-def test_ranks_that_share_sequences_go_on_and_learn_what_ranks_that_share_tensors_do(
+def test_ranks_that_share_sequences_and_prompts_go_on_and_learn_what_ranks_that_share_tensors_do(
     trained: tuple[str, Path, str], workspace: Path
 ) -> None:
+    """Engines that take the next group when they have room draw the same tokens as engines with a share each."""
     name, directory, _ = trained
     if name != "vllm":
         return
     shared = ["actor.layout.tp=1", "actor.layout.cp=2", f"checkpoint.resume={directory / 'checkpoint-1'}"]
-    shared_directory, _ = train(workspace, "shared", [*RUNS[name], *shared])
+    order = ["rollout.order=shared_queue", "rollout.max_num_seqs=4"]  # room for one of four prompts
+    shared_directory, _ = train(workspace, "shared", [*RUNS[name], *shared, *order])
+    drawn, usual = (lines(run / "rollouts" / "step-000002.jsonl") for run in (shared_directory, directory))
+    assert len(drawn) == 16 and [row["response"] for row in drawn] == [row["response"] for row in usual]
     (found,) = (row for row in lines(shared_directory / "metrics.jsonl") if row["step"] == 2)
     expected = lines(directory / "metrics.jsonl")[2]
     assert expected["actor/grad_norm"] > 0 and found["rollout/logprob_diff_max"] < 1e-4

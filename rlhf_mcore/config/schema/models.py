@@ -17,6 +17,8 @@ _OFFLOADS = one_of(
     always="these, and the weights between passes",
 )
 _OFFLOAD = "what leaves the device while others need it, when engines and models share it"
+_OFFLOAD_BY_LAYER = "in a pass the layers come one by one, and no more than two of them are on the device at a time"
+_BY_LAYER = "They come again for every microbatch, while the layer before computes: a pass over few tokens waits for them."
 _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 
@@ -245,6 +247,7 @@ class ReferenceConfig:
 
     path: Optional[str] = key(None, "the policy that the KL compares with", null="`model.path`")
     offload: bool = key(False, "keep its weights in host memory between uses")
+    offload_by_layer: bool = key(False, _OFFLOAD_BY_LAYER, more=_BY_LAYER, only_with="reference.offload")
     refresh_steps: int = key(0, "copy the actor's weights every so many steps; 0: never", AT_LEAST_0)
 
 
@@ -266,3 +269,4 @@ class RewardModelConfig:
         None, "as `actor.megatron`; fields of TransformerConfig alone", null="none"
     )
     offload: bool = key(False, "keep its weights in host memory between uses")
+    offload_by_layer: bool = key(False, "as `reference.offload_by_layer`", only_with="reward.model.offload")

@@ -52,13 +52,14 @@ def is_released(model: MegatronModel) -> bool:
     return all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
 
 
-def move(model: MegatronModel) -> None:
-    model.share(DeviceSharing(current_platform()), "reference", (WEIGHTS,))
+def move(model: MegatronModel, *, by_layer: bool = False) -> None:
+    model.share(DeviceSharing(current_platform()), "reference", (WEIGHTS,), by_layer=by_layer)
 
 
-def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: MegatronModel) -> None:
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_weights_come_back_bit_by_bit_as_often_as_they_are_asked_for(model: MegatronModel, by_layer: bool) -> None:
     before, said = weights(model), logprobs(model)
-    move(model)
+    move(model, by_layer=by_layer)
     assert is_released(model)
     for _ in range(2):
         with model.movable.use(WEIGHTS):
@@ -97,15 +98,15 @@ def test_what_any_other_use_writes_is_lost(model: MegatronModel) -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(model).items())
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("offload", "by_layer"), [(False, False), (True, False), (True, True)])
 def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
-    model: MegatronModel, tmp_path: Path, groups: ModelGroups, offload: bool
+    model: MegatronModel, tmp_path: Path, groups: ModelGroups, offload: bool, by_layer: bool
 ) -> None:
     make("qwen3_tied", tmp_path / "actor", seed=1)
     actor = build(tmp_path / "actor", groups, trainable=True)
     wanted, said = weights(actor), logprobs(actor)
     if offload:
-        move(model)
+        move(model, by_layer=by_layer)
     placed = RoleModel(groups.layout, model, model.spec, TrainerConfig())
     trained: Any = SimpleNamespace(model=SimpleNamespace(model=actor))
     Reference(placed, 1.0).refresh(trained)

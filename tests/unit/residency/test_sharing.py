@@ -186,6 +186,65 @@ def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
     assert torch.equal(matrix, wanted[0]) and torch.equal(other, wanted[1] * 2)
 
 
+class Layers(torch.nn.Module):
+    """Five layers of 400 bytes on a device that counts, and 40 that are of none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False) for _ in range(5))
+        self.head = torch.nn.Linear(10, 1, bias=False)
+        self.requires_grad_(False)
+        self.device = CountingDevice({})
+        self.device.storages = [tensor.untyped_storage() for tensor in self.parameters()]
+        self.seen: list[int] = []
+        for layer in self.layers:
+            layer.register_forward_hook(lambda *_: self.seen.append(self.device.used()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        found: Tensor = self.head(x)
+        return found
+
+
+def test_of_layers_that_come_one_by_one_two_are_there_at_a_time() -> None:
+    model, x = Layers(), torch.arange(30.0).view(3, 10)
+    wanted = model(x)
+    sharing = DeviceSharing(model.device)
+    movable = Movable(sharing)
+    movable.add_layers("reference", model.layers)
+    movable.add(WEIGHTS, Part("reference weights", [model.head.weight], model.device, lingers=False))
+    assert model.device.used() == 0
+    sharing.pop()
+    model.seen.clear()
+    with sharing.phase("reference"), movable.passing():
+        for _ in range(2):  # microbatches
+            assert torch.equal(model(x), wanted)
+            assert model.device.used() == 40
+    # While the last one runs there is no next.
+    assert model.seen == [840, 840, 840, 840, 440] * 2
+    assert sharing.pop() == {"memory/reference_bytes": 840.0}
+    with movable.use(WEIGHTS, writes=True):
+        assert model.device.used() == 2040
+        for parameter in model.parameters():
+            parameter.mul_(-1)
+        model(x)
+        assert model.device.used() == 2040  # what is used as a whole stays
+    with movable.passing():
+        assert torch.equal(model(x), wanted)  # an even number of signs: five layers and the head
+    assert model.device.used() == 0
+
+
+def test_a_pass_that_fails_leaves_no_layer_behind() -> None:
+    model = Layers()
+    movable = Movable(DeviceSharing(model.device))
+    movable.add_layers("reference", model.layers)
+    movable.add(WEIGHTS, Part("reference weights", [model.head.weight], model.device, lingers=False))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), movable.passing():
+        model(torch.zeros(1, 9))
+    assert model.device.used() == 0
+
+
 def failures() -> dict[str, Callable[[Ledger], object]]:
     def twice(ledger: Ledger) -> None:
         ledger.add("actor weights", 1)
