@@ -205,4 +205,5 @@ class ModelBuilder:
             deterministic=self.cfg.deterministic,
             seed=self.cfg.seed,
             logit_chunk_tokens=self.cfg.trainer.logit_chunk_tokens,
+            microbatch_tokens=self.cfg.trainer.max_tokens_per_microbatch,
         )

@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rlhf_mcore.config.derive import needs_critic, role_layouts
+from rlhf_mcore.config.derive import RoleLayout, needs_critic, role_layouts
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.foreign import shorten
@@ -31,7 +31,10 @@ _SOURCES = {
 
 _OF_MODEL = "config.json of the model sets it"
 _CONSTANT = "it cannot be changed"
-_SHAPES = "it needs microbatches of one shape, and here they differ in length"
+_GRAPHS = (
+    "Megatron's graphs replay one shape, one layout of sequences and one number of microbatches, and fail at any other; here "
+    "microbatches differ in all three"
+)
 _STATE = "checkpoints hold fp32 moments and masters on the device's own optimizer; this one's state is stored otherwise"
 # Field: which key sets it, or why it cannot be set. What begins with a prefix of _OWNED_PREFIXES is in it too.
 OWNED: dict[str, str] = {
@@ -118,7 +121,7 @@ OWNED: dict[str, str] = {
     "adam_beta2": "optimizer.beta2 sets it",
     "adam_eps": "optimizer.eps sets it",
     "clip_grad": "optimizer.clip_grad sets it",
-    "optimizer": "it is AdamW, whose moments checkpoints hold",
+    "optimizer": "it is AdamW, sharded by elements over data-parallel ranks; Megatron's Muon refuses such a distributed optimizer",
     "loss_scale": "optimizer.loss_scale sets it",
     "initial_loss_scale": "optimizer.loss_scale.initial sets it",
     "min_loss_scale": "optimizer.loss_scale.minimum sets it",
@@ -146,9 +149,8 @@ OWNED: dict[str, str] = {
     "fp8_param": "weights are stored in dtype, where the bridge and checkpoints read them",
     "fp4_param": "weights are stored in dtype, where the bridge and checkpoints read them",
     "fp8_param_gather": "weights are stored in dtype, where the bridge and checkpoints read them",
-    "tp_comm_overlap": _SHAPES,
-    "enable_cuda_graph": _SHAPES,
-    "external_cuda_graph": _SHAPES,
+    "enable_cuda_graph": _GRAPHS,
+    "external_cuda_graph": _GRAPHS,
     **dict.fromkeys(
         ("masked_softmax_fusion", "attention_softmax_in_fp32", "apply_query_key_layer_scaling"),
         "attention has no softmax of its own: torch's or Transformer Engine's kernel does all of it",
@@ -165,8 +167,7 @@ _OWNED_PREFIXES = {
     "mrope_": _OF_MODEL,
     "embedding_init": "weights are loaded; " + _CONSTANT,
     "init_method": "weights are loaded; " + _CONSTANT,
-    "cuda_graph": _SHAPES,
-    "tp_comm_": _SHAPES,
+    "cuda_graph": _GRAPHS,
     "inference_": "engines generate, not this model",
     "flash_decode": "engines generate, not this model",
     "use_inference_optimized_layers": "engines generate, not this model",
@@ -278,6 +279,8 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
             yield from _setting_problems(f"{role}.megatron", settings, is_trained=(role, settings) in trained)
     for layout in role_layouts(cfg):
         wanted = dict(trained + frozen).get(layout.name) or {}
+        if wanted.get("tp_comm_overlap") is True:
+            yield from _overlap_problems(cfg, layout)
         if (kind := wanted.get("cp_comm_type")) is None:
             continue
         shown = f"{layout.name}.megatron.cp_comm_type={shorten(repr(kind), 100)}"
@@ -285,6 +288,17 @@ def megatron_problems(cfg: Config) -> Iterator[str]:
             yield f"{shown} has no effect with {layout.name}.layout.cp=1; remove it"
         elif "a2a+p2p" in str(kind):
             yield f"{shown} needs process groups of two levels, which are not made; set it to p2p, all_gather or a2a"
+
+
+def _overlap_problems(cfg: Config, role: RoleLayout) -> Iterator[str]:
+    """Why the communication of tensor-parallel ranks cannot overlap their computation."""
+    shown = f"{role.name}.megatron.tp_comm_overlap=True"
+    if not role.layout.sequence_parallel:
+        yield f"{shown} needs {role.name}.layout.sequence_parallel=true, and a tp of 2 or more; set them, or remove it"
+    if not cfg.trainer.packing:
+        yield f"{shown} needs trainer.packing=true: its buffers are of one size, to which packed microbatches are filled up"
+    if cfg.model.layer_spec == "local":
+        yield f"{shown} has no effect with model.layer_spec=local: Transformer Engine does it; set model.layer_spec=te"
 
 
 def _setting_problems(key: str, settings: Mapping[str, Any], *, is_trained: bool) -> Iterator[str]:

@@ -347,6 +347,7 @@ class BuildOptions:
     freeze: Callable[[Sequence[torch.nn.Module]], None] | None = None  # takes the gradient of some weights
     logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
     expert_bias_rate: float = 0.0
+    microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -357,6 +358,8 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
     """
     options.overrides.check(platform)
     platform.prepare_megatron()
+    if options.overrides.needs_one_shape:
+        options.overrides.make_buffers(platform, groups.layout, options.microbatch_tokens, spec.geometry.hidden_size)
     with use_groups(groups, platform):
         model_parallel_cuda_manual_seed(
             options.seed,

@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import DTYPES, Platform
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ _KERNELS = {
     "nccl_ub": "",
     "cp_comm_type": TE,
     "symmetric_ar_type": TE,
+    "tp_comm_overlap": TE,
     "bias_dropout_fusion": "",
     "bias_activation_fusion": "",
     "batch_invariant_mode": "",
@@ -72,6 +74,24 @@ class Overrides:
 
     def wants(self, name: str) -> bool:
         return bool(self.values.get(name))
+
+    @property
+    def needs_one_shape(self) -> bool:
+        """Whether all passes must be over equally many tokens."""
+        return self.wants("tp_comm_overlap")
+
+    def make_buffers(self, platform: Platform, layout: ParallelLayout, tokens: int, hidden_size: int) -> None:
+        """Make those through which tensor-parallel ranks exchange rows while they compute, once a process.
+
+        Raises:
+            ConfigError: another model of this process has ones of another shape.
+        """
+        rows = tokens // layout.token_multiple * layout.token_multiple // layout.cp
+        backend = self.values.get("tp_comm_bootstrap_backend", "nccl")
+        try:
+            platform.overlap_tensor_parallel((rows, hidden_size), layout.tp, self.wants("fp8"), backend)
+        except ValueError as error:
+            raise ConfigError(f"{self.key}.tp_comm_overlap=True: {error}; remove it from one of the two") from error
 
     def check(self, platform: Platform) -> None:
         """Refuse what cannot work on this machine.

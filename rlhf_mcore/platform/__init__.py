@@ -90,6 +90,14 @@ class Platform:
         """What the device is given inside has this name in its own tools."""
         return nullcontext()
 
+    def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
+        """Make the buffers through which ``tp`` ranks exchange rows of hidden states [tokens, hidden] while they compute.
+
+        Raises:
+            ValueError: there are others, of another shape.
+        """
+        raise NotImplementedError
+
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
         """Do work on tensors in a thread of its own, after all that the device has been given so far, beside what it is given next."""
         pool = ThreadPoolExecutor(1)
@@ -104,6 +112,9 @@ class CudaPlatform(Platform):
     name = "cuda"
     collective_backend = "cpu:gloo,cuda:nccl"
     default_dtype = "bf16"
+
+    def __init__(self) -> None:
+        self._exchanged: tuple[tuple[int, int], int, bool] | None = None  # what Transformer Engine has buffers of
 
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -143,6 +154,18 @@ class CudaPlatform(Platform):
     def range(self, name: str) -> AbstractContextManager[None]:
         found: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
         return found
+
+    def overlap_tensor_parallel(self, shape: tuple[int, int], tp: int, fp8: bool, backend: str) -> None:
+        asked = (shape, tp, fp8)
+        if self._exchanged not in (None, asked):
+            raise ValueError(
+                f"Transformer Engine has one set of buffers, of {self._exchanged} (shape, tp, fp8), not {asked}"
+            )
+        if self._exchanged is None:
+            from transformer_engine.pytorch.module.base import initialize_ub
+
+            initialize_ub(shape=list(shape), tp_size=tp, use_fp8=fp8, bootstrap_backend=backend)
+            self._exchanged = asked
 
     def in_thread(self, work: Callable[[], None]) -> Future[None]:
         device, so_far = self.device(), torch.cuda.current_stream().record_event()

@@ -93,17 +93,22 @@ class RoleModel:
     def microbatches(self, held: RowTokens, rows_per_unit: int = 1, *, forward_only: bool = False) -> list[Microbatch]:
         """Rows of this rank as microbatches: limited in tokens, padded for its layout, as many as the pipeline needs.
 
+        Where tensor-parallel communication overlaps computation all are filled up to the limit, also without a backward pass.
         Data-parallel ranks among which experts are sharded exchange tokens in every layer, so they all run equally many.
         """
         assert self.model is not None
-        limit = self.trainer.max_tokens_per_microbatch
+        limit, multiple = self.trainer.max_tokens_per_microbatch, self.layout.token_multiple
+        if self.model.overrides.needs_one_shape:
+            limit = multiple = limit // multiple * multiple
+        elif forward_only:
+            limit = self.trainer.forward_tokens or 2 * limit
         split = partial(
             make_microbatches,
             held,
             rows_per_unit=rows_per_unit,
-            max_tokens=(self.trainer.forward_tokens or 2 * limit) if forward_only else limit,
+            max_tokens=limit,
             packing=self.trainer.packing,
-            pad_multiple=self.layout.token_multiple,
+            pad_multiple=multiple,
             sequence_multiple=self.layout.sequence_multiple,
             multiple_of=self.layout.pp if self.layout.vpp else 1,
         )

@@ -18,7 +18,9 @@ _OFFLOADS = one_of(
 )
 _OFFLOAD = "what leaves the device while others need it, when engines and models share it"
 _OFFLOAD_BY_LAYER = "in a pass the layers come one by one, and no more than two of them are on the device at a time"
-_BY_LAYER = "They come again for every microbatch, while the layer before computes: a pass over few tokens waits for them."
+_BY_LAYER = (
+    "They come again for every microbatch, while the layer before computes: a pass over few tokens waits for them."
+)
 _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 

@@ -15,6 +15,8 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.megatron_fields import OWNED, megatron_fields
 from tests.unit.config.checking import check, only
 
+OVERLAP = "actor.layout.tp=2 actor.layout.sequence_parallel=true actor.megatron.tp_comm_overlap=true"
+
 
 def test_the_fields_read_from_source_are_those_of_the_imported_classes() -> None:
     found = megatron_fields()
@@ -43,6 +45,10 @@ def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) ->
     assert check(f"actor.megatron={settings}") == []
 
 
+def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspace: Any) -> None:
+    assert check(*OVERLAP.split(" "), "actor.megatron.tp_comm_bulk_wgrad=false") == []
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -56,7 +62,9 @@ def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) ->
         ("actor.megatron={lr: 0.1}", ["lr=0.1", "optimizer.lr"]),
         ("actor.megatron={hidden_size: 8}", ["hidden_size=8", "config.json"]),
         ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "one shape"]),
-        ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "one shape"]),
+        ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
+        (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
+        (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
         ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "AdamW"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
@@ -69,7 +77,7 @@ def test_fields_of_all_three_classes_are_taken(workspace: Any, settings: str) ->
     ],
 )  # fmt: skip
 def test_mistakes_are_named(workspace: Any, setting: str, words: list[str]) -> None:
-    message = only(check(setting))
+    message = only(check(*setting.split(" ") if setting.startswith(OVERLAP) else [setting]))
     assert all(word in message for word in words), message
 
 

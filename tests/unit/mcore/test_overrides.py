@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -9,6 +13,8 @@ from megatron.core.transformer.enums import AttnBackend
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.platform import CudaPlatform
 from rlhf_mcore.platform.cpu import CpuPlatform
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -36,6 +42,7 @@ def test_what_megatron_refuses_is_a_mistake_of_the_user() -> None:
         ("moe_enable_deepep", True),
         ("fp8", "hybrid"),
         ("attention_backend", "flash"),
+        ("tp_comm_overlap", True),
     ],
 )
 def test_kernels_of_cuda_are_refused_on_the_cpu_by_name(name: str, value: object) -> None:
@@ -47,3 +54,22 @@ def test_fields_that_need_no_kernel_and_those_switched_off_pass_on_the_cpu() -> 
     Overrides("actor.megatron", {"overlap_grad_reduce": True, "apply_rope_fusion": False, "fp8": None}).check(
         CpuPlatform()
     )
+
+
+def test_buffers_of_transformer_engine_are_made_once_and_have_the_shape_of_every_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of its module only the function that makes them is stood in for: there is no Transformer Engine without CUDA."""
+    made: list[dict[str, Any]] = []
+    base: Any = ModuleType("transformer_engine.pytorch.module.base")
+    base.initialize_ub = lambda **given: made.append(given)
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    platform, wanted = CudaPlatform(), Overrides("critic.megatron", {"tp_comm_overlap": True})
+    layout = ParallelLayout(4, tp=2, cp=2, sequence_parallel=True)
+    for _ in range(2):  # an actor and its reference
+        wanted.make_buffers(platform, layout, 1003, 64)
+    assert made == [{"shape": [500, 64], "tp_size": 2, "use_fp8": False, "bootstrap_backend": "nccl"}]
+    with pytest.raises(ConfigError, match=r"critic\.megatron\.tp_comm_overlap=True: .*one set of buffers.*remove it"):
+        wanted.make_buffers(platform, layout, 1003, 128)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_mcore.mcore.model import OutputFunction
 from rlhf_mcore.mcore.optimizer import StepOutcome
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import Microbatch, TrainBatch
 from tests.logits import given_logprobs
@@ -47,6 +48,7 @@ class Lookup:
     tp_rank: int = 0
     is_last_stage: bool = True
     aux_loss_coef: float = 0.0
+    overrides: Overrides = field(default_factory=Overrides)
     rule: Callable[[Lookup, float], bool] = stay
     table: Tensor = field(init=False)
     calls: list[Any] = field(default_factory=list)

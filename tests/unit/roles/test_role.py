@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens
 from rlhf_mcore.mcore.model import scalar_outputs
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.observability.throughput import ModelFlops
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.roles import model as module
@@ -174,6 +175,15 @@ def test_ranks_that_share_experts_run_equally_many_microbatches(model: Lookup, m
     parts = role(model, ParallelLayout(2, ep=2), max_tokens_per_microbatch=12).microbatches(held)
     assert len(parts) == 5 and counts == [2.0]
     assert sorted(row for part in parts for row in part.rows) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_all_passes_have_one_shape_where_communication_overlaps_computation(model: Lookup, forward_only: bool) -> None:
+    model.overrides = Overrides(values={"tp_comm_overlap": True})
+    placed = role(model, ParallelLayout(4, tp=4, sequence_parallel=True), max_tokens_per_microbatch=15)
+    parts = placed.microbatches(some_rows([2, 6, 8, 3, 5, 6]), forward_only=forward_only)
+    assert {tuple(part.token_ids.shape) for part in parts} == {(1, 12)}
+    assert sorted(row for part in parts for row in part.rows) == list(range(6))
 
 
 # -------------------------------------------------------------------------------------------------------------- results
