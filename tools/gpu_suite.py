@@ -200,7 +200,7 @@ def offload(device: str, folder: Path) -> Found:
     from rlhf_mcore.residency.ledger import GRADIENTS, OPTIMIZER, WEIGHTS
     from rlhf_mcore.residency.sharing import DeviceSharing
 
-    model, _, _ = _sized(device, folder)
+    model, microbatches, _ = _sized(device, folder)
     model.add_optimizer(_optimizer())
     before = {p.name: p.tensor.flatten()[:7].clone() for p in model.local_parameters()}
     allocated = torch.cuda.memory_allocated if device == "cuda" else lambda: 0
@@ -223,7 +223,43 @@ def offload(device: str, folder: Path) -> Found:
     if device == "cuda":
         off = abs(freed - moved) / moved
         found.append(row("what torch.cuda.memory_allocated fell by", f"{freed / 1e9:.3f} GB", "within 2 %", off < 0.02))
-    return found
+    return found + _by_layer(model, microbatches, folder)
+
+
+def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
+    """A frozen model, whole and with layers that come to the device one by one."""
+    import torch
+
+    from rlhf_mcore.bridge.files.hf_files import HFReader
+    from rlhf_mcore.bridge.files.transfer import load
+    from rlhf_mcore.config.schema import RecomputeConfig
+    from rlhf_mcore.mcore.model import BuildOptions, build_model
+    from rlhf_mcore.residency.ledger import WEIGHTS
+    from rlhf_mcore.residency.sharing import DeviceSharing
+
+    platform, dtype = trained.platform, "bf16" if trained.config.bf16 else "fp32"
+    options = BuildOptions(dtype, "auto", RecomputeConfig(), False, False, 0)
+    model = build_model(trained.spec, trained.groups, platform, options)
+    load(model.local_parameters(), model.spec.geometry, HFReader(folder / "model"))
+
+    def forward() -> list[torch.Tensor]:
+        return model.forward(
+            microbatches, lambda outputs, part: model.logprobs_and_entropy(outputs, part, 1.0, with_entropy=False)[0]
+        )
+
+    whole, seconds = forward(), _timed(forward, platform.synchronize)
+    sharing = DeviceSharing(platform)
+    model.share(sharing, "reference", (WEIGHTS,), by_layer=True)
+    weights = sum(part.num_bytes for part in sharing.parts)
+    sharing.pop()
+    with sharing.phase("reference"):
+        same = all(map(torch.equal, forward(), whole))
+    there = sharing.pop()["memory/reference_bytes"]
+    return [
+        row("logprobs with layers that come one by one", "equal" if same else "differ", "equal", same),
+        row("weights that are there at a time", f"{there / 1e6:.1f} of {weights / 1e6:.1f} MB"),
+        row("a pass so, and with all of them there", f"{_timed(forward, platform.synchronize):.3f} s, {seconds:.3f} s"),
+    ]
 
 
 def save(device: str, folder: Path) -> Found:

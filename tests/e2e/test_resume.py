@@ -119,6 +119,7 @@ def test_models_that_leave_the_device_between_their_uses_learn_the_same(workspac
     """Bit by bit, and their checkpoints; on a CPU what leaves is copied from memory to memory, in the same order as on a GPU."""
     arguments = ["trainer.num_steps=2", "experiment=shared", "checkpoint.async_save=true", "evaluate.every=2", *VLLM]
     offload = ["actor.offload=always", "critic.offload=always", "reference.offload=true", "checkpoint.save_steps=2"]
+    offload += ["reference.offload_by_layer=true"]
     done = run(workspace, *arguments, *offload)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shared, calm = metrics(tormented / "shared"), metrics(tormented / "x-calm")
