@@ -141,7 +141,7 @@ def _role_plan(role: PlannedRole, inputs: PlanInputs) -> RolePlan:
         state_bytes(role, layout.first_rank),
         checkpoint_bytes(role) if role.trained else 0,
         rank_share(inputs.work, role),
-        role.offload,
+        ("weights layer by layer",) if role.by_layer else role.offload,
     )
 
 

@@ -68,6 +68,12 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     away = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01", "reference.offload=true").phases}
     assert kept["actor update"].parts[key] == 2 * 7_615_616_512
     assert [phase for phase in away if key in away[phase].parts] == ["reference forward"]
+    keys = ("algorithm.kl.coef=0.01", "reference.offload=true", "reference.offload_by_layer=true")
+    by_layer = planned("Qwen2.5-7B", 8, *keys)
+    there = {phase.phase: phase.parts[key] for phase in by_layer.phases if key in phase.parts}
+    # Embedding, output layer, last norm; two layers of 233,057,792.
+    assert there == {"reference forward": 2 * (1_089_998_336 + 2 * 233_057_792)}
+    assert "reference: weights layer by layer" in as_text(by_layer)
 
 
 AUTO = ("actor.offload=auto", "actor.recompute.granularity=full")
