@@ -96,7 +96,7 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
     chunks = [
         [
             BYTES[role.dtype]
-            * sum(tensor.numel for tensor in _layer_tensors(geometry, geometry.is_moe_layer(layer), grid))
+            * sum(tensor.numel for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid))
             for layer in layout.layers_of(geometry.num_layers, pp, number)
         ]
         for number in range(layout.vpp or 1)
