@@ -41,6 +41,8 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
         )
     if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry):
         yield "rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven with vLLM; set it to hf"
+    if cfg.rollout.engine == "vllm" and geometry.delta_layers:
+        yield "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
 

@@ -407,7 +407,7 @@ class Family:
             num_heads=size(hf_config, "num_attention_heads"),
             num_kv_heads=size(hf_config, "num_attention_heads") if self.latent else num_kv_heads(hf_config),
             head_dim=0 if self.latent else head_dim(hf_config, self.head_dim),
-            ffn_size=size(hf_config, "intermediate_size"),
+            ffn_size=size(hf_config, "intermediate_size", default=self._absent_ffn(hf_config)),
             vocab_size=size(hf_config, "vocab_size"),
             tied_embeddings=hf_config.flag("tie_word_embeddings", default=self.tied) and head == "lm",
             head=head,
@@ -481,6 +481,12 @@ class Family:
         for part in (self.mixture, self.delta):
             if part is not None:
                 yield from part.problems(hf_config)
+
+    def _absent_ffn(self, hf_config: Fields) -> int | None:
+        """Of a family whose layers all have experts, and whose config.json has no size of another MLP."""
+        mixture = self.mixture
+        is_all = isinstance(mixture, Mixture) and mixture.shared_ffn and not mixture.has_dense_layers
+        return size(hf_config, "moe_intermediate_size") if is_all else None
 
     def _has_qk_norm(self, hf_config: Fields) -> bool:
         return bool(self.qk_norm_key) and hf_config.flag(self.qk_norm_key, default=False)

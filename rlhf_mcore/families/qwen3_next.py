@@ -2,7 +2,7 @@
 
 from rlhf_mcore.families.base import Family, experts, shared_expert
 from rlhf_mcore.families.delta import DeltaNet
-from rlhf_mcore.families.hybrid import BETA_ALPHA, GATED_DECODER, QKVZ, delta_net
+from rlhf_mcore.families.hybrid import BETA_ALPHA, GATED_DECODER, HYBRID_SETTINGS, QKVZ, delta_net
 from rlhf_mcore.families.mixture import Mixture
 
 FAMILY = Family(
@@ -12,12 +12,7 @@ FAMILY = Family(
     + delta_net("delta_by_head", in_proj_qkvz=QKVZ, in_proj_ba=BETA_ALPHA)
     + experts("mlp")
     + shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate"),
-    megatron={
-        "qk_layernorm": True,
-        "attention_output_gate": True,
-        "layernorm_zero_centered_gamma": True,
-        "moe_shared_expert_gate": True,
-    },
+    megatron={**HYBRID_SETTINGS, "moe_shared_expert_gate": True},
     head_dim=256,
     delta=DeltaNet(),
     mixture=Mixture("moe_intermediate_size", top_k=10, has_dense_layers=True, shared_ffn=512, renormalises=True),

@@ -46,6 +46,7 @@ FEW = {
     "olmo2": ("tp2_pp2", "tp4_sp"),
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
     "qwen3_next": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
+    "qwen3_5_text": ("tp2_pp2",),  # without sequence parallelism
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }
 

@@ -31,6 +31,10 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -71,6 +75,13 @@ MODELS = {
     "qwen3_seven": (Qwen3ForCausalLM, Qwen3Config, dict(tie_word_embeddings=True, num_hidden_layers=7)),
 }
 QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+DELTA_NET = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=12,
+    linear_value_head_dim=16,
+    full_attention_interval=2,
+)
 # Head sizes that differ, groups of experts, two experts that are shared, and what vLLM reads and transformers does not.
 DEEPSEEK = dict(
     q_lora_rank=24,
@@ -188,15 +199,18 @@ FURTHER_MODELS = {
     "qwen3_next": (
         Qwen3NextForCausalLM,
         Qwen3NextConfig,
-        {
-            **QWEN_EXPERTS,
-            "shared_expert_intermediate_size": 80,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 16,
-            "full_attention_interval": 2,
-        },
+        {**QWEN_EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 80},
+    ),
+    # The same with a projection for each input of a net, and as many heads of values as of keys.
+    "qwen3_5_text": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {**DELTA_NET, "linear_num_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {**QWEN_EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 80},
     ),
     # Without experts nothing asks for sequence parallelism.
     "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),
@@ -215,7 +229,7 @@ def make(name: str, directory: Path, seed: int = 0, **changes: object) -> torch.
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                adds_one = name.startswith(("gemma", "qwen3_next")) and "linear_attn" not in parameter_name
+                adds_one = name.startswith(("gemma", "qwen3_next", "qwen3_5")) and "linear_attn" not in parameter_name
                 centre = 1.0 if "norm" in parameter_name and not adds_one else 0.0
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
             else:

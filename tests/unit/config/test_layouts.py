@@ -18,6 +18,7 @@ QWEN_MOE = {
     "norm_topk_prob": True,
 }
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "sliding_window": 8}
+DELTA_NETS = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
 
 
@@ -57,6 +58,24 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             ["actor.layout.etp=2: experts with biases", "ep > 1"],
         ),
         (GPT_OSS, [], 2, ["rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven"]),
+        (
+            DELTA_NETS,
+            [],
+            None,
+            ["rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven"],
+        ),
+        (
+            DELTA_NETS,
+            ["rollout.engine=hf", "actor.layout.cp=2"],
+            2,
+            ["actor.layout.cp=2: the gated delta nets", "set it to 1"],
+        ),
+        (
+            DELTA_NETS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+            ["rollout.engine=hf", "actor.layout.tp=2"],
+            2,
+            ["actor.layout.tp=2 does not divide linear_num_key_heads=3", "divisor of 3"],
+        ),
         (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),

@@ -68,6 +68,8 @@ def test_a_module_is_a_family_and_answers_to_every_head() -> None:
         "qwen2",
         "qwen2_moe",
         "qwen3",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_moe",
         "qwen3_next",
     ]
@@ -187,6 +189,16 @@ def test_lines_of_a_familys_module_are_those_that_contributors_are_told() -> Non
             {**WINDOW, "architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
             "save its language",
         ),
+        ("Qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types has 'mamba', which is not supported"),
+        ("Qwen3_5", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, num_hidden_layers is 2"),
+        ("Qwen3_5", {"full_attention_interval": 3}, "layer_types has no full_attention"),
+        (
+            "Qwen3_5",
+            {"linear_num_value_heads": 24},
+            "linear_num_value_heads=24 is no multiple of linear_num_key_heads=16",
+        ),
+        ("Qwen3Next", {**EXPERTS, "attention_bias": True}, "attention_bias is not supported for Qwen3NextForCausalLM"),
+        ("Qwen3Next", {**EXPERTS, "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0, not an integer from 1"),
         ("Gemma", {}, "architecture GemmaForCausalLM is not supported; supported are: DeepseekV2ForCausalLM, "),
     ],
 )
@@ -206,6 +218,8 @@ def test_what_is_refused(tmp_path: Path, architecture: str, change: dict[str, An
         ("Qwen2Moe", {**EXPERTS, "qkv_bias": True, "num_experts_per_tok": 1}),
         ("Qwen3Moe", {**EXPERTS, "sliding_window": 16}),
         ("DeepseekV3", DEEPSEEK),
+        ("Qwen3Next", {**EXPERTS, "full_attention_interval": 2}),
+        ("Qwen3_5Moe", {**EXPERTS, "full_attention_interval": 1, "intermediate_size": None}),
         ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy", "topk_group": 3, "norm_topk_prob": False}),
         (
             "DeepseekV2",
