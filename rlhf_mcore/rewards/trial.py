@@ -59,6 +59,7 @@ class Row:
 
     place: str
     prompt: Prompt
+    is_answered: bool = False  # the prompt is a conversation that ends with what the assistant said
     truth: Score | None = None  # None: there is no response that is known to be right
     truth_text: str = ""
     empty: Score | None = None
@@ -109,13 +110,17 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
             if row is not None:
                 truth = ground_truth(row, answer_key, place, setting)
                 source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)
-                rows.append(
-                    Row(place, Prompt(place, len(rows), [], _text(row.get(prompt_key)), source, truth, extra_info=info))
-                )
+                content = row.get(prompt_key)
+                prompt = Prompt(place, len(rows), [], _text(content), source, truth, extra_info=info)
+                rows.append(Row(place, prompt, isinstance(content, list) and _last_role(content) == "assistant"))
             if deadline is not None and time.monotonic() > deadline:
                 break
     chosen = np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(int).tolist()
     return [rows[index] for index in chosen], Counter(row.prompt.data_source for row in rows)
+
+
+def _last_role(messages: list[Any]) -> str | None:
+    return messages[-1].get("role") if messages and isinstance(messages[-1], dict) else None
 
 
 def _text(prompt: Any) -> str:
@@ -194,6 +199,7 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     if cfg.data.transform is not None or not (opaque or cfg.reward.rules or cfg.reward.sources is not None):
         return None
     rows, sources = read_sample(cfg.data, name, ROWS_AT_START, SCAN_AT_START_S)
+    warning = answered_text(rows, name)
     if not opaque:
         refuse_unknown_sources(cfg.reward, sources, name)
         report = try_reward(replace(cfg.reward, judge=JudgeConfig()), rows, name, sources.total(), others=False)
@@ -206,7 +212,7 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
         except ConfigError as error:
             return f"reward.function could not be tried on {name}: {error}"
     if not report.reads_nothing:
-        return None
+        return warning
     first = report.tried[0]
     if cfg.reward.on_error == "fail" and all(
         row.truth is not None and row.truth.failure == "error" for row in report.tried
@@ -251,6 +257,17 @@ def refuse_unknown_sources(cfg: RewardConfig, sources: Counter[str], name: str) 
         require_isolation(cfg.sandbox.minimum)
 
 
+def answered_text(rows: Sequence[Row], name: str) -> str | None:
+    """A warning where prompts already hold an answer."""
+    answered = [row for row in rows if row.is_answered]
+    if not answered:
+        return None
+    return (
+        f"{len(answered)} of {len(rows)} prompts of {name} that were read end with the assistant's answer ({answered[0].place}), "
+        "which the policy is shown: leave it out, as `rlhf-mcore prepare-data` does"
+    )
+
+
 def as_text(report: Report, shown: int = 10) -> str:
     """A table of the data sources, and the first disagreements under it."""
     header = ("data source", "rows", "truth right", "empty right", "other's answer right", "no score")
@@ -267,6 +284,8 @@ def as_text(report: Report, shown: int = 10) -> str:
     widths = [max(len(line[column]) for line in table) for column in range(len(header))]
     lines = [f"{report.key}: {len(report.rows)} of {report.seen} rows", ""]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    if warning := answered_text(report.rows, report.key):
+        lines += ["", f"warning: {warning}"]
     lines += _disagreements("ground truths that are not right", report.wrong_truths, "truth", shown)
     lines += _disagreements("empty responses that are right", report.paid_empty, "empty", shown)
     lines += _disagreements("answers of other rows that are right", report.paid_others, "other", shown)

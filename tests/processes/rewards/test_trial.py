@@ -142,3 +142,16 @@ def test_the_command_prints_a_table_and_its_exit_code_tells(data: Any, tmp_path:
     assert "data.train: 9 of 9 rows" in capsys.readouterr().out
     assert main(["reward-test", str(config), "reward.rules=[{name: maths}]"]) == 2
     assert "did you mean 'math'?" in capsys.readouterr().err
+
+
+def test_prompts_that_hold_the_answer_are_warned_of(tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "6+1="}]
+    chats = [question, [*question, {"role": "assistant", "content": "7"}]]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"prompt": chat, "answer": "7"}) + "\n" for chat in chats))
+    warning = f"1 of 2 prompts of data.train that were read end with the assistant's answer ({file}, line 2)"
+    cfg = Config(data=DataConfig(train=[str(file)]), reward=rules("final_number"))
+    assert (check_reward(cfg) or "").startswith(warning)
+    assert f"warning: {warning}" in as_text(tried(cfg.reward, cfg.data))
+    file.write_text(json.dumps({"prompt": question, "answer": "7"}) + "\n")
+    assert check_reward(cfg) is None
