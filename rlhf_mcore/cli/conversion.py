@@ -22,7 +22,7 @@ from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import row_runs
 from rlhf_mcore.checkpoint import delta
 from rlhf_mcore.checkpoint.layout import MANIFEST, scan
-from rlhf_mcore.cli.progress import progress_bar
+from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
@@ -229,7 +229,8 @@ def _verify(console: Console, reading: Reading, written: ModelSource) -> None:
     agree(reading.digests, again.digests, written.directory)
     mtp = mtp_tensors(reading.types, read_config(reading.source.companions, str(reading.source.companions)))
     types = {name: found for name, found in reading.types.items() if name not in mtp}  # transformers has no such layers
-    skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
+    with working("comparing outputs in transformers", console=console):
+        skipped = compare_logits(Reading(reading.source, types), Reading(written, types), total)
     if skipped:
         console.print(f"logits were not compared: {skipped}")
 

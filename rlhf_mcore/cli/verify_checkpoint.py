@@ -18,7 +18,7 @@ from rlhf_mcore.checkpoint.links import read_pins
 from rlhf_mcore.checkpoint.manifest import Problem, read_manifest
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser, examples
-from rlhf_mcore.cli.progress import progress_bar
+from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.config.errors import ConfigError
 
 EPILOG = """\
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = _checkpoints(Path(args.directory))
         with progress_bar(Console(stderr=True), "comparing", sum(map(_num_bytes, found))) as advance:
             reports = [_check(path, advance, hashes=not args.quick) for path in found]
+        whole = [report for report in reports if not (args.quick or report.path.is_symlink()) and report.is_intact]
+        with working("reading the models of", len(whole)) as begin:
+            for report in whole:
+                begin(report.path.name)
+                report.problems.extend(_unusable(report.path, report.problems))
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
     if args.json:
@@ -111,10 +116,7 @@ def _num_bytes(path: Path) -> int:
 def _check(path: Path, progress: Callable[[int], None], *, hashes: bool) -> CheckpointReport:
     if not path.is_symlink():
         pins = [name for name, step in read_pins(path.parent).items() if step == step_of(path.name)]
-        report = CheckpointReport(path, verify_chain(path, hashes=hashes, progress=progress), pins)
-        if hashes and report.is_intact:
-            report.problems.extend(_unusable(path, report.problems))
-        return report
+        return CheckpointReport(path, verify_chain(path, hashes=hashes, progress=progress), pins)
     if path.name not in (LATEST, BEST):
         detail = f"a link to {path.readlink()}: no run resumes from it; move the checkpoint here"
         return CheckpointReport(path, [Problem(path.name, "outside", detail)])

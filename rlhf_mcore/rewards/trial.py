@@ -270,7 +270,7 @@ def answered_text(rows: Sequence[Row], name: str) -> str | None:
 
 def as_text(report: Report, shown: int = 10) -> str:
     """A table of the data sources, and the first disagreements under it."""
-    header = ("data source", "rows", "truth right", "empty right", "other's answer right", "no score")
+    header = ("data source", "rows", "truth right", "empty right", "others right", "no score")
     table: list[tuple[str, ...]] = [header]
     for source in sorted({row.prompt.data_source for row in report.rows}):
         held, tried, wrong, empty, others = (
