@@ -141,7 +141,7 @@ function chartsTab() {
   return [make("div", { class: "controls" }, filter, ...smoothingControls()), box];
 }
 function phasesOf(run) {
-  return Object.keys(run.metrics).filter((name) => name.startsWith("timing/") && !NOT_PHASES.has(name));
+  return Object.keys(run.metrics).filter((name) => /^timing\/.*_s$/.test(name) && !NOT_PHASES.has(name));
 }
 function timeTab() {
   const parts = [];
@@ -164,7 +164,7 @@ function timeTab() {
     lazily.observe(box);
     parts.push(box);
   }
-  const others = metricNames().filter((name) => /tokens_per_s|tflops|mfu|^memory\//.test(name));
+  const others = metricNames().filter((name) => /tokens_per_s|prefix_hit|tflops|mfu|^memory\//.test(name));
   if (others.length) parts.push(make("h2", {}, "Throughput and memory"), make("div", { class: "charts" }, ...others.map(metricChart)));
   return parts.length ? parts : [empty("no times yet")];
 }

@@ -15,6 +15,7 @@ import pytest
 
 from rlhf_mcore.cli.report import main
 from rlhf_mcore.report.server import ReportServer
+from tests.commands import ROOT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -32,6 +33,7 @@ def write_run(directory: Path, seed: int, lr: float) -> None:
         for step in range(STEPS + 1):
             reward = 0.3 + 0.6 * (1 - math.exp(-step / 20)) + rng.gauss(0, 0.02)
             timing = {"timing/generate_s": 2.0, "timing/update_s": 1.0, "timing/unix_time": 1.7e9 + 3.0 * step}
+            timing["timing/prefix_hit"] = 0.5  # a share, and no phase
             metrics = {
                 "reward/mean": reward,
                 "actor/entropy": 2 * 0.93**step,
@@ -116,6 +118,7 @@ def test_two_runs_side_by_side_with_ten_thousand_rollouts_each(page: Any, runs: 
     # Time: generation takes two of three seconds.
     page.get_by_role("tab", name="Time").click()
     assert "66.7 %" in page.locator("tr", has_text="generate").first.inner_text()
+    assert page.locator("tbody").first.locator("tr td:first-child").all_inner_texts() == ["generate", "update"]
 
     # Rollouts: the count, a search, what is found is text and nothing else, turns of an environment are folded.
     page.get_by_role("tab", name="Rollouts").click()
@@ -175,3 +178,18 @@ def test_a_run_that_goes_on_is_seen_to(page: Any, runs: list[Path]) -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+SITE = ROOT / "outputs" / "site"  # made by ./launch/docs.sh
+
+
+@pytest.mark.skipif(not (SITE / "assets" / "mermaid.min.js").is_file(), reason="needs the site, with its diagrams")
+def test_the_site_draws_its_diagrams_and_asks_nothing_of_a_network(browser: Any) -> None:
+    page, asked = browser.new_page(), []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((SITE / "concepts.html").as_uri())
+    page.locator("div.mermaid").nth(1).wait_for(timeout=120_000)  # in the place of the text that it was
+    page.wait_for_load_state("networkidle")
+    assert page.locator("pre.mermaid").count() == 0 and page.locator("div.mermaid").first.bounding_box()["height"] > 50
+    assert [url for url in asked if not url.startswith("file:")] == []
+    page.close()
