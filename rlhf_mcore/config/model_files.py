@@ -163,7 +163,9 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
     if f"model.layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
     different = []
-    for name, shape in _some_shapes(geometry, is_packed=is_dequantised(hf_config)).items():
+    for name, shape in _some_shapes(geometry).items():
+        if len(shape) == 3 and name not in names and is_dequantised(hf_config):  # experts in mxfp4: one of two parts
+            name, shape = f"{name}_scales", (shape[0], shape[2], shape[1] // 32)
         file = SINGLE_FILE if shard_of is None else shard_of.get(name)
         entry = _header(folder, file, headers).object(name, default=None) if file is not None else None
         if entry is None:
@@ -174,20 +176,14 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         yield f"{prefix}: the weights are not those that config.json describes: {shortened(different, _SHOWN)}; {_REMEDY}"
 
 
-def _some_shapes(geometry: ModelGeometry, *, is_packed: bool) -> dict[str, tuple[int, ...]]:
-    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding.
-
-    ``is_packed``: the matrices of experts are stored in mxfp4, of whose parts one is looked at.
-    """
+def _some_shapes(geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
+    """Tensors that differ between models: the first layer (with its first expert), the last norms, the embedding."""
     family, last = FAMILIES[geometry.family], geometry.num_layers - 1
     rules = [
         rule for rule in family.rules if "{i}" not in rule.mcore
     ]  # without the head, which may be another one here
     rules += family.layer_rules(geometry, 0)
     found = {name: shape for rule in rules for name, shape in rule.shapes(geometry).items()}
-    for name in [name for name, shape in found.items() if is_packed and len(shape) == 3]:
-        experts, rows, columns = found.pop(name)
-        found[f"{name}_scales"] = (experts, columns, rows // 32)
     return found | {f"model.layers.{last}.post_attention_layernorm.weight": (geometry.hidden_size,)}
 
 

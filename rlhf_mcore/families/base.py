@@ -7,7 +7,7 @@ number over the whole layer). A parameter that no rule names is an error, so not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from rlhf_mcore.families.delta import DeltaNet
 from rlhf_mcore.families.mixture import Mixture, SigmoidMixture
 from rlhf_mcore.families.sizes import (
-    MAX_SIZES,
     head_dim,
     latent_sizes,
     max_positions,
@@ -24,6 +23,7 @@ from rlhf_mcore.families.sizes import (
     rotary,
     size,
 )
+from rlhf_mcore.families.windows import Windows
 from rlhf_mcore.foreign import Fields, shorten
 from rlhf_mcore.types import ModelGeometry
 
@@ -288,49 +288,6 @@ def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
     mlp = gated_mlp(shared + "linear_fc{n}.weight", block, SHARED_FFN, "moe")
     names = {f"{_LAYER}{gate}.weight": (ONE, HIDDEN)}
     return (*mlp, Rule(_MEGATRON + shared + "gate_weight", "replicated", names, "moe")) if gate else mlp
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Some layers of a model attend to the last ``sliding_window`` tokens alone.
-
-    ``every``: where config.json has no ``layer_types``, one layer of so many attends to all tokens, the last of them. ``is_fixed``:
-    another order is not supported, since engines do not read it.
-    """
-
-    every: int
-    is_fixed: bool = False
-
-    def settings(self, hf_config: Fields) -> dict[str, Any]:
-        """Settings of Megatron's attention."""
-        kinds = self._kinds(hf_config)
-        # A token sees itself and ``sliding_window - 1`` before it.
-        width = hf_config.integer("sliding_window", 1, MAX_SIZES["max_position_embeddings"])
-        return {
-            "window_size": (width - 1, 0),
-            "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
-        }
-
-    def problems(self, hf_config: Fields) -> Iterator[str]:
-        """What of a config.json is not supported."""
-        self.settings(hf_config)
-        kinds, num_layers = self._kinds(hf_config), size(hf_config, "num_hidden_layers")
-        if unknown := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-            yield f"layer_types has {shorten(unknown[0])!r}, which is not supported; use another model"
-        if len(kinds) != num_layers:
-            yield f"layer_types has {len(kinds)} layers, num_hidden_layers is {num_layers}; export the model again"
-        elif self.is_fixed and list(kinds) != self._usual_kinds(hf_config):
-            yield f"layer_types is supported with full_attention in every layer of {self.every} only; use another model"
-
-    def _kinds(self, hf_config: Fields) -> Sequence[str]:
-        return hf_config.texts("layer_types", default=self._usual_kinds(hf_config))
-
-    def _usual_kinds(self, hf_config: Fields) -> list[str]:
-        every = hf_config.integer("sliding_window_pattern", 1, 1024, default=self.every)
-        return [
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(size(hf_config, "num_hidden_layers"))
-        ]
 
 
 @dataclass(frozen=True, slots=True)

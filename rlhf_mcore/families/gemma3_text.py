@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rlhf_mcore.families.base import QK_NORM, SANDWICH_DECODER, Family, Windows
+from rlhf_mcore.families.base import QK_NORM, SANDWICH_DECODER, Family
+from rlhf_mcore.families.windows import Windows
 from rlhf_mcore.foreign import Fields
 
 

@@ -1,7 +1,8 @@
 """gpt-oss (OpenAI 2025, arXiv 2508.10925): sinks, windows in every other layer, biases everywhere, a clamped SwiGLU in all experts."""
 
-from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family, Windows, stacked_experts
+from rlhf_mcore.families.base import DECODER, OUTPUT_BIAS, QKV_BIAS, SINKS, Family, stacked_experts
 from rlhf_mcore.families.mixture import Mixture
+from rlhf_mcore.families.windows import Windows
 
 LIMIT = 7.0
 FAMILY = Family(

@@ -28,7 +28,7 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("packed")
-    make("gpt_oss", directory, num_hidden_layers=2, intermediate_size=96)
+    make("gpt_oss", directory, num_hidden_layers=2)
     pack(directory)
     return directory
 
