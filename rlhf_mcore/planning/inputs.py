@@ -26,15 +26,16 @@ class GpuType:
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float  # to all other devices of the node together
     network_bytes_per_s: float  # this device's share of the node's network
+    host_bytes_per_s: float = 64e9  # between the host and the device
     per_node: int = 8
 
 
 GPUS = {
-    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU, 200 Gb/s with A100.
+    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU, 200 Gb/s with A100; PCIe of generation 5, 4 there.
     "H100": GpuType("H100", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 50e9),
     "H200": GpuType("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 50e9),
-    "A100": GpuType("A100", int(79.15 * GIB), 312e12, 2.04e12, 300e9, 25e9),
-    "A100-40": GpuType("A100-40", int(39.4 * GIB), 312e12, 1.56e12, 300e9, 25e9),
+    "A100": GpuType("A100", int(79.15 * GIB), 312e12, 2.04e12, 300e9, 25e9, 32e9),
+    "A100-40": GpuType("A100-40", int(39.4 * GIB), 312e12, 1.56e12, 300e9, 25e9, 32e9),
     "B200": GpuType("B200", int(178.3 * GIB), 2250e12, 8.0e12, 900e9, 50e9),
 }
 

@@ -19,7 +19,9 @@ def phase_seconds(inputs: PlanInputs, sync_s: float) -> dict[str, float]:
     times: dict[str, float] = {}
     if run_kind(inputs.cfg).generates:
         times = {GENERATE: _generate(inputs), SYNC: sync_s}
-        times |= {f"{role.name} forward": _pass(inputs, role, FORWARD) for role in inputs.roles}
+        times |= {
+            f"{role.name} forward": max(_pass(inputs, role, FORWARD), _copies_s(inputs, role)) for role in inputs.roles
+        }
     for role in inputs.roles:
         if role.trained:
             passes = TRAIN_RECOMPUTED if role.recompute.granularity == "full" else TRAIN
@@ -75,6 +77,16 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
     compute_s = flops / (layout.world_size * gpu.bf16_flops * efficiency)
     exchange_s = passes * sum(_exchanges(inputs, role, work.tokens / (layout.dp * layout.cp)))
     return (compute_s + exchange_s) / (1 - rank_share(work, role).bubble)
+
+
+def _copies_s(inputs: PlanInputs, role: PlannedRole) -> float:
+    """Of layers that come from the host one by one, for every microbatch, while others compute."""
+    if not role.by_layer:
+        return 0.0
+    trainer, weights = inputs.cfg.trainer, state_bytes(role, role.layout.first_rank).weights
+    limit = trainer.forward_tokens or 2 * trainer.max_tokens_per_microbatch
+    count = max(1, -(-int(inputs.work.tokens / role.layout.dp) // limit))
+    return count * weights / (inputs.gpu.host_bytes_per_s * inputs.assumed.link_efficiency)
 
 
 def _flops_per_token(role: PlannedRole, work: Workload) -> float:

@@ -74,6 +74,11 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     # Embedding, output layer, last norm; two layers of 233,057,792.
     assert there == {"reference forward": 2 * (1_089_998_336 + 2 * 233_057_792)}
     assert "reference: weights layer by layer" in as_text(by_layer)
+    # All weights for each of three microbatches, at 0.7 of 64 GB/s, where there is less to compute.
+    tokens = by_layer.work.tokens / 8
+    slow = planned("Qwen2.5-7B", 8, *keys, f"trainer.forward_tokens={int(tokens / 2.5)}")
+    assert slow.seconds["reference forward"] == pytest.approx(3 * 2 * 7_615_616_512 / (0.7 * 64e9))
+    assert slow.seconds["actor forward"] == by_layer.seconds["actor forward"] < slow.seconds["reference forward"]
 
 
 AUTO = ("actor.offload=auto", "actor.recompute.granularity=full")
