@@ -31,7 +31,7 @@ class GpuType:
 
 
 GPUS = {
-    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU, 200 Gb/s with A100; PCIe of generation 5, 4 there.
+    # NVIDIA's data sheets of DGX H100, H200, A100 and B200: 400 Gb/s of network a GPU and PCIe 5; 200 Gb/s and PCIe 4 with A100.
     "H100": GpuType("H100", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 50e9),
     "H200": GpuType("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 50e9),
     "A100": GpuType("A100", int(79.15 * GIB), 312e12, 2.04e12, 300e9, 25e9, 32e9),
