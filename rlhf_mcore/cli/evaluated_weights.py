@@ -13,7 +13,8 @@ from rlhf_mcore.bridge.files.formats.checks import checked_types
 from rlhf_mcore.bridge.files.formats.source import ModelSource
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.config.evaluation import ShardedModel
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.observability.files import sketch_of_file
 
 RELEASE_BYTES = 2**30  # read, after which mapped pages are given back
@@ -29,6 +30,27 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class DirectoryWeights:
+    """Those of a Hugging Face directory, but for MTP layers: an engine that samples a token at a time has no place for them."""
+
+    def __init__(self, directory: str):
+        self._reader = HFReader(directory)
+        self._mtp = set(mtp_tensors(self._reader.names, read_config(directory, directory)))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return self._reader.names - self._mtp
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._reader.shape(name)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in the dtype of the files."""
+        return self._reader.tensors(without=self._mtp)
 
 
 class ShardedWeights:
@@ -70,7 +92,7 @@ class ShardedWeights:
 
 def open_weights(directory: str, sharded: ShardedModel | None) -> Weights:
     """Weights of a Hugging Face directory, or of shards that take their place."""
-    return HFReader(directory) if sharded is None else ShardedWeights(sharded)
+    return DirectoryWeights(directory) if sharded is None else ShardedWeights(sharded)
 
 
 def weight_sketches(directory: str | None, sharded: ShardedModel | None = None) -> list[str]:

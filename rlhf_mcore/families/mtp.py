@@ -25,8 +25,8 @@ def num_mtp_layers(hf_config: Fields) -> int:
 
 def mtp_tensors(names: Iterable[str], hf_config: Fields) -> list[str]:
     """Which of the tensors of a model directory are of MTP layers."""
-    first = hf_config.integer("num_hidden_layers")
-    numbers = range(first, first + num_mtp_layers(hf_config))
+    first = hf_config.integer("num_hidden_layers", default=0)  # absent where a model is more than a language model
+    numbers = range(first, first + num_mtp_layers(hf_config)) if first else range(0)
 
     def is_mtp(name: str) -> bool:
         layer = re.match(r"model\.layers\.(\d{1,6})\.", name)

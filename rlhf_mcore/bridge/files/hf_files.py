@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,9 @@ class HFReader:
         found = dequantise(blocks, self.read(name + SCALES, (*outer, columns, groups)))
         return found[..., first - groups.start * GROUP : end - groups.start * GROUP, :]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor whole, in the file's dtype, file by file."""
-        for name in sorted(self.names, key=lambda name: (self.shard(name), name)):
+    def tensors(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor whole, in the file's dtype, file by file, ``without`` some."""
+        for name in sorted(self.names.difference(without), key=lambda name: (self.shard(name), name)):
             yield name, self.read(name, (slice(None),) * len(self.shape(name)))
 
     def _handle(self, name: str) -> safe_open:
