@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import cycle
+from textwrap import TextWrapper
 from types import TracebackType
 from typing import Any
 
@@ -158,6 +159,10 @@ class Console:
         """Print a line that stays: an event rather than a number."""
         if self.mode == "json":
             self._print_json({"note": text})
+        elif self.mode == "rich":  # between words: a path stays whole
+            words = TextWrapper(self._output.width, subsequent_indent="  ", replace_whitespace=False)
+            words.break_long_words = words.break_on_hyphens = False
+            self._print("\n".join(map(words.fill, text.splitlines())))
         elif self.mode != "off":
             self._print(text)
 

@@ -154,6 +154,14 @@ def test_the_display_of_a_continued_run_begins_at_its_step_and_shows_what_a_sign
     assert "Ctrl-C: this step is finished and saved" in shown and "Ctrl-C" not in "".join(drawn(console))
 
 
+def test_a_long_line_is_cut_between_words_and_a_path_stays_whole() -> None:
+    output, path = terminal(), "/".join(["directory"] * 14)
+    with Console("rich", 20, "quickstart", output=output) as console:
+        console.note(f"first:\n  | {'many words ' * 12}{path}")
+    lines = [line.rstrip() for line in printed(output).splitlines()]
+    assert lines[:2] == ["first:", f"  | {'many words ' * 9}many"] and f"  {path}" in lines
+
+
 def test_a_log_gets_what_a_signal_asks_for_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     with Console("plain", 20, "quickstart") as console:
         console.acknowledge("asked to save")
