@@ -132,12 +132,18 @@ def _explain(name: str) -> Iterator[str]:
 
 
 def _group(key: str) -> Iterator[str]:
-    yield f"{key}: {_plain(DESCRIPTIONS[key].help)}"
+    yield f"{key}: {_told(key)}"
     inside = [known for known in KEYS if known.startswith(f"{key}.") and "." not in known[len(key) + 1 :]]
     width = max(map(len, inside))
     for known in inside:
-        described = DESCRIPTIONS[known]
-        yield f"  {known:<{width}}  {_plain(described.help) or described.allowed}{' ...' if is_group(known) else ''}"
+        yield f"  {known:<{width}}  {_told(known)}{' ...' if is_group(known) else ''}"
+
+
+def _told(key: str) -> str:
+    """What a key or a group is: its help, its choices, or the first line of what is written in its class."""
+    described = DESCRIPTIONS[key]
+    own = (KEYS[key].__doc__ or "").partition("\n")[0].rstrip(".") if is_group(key) else ""
+    return _plain(described.help or str(described.allowed or own))
 
 
 def _key(key: str) -> Iterator[str]:

@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         check_rollouts(args.rollouts)
         out = args.out or args.run[0] / "report.html"
+        if args.out is None and not args.run[0].is_dir():
+            read_run(args.run[0], 0)  # which tells what is missing
         if out.is_dir() or not out.parent.is_dir():
             raise ConfigError(f"--out {out}: a directory, or in none; name a file")
         with working("reading", len(args.run)) as begin:
