@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -44,7 +45,8 @@ def long(data_source, solution_str, ground_truth, extra_info):
 cfg = rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "trainer.world_size=1", "trainer.num_steps=2", "logging.console=off"])
 rows = [{"prompt": f"<|user|>{a}+1=<|end|><|assistant|>", "answer": "7"} for a in range(10, 40)]
 watcher = Watcher()
-trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher])
+DOCUMENTED
+trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest()])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
 
 cfg.rollout.engine, cfg.logging.rollout_tokens = "hf", 3  # starts faster
@@ -86,10 +88,14 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     script = SCRIPT.replace("CONFIG", repr(config)).replace("EXAMPLE", repr(str(ROOT / "examples" / "from_python.py")))
     script = script.replace("*SMALL", "*" + repr([*SMALL, *ENGINE]))
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    [documented] = re.findall(r"```python\n(import rlhf_mcore as rm\n+class Longest.*?)\n\ncfg = ", page, re.DOTALL)
+    script = script.replace("DOCUMENTED", documented)
     run = finished([sys.executable, "-c", script], tmp_path, environment(tmp_path))
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
     shown, example, seen, ended, model, made, made_again, first, saved, steps, problems, fits, leaves_rank, *rest = told
+    assert f"2 {tmp_path}/outputs/quickstart/grpo/checkpoint-2/actor" in run.stdout.splitlines()  # of the page
     assert shown and (tmp_path / example / "model.safetensors").is_file() and example in run.stdout.splitlines()
     assert seen == [[1, 1.0], [2, 1.0]] and ended and (made, made_again) == (2, 0)
     assert (tmp_path / model / "model.safetensors").is_file() and (tmp_path / model / "config.json").is_file()

@@ -72,8 +72,9 @@ def test_a_head_with_more_than_one_label_is_refused(tmp_path: Path) -> None:
 def test_values_are_cast_to_the_dtype_of_the_parameter(tmp_path: Path) -> None:
     reader = write(tmp_path, {"model.norm.weight": torch.tensor([1.0, 2.5, -3.0, 0.1] * 2).bfloat16()})
     parameter = LocalParameter("decoder.final_layernorm.weight", torch.zeros(8), Shard(0, 1))
-    load([parameter], GEOMETRY, reader)
-    assert parameter.tensor.dtype == torch.float32
+    filled: list[int] = []
+    load([parameter], GEOMETRY, reader, progress=filled.append)
+    assert parameter.tensor.dtype == torch.float32 and filled == [32]
     assert parameter.tensor[:4].tolist() == [1.0, 2.5, -3.0, 0.10009765625]
 
 

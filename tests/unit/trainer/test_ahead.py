@@ -149,6 +149,7 @@ def test_one_step_off_submits_a_batch_while_the_one_before_is_learned_from() -> 
     ahead, _ = ahead_of(engines, Schedule(2, 1, in_order=True, drain=True))
     step_with(ahead, engines, 1)
     assert engines.submitted == [list(range(8))]  # two batches of two prompts
+    assert ahead.progress() == "4 finished · 0 waiting · longest 2 tokens"  # of the second: a seed, and a version
     step_with(ahead, engines, 2)
     assert engines.submitted[1:] == [list(range(8, 12))]
 

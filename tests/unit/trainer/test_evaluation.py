@@ -73,7 +73,8 @@ def test_it_is_never_due_without_prompts() -> None:
 
 @pytest.mark.usefixtures("world")
 def test_means_over_all_prompts_and_per_source() -> None:
-    which = evaluator(1)
+    which, shown = evaluator(1), list[str]()
+    which.progress = shown.append
     assert which.run(5) == {
         "evaluate/reward": 0.5,
         "evaluate/accuracy": 0.5,
@@ -82,6 +83,7 @@ def test_means_over_all_prompts_and_per_source() -> None:
         "evaluate/accuracy/even": 0.0,
         "evaluate/accuracy/odd": 1.0,
     }
+    assert shown == ["0 of 4 prompts", "3 of 4 prompts"]
 
 
 class BrokenReward(Reward):
