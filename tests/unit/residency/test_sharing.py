@@ -14,7 +14,7 @@ from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import make_plan
-from rlhf_mcore.platform import Platform
+from rlhf_mcore.platform import Copies, Platform
 from rlhf_mcore.protocols import SyncStats
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS, Ledger, OutOfOrder
 from rlhf_mcore.residency.parts import Part
@@ -186,6 +186,25 @@ def test_a_part_of_many_views_comes_back_bit_by_bit() -> None:
     assert torch.equal(matrix, wanted[0]) and torch.equal(other, wanted[1] * 2)
 
 
+class LateCopies(Copies):
+    """They are made when the device waits for them, as late as a GPU may make them; until then there is NaN."""
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        for to, _ in pairs:
+            to.fill_(255)
+
+        def wait() -> None:
+            for to, source in pairs:
+                to.copy_(source)
+
+        return wait
+
+
+class LateDevice(CountingDevice):
+    def copies(self) -> Copies:
+        return LateCopies()
+
+
 class Layers(torch.nn.Module):
     """Five layers of 400 bytes on a device that counts, and 40 that are of none of them."""
 
@@ -194,7 +213,7 @@ class Layers(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False) for _ in range(5))
         self.head = torch.nn.Linear(10, 1, bias=False)
         self.requires_grad_(False)
-        self.device = CountingDevice({})
+        self.device = LateDevice({})
         self.device.storages = [tensor.untyped_storage() for tensor in self.parameters()]
         self.seen: list[int] = []
         for layer in self.layers:
