@@ -14,12 +14,14 @@ from rlhf_mcore.config.schema import TrainerConfig
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
+from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Reference
 from tests.distributed.models import make
+from tests.rows import Row, batch_of
 from tests.unit.mcore.test_model import build, groups
 
 __all__ = ["groups"]
@@ -120,3 +122,20 @@ def test_a_refreshed_reference_equals_the_actor_bit_by_bit(
         parameter.tensor.zero_()
     with model.movable.use(WEIGHTS):
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights(model).items())
+
+
+def test_microbatches_that_are_filled_up_to_one_size_give_the_same_logprobs(
+    model: MegatronModel, groups: ModelGroups
+) -> None:
+    """As overlapped communication of tensor-parallel ranks needs them."""
+    rows = [Row([1, 2, 3], [4 + k] * k, [0.0] * k) for k in (5, 9, 2, 7)]
+    placed = RoleModel(groups.layout, model, model.spec, TrainerConfig(max_tokens_per_microbatch=32))
+    seen: list[tuple[int, ...]] = []
+    model.chunks[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    plain = Reference(placed, 1.0).compute_logprobs(batch_of(rows, [0] * 4))
+    model.overrides = Overrides(values={"tp_comm_overlap": True})
+    filled = Reference(placed, 1.0).compute_logprobs(batch_of(rows, [0] * 4))
+    assert seen == [(1, 35), (1, 32), (1, 32)]
+    assert plain.count_nonzero() == 23 and torch.allclose(filled, plain, atol=1e-6)
