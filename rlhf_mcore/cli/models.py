@@ -56,10 +56,16 @@ class ModelBuilder:
     sharing: DeviceSharing | None = None  # of the device, among the models and the engine; None: among these models
     progress: Callable[[str], None] = lambda text: None  # how far the loading is
     _pool: GroupPool = field(init=False)
+    _built: list[MegatronModel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sharing = self.sharing or DeviceSharing(self.platform)
         self._pool = GroupPool(timedelta(seconds=self.cfg.trainer.collective_timeout_s))
+
+    def release(self) -> None:
+        """The run has ended, and its process may make another one."""
+        for model in self._built:
+            model.release()
 
     def actor(self) -> Actor:
         trainer, algorithm = self.cfg.trainer, self.cfg.algorithm
@@ -180,6 +186,7 @@ class ModelBuilder:
         shown = os.path.relpath(saved or path)
         self.progress(shown)
         model = build_model(spec, groups, self.platform, options) if groups is not None else None
+        self._built += [model] if model is not None else []
         parameters = model.local_parameters() if model is not None else []
         fresh_head = spec.has_fresh_head and saved is None
         loaded, total = 0, sum(parameter.tensor.nbytes for parameter in parameters)

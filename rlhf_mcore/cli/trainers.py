@@ -84,6 +84,7 @@ def rl_trainer(run: RunContext) -> Trainer:
     fleet = on_every_rank(lambda: start_fleet(run))
     with record.phase("build_model"):
         models = ModelBuilder(_with_offload(run), run.platform, run.start.weights, record.memory, record.progress)
+        run.stack.callback(models.release)
         actor = models.actor()
         _note_kernels(run, actor.model)
         critic = models.critic() if needs_critic(cfg) else None
@@ -185,6 +186,7 @@ def _build_on_examples(run: RunContext, name: str) -> TrainedModel:
     with run.record.phase("build_model"):
         record = run.record
         models = ModelBuilder(run.cfg, run.platform, run.start.weights, record.memory, record.progress)
+        run.stack.callback(models.release)
         model = models.on_examples(run.kind, name)
     _note_kernels(run, model)
     return model

@@ -119,6 +119,18 @@ class MegatronModel:
             lingers = self.optimizer is not None  # what is frozen is used once a step
             self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
 
+    def release(self) -> None:
+        """It is not used again. Megatron refers to it from C++ (hooks) and from caches of methods, and would keep it for ever."""
+        self.config.grad_scale_func = None  # of the optimizer
+        for chunk in self.chunks:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.grad_accs.clear()
+            for parameter in chunk.parameters():
+                vars(parameter).pop("main_param", None)
+            for module in chunk.modules():
+                if hasattr(cached := type(module).forward, "cache_clear"):
+                    cached.cache_clear()
+
     def updating(self) -> AbstractContextManager[None]:
         """Everything that an update needs is on the device within this block, in which it is changed."""
         return self.movable.use(*KINDS, writes=True)

@@ -15,7 +15,7 @@ from tests.tiny_training import SMALL, make_quickstart
 
 ENGINE = ["reward.function=null", "rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
 SCRIPT = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import rlhf_mcore as rm
 
 sys.argv[1:] = [*SMALL, "trainer.num_steps=1", "logging.console=off"]
@@ -60,12 +60,20 @@ for call in (lambda: rm.convert(trained.directory, "flat"), lambda: rm.convert(t
     except rm.ConfigError as error:
         refused.append(str(error))
 
+def left():
+    gc.collect()
+    models = sum(type(found).__name__ in ("GPTModel", "DistributedDataParallel") for found in gc.get_objects())
+    return models, len(os.listdir("/proc/self/fd"))
+
+before = left()
 cfg.experiment, cfg.trainer.num_steps = "second", 3
 texts = (row["prompt"] for row in rows)
 with rm.Trainer(cfg, reward=long, prompts=texts) as trainer:
     first = trainer.step()
     saved = trainer.save_checkpoint("kept")
     steps = [trainer.step(), trainer.step(), trainer.step()]
+del trainer
+lefts = [before, left()]
 problems = []
 for given, changes in (({"reward": lambda x: 1.0}, ["trainer.world_size=1"]), ({}, ["trainer.world_size=2"])):
     try:
@@ -78,7 +86,7 @@ print(json.dumps([example.finished, str(example.model),
     [step and step["step"] for step in steps], problems, fits, "RANK" in os.environ,
     watcher.told, [evaluated.results["reward"]["value"], len(evaluated.samples), evaluated.comparison["num_prompts"],
         evaluated.comparison["reward"]["difference"]["value"], str(evaluated.directory)],
-    [str(converted.directory), converted.num_parameters, converted.num_bytes], refused]))
+    [str(converted.directory), converted.num_parameters, converted.num_bytes], refused, lefts]))
 """
 
 
@@ -106,7 +114,8 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert fits and not leaves_rank
     rows = (tmp_path / "outputs/quickstart/second/data/train.jsonl").read_text().splitlines()
     assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
-    heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused = rest
+    heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused, lefts = rest
+    assert [models for models, _ in lefts] == [0, 0] and lefts[0] == lefts[1], "a run leaves models or open files"
     steps_heard = [["rollouts", step, 8, 1.0, True] for step in (1, 2)]
     assert heard == [
         ["begin", "grpo", 1],
