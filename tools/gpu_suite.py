@@ -64,11 +64,10 @@ def machine(device: str, folder: Path) -> Found:
     on_cuda = device == "cuda"
     name = torch.cuda.get_device_name() if on_cuda else "CPU"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for package in ("transformers", "megatron-core", "vllm"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "absent"
+    known = metadata.packages_distributions()  # the build of vLLM for CPUs has another name than its module
+    for module, package in (("transformers", "transformers"), ("megatron", "megatron-core"), ("vllm", "vllm")):
+        names = [name for name in known.get(module, ()) if name.startswith(package)]
+        versions[package] = metadata.version(names[0]) if names else "absent"
     return [
         row("device", name),
         row("versions", ", ".join(f"{package} {version}" for package, version in versions.items())),
@@ -179,9 +178,9 @@ def mfu(device: str, folder: Path) -> Found:
     )  # scores, values; causal
     flops = 3 * (2 * matrices + attention) * tokens
     found = [
-        row("parameters", f"{sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9:.3f} billion"),
+        row("parameters", f"{sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9:.3g} billion"),
         row(f"tokens/s of an update ({tokens} tokens in rows of {length})", f"{tokens / seconds:.0f}"),
-        row("TFLOP/s", f"{flops / seconds / 1e12:.2f}"),
+        row("TFLOP/s", f"{flops / seconds / 1e12:.3g}"),
     ]
     if device == "cuda":
         name = torch.cuda.get_device_name()
@@ -216,7 +215,7 @@ def offload(device: str, folder: Path) -> Found:
         model.movable.ready(OPTIMIZER)
         same = all(torch.equal(p.tensor.flatten()[:7], before[p.name]) for p in model.local_parameters())
     found = [
-        row("bytes that the ledger says have left", f"{moved / 1e9:.3f} GB"),
+        row("bytes that the ledger says have left", f"{moved / 1e9:.3g} GB"),
         row("the first way to the host, its memory allocated", f"{seconds:.2f} s, {moved / 1e9 / seconds:.1f} GB/s"),
         row("weights after there and back", "equal" if same else "differ", "equal", same),
     ]
@@ -257,7 +256,7 @@ def _by_layer(trained: Any, microbatches: Sequence[Any], folder: Path) -> Found:
     there = sharing.pop()["memory/reference_bytes"]
     return [
         row("logprobs with layers that come one by one", "equal" if same else "differ", "equal", same),
-        row("weights that are there at a time", f"{there / 1e6:.1f} of {weights / 1e6:.1f} MB"),
+        row("weights that are there at a time", f"{there / 1e9:.3g} of {weights / 1e9:.3g} GB"),
         row("a pass so, and with all of them there", f"{_timed(forward, platform.synchronize):.3f} s, {seconds:.3f} s"),
     ]
 
@@ -289,7 +288,7 @@ def save(device: str, folder: Path) -> Found:
     size = files.num_bytes()
     verdict = stall <= 0.02 * whole if device == "cuda" else None
     return [
-        row("bytes saved", f"{size / 1e9:.2f} GB"),
+        row("bytes saved", f"{size / 1e9:.3g} GB"),
         row("training waits for a save in the background", f"{stall:.3f} s", "<= 2 % of it", verdict),
         row("an update that began at once would wait", f"{until_update:.3f} s"),
         row("until it is durable", f"{whole:.2f} s, {size / 1e9 / whole:.2f} GB/s"),
@@ -421,7 +420,7 @@ def _sized(device: str, folder: Path) -> Any:
 
     on_cuda, platform = device == "cuda", start()
     sizes: dict[str, Any] = dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
     )
     if on_cuda:
         sizes = dict(
