@@ -78,6 +78,7 @@ class VLLMEngine(Engine):
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.layout.tp,
             "load_format": "dummy",
+            "hf_overrides": _unquantised,
             "dtype": _DTYPES[model.dtype],
             "max_model_len": model.max_model_len,
             "max_num_seqs": cfg.max_num_seqs,
@@ -286,6 +287,13 @@ class VLLMEngine(Engine):
         del self._llm, core
         gc.unfreeze()  # vLLM froze what was alive when it started
         gc.collect()
+
+
+def _unquantised(hf_config: Any) -> Any:
+    """A config without what the model's files are quantised by: they are dequantised before an engine gets any of it."""
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config
+    return hf_config
 
 
 def _rank_and_world_size() -> tuple[int, int]:
