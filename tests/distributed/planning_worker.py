@@ -24,7 +24,7 @@ from rlhf_mcore.planning.weights import checkpoint_bytes, state_bytes, weights_o
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.roles.role_files import RoleFiles
 from tests.distributed import models
-from tests.distributed.setting import Settings, build, finish, groups_of, load_hf, moe_groups_of, start
+from tests.distributed.setting import MOE_LAYOUTS, Settings, build, finish, groups_of, load_hf, moe_groups_of, start
 
 # Model, layout and dtype: biases and an embedding that two stages share, interleaving, experts cut both ways.
 CASES = [
@@ -37,6 +37,8 @@ CASES = [
     ("qwen3_moe", "pp2_vpp2_ep2_dp2", "fp32"),
     ("qwen2_moe", "tp2_sp_pp2_ep2_etp1", "bf16"),
     ("mixtral", "tp2_sp_pp2", "bf16"),
+    ("deepseek_v3", "tp2_sp_pp2_ep2_etp1", "bf16"),
+    ("gpt_oss", "tp2_sp_pp2_ep2_etp1", "bf16"),
 ]
 BUCKET_BYTES = 20_000
 
@@ -50,7 +52,7 @@ def main(directory: Path) -> None:
             models.make(name, directory / name)
     dist.barrier()
     for name, layout, dtype in CASES:
-        make = moe_groups_of if "moe" in name or name == "mixtral" else groups_of
+        make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
         model, actor = build(directory / name, make(layout, groups), platform, Settings(dtype=dtype))
         role = PlannedRole("actor", read_geometry(directory / name, "lm"), model.groups.layout, True, dtype)
         key = f"{name}/{layout}/{dtype}"

@@ -62,6 +62,22 @@ def test_every_model_of_a_ppo_run_is_planned() -> None:
     assert worst.rank == 2 and worst.parts["critic moments"] > 0
 
 
+@pytest.mark.parametrize(
+    ("model", "parameters", "not_dealt"),
+    # Of DeepSeek-V3 58 layers have 256 experts of 3 x 7168 x 2048, of gpt-oss 36 have 128 of 3 x 2880^2 and 3 x 2880 biases.
+    [
+        ("DeepSeek-V3", 671_026_419_200, 671_026_419_200 - 58 * 256 * 3 * 7168 * 2048),
+        ("gpt-oss-120b", 116_829_156_672, 116_829_156_672 - 36 * 128 * 3 * (2880 * 2880 + 2880)),
+    ],
+)
+def test_models_whose_experts_are_dealt_to_all_ranks(model: str, parameters: int, not_dealt: int) -> None:
+    plan = planned(model, 8, "actor.layout.ep=8", "actor.layout.etp=1", "algorithm.kl.coef=0")
+    (actor,) = plan.roles
+    assert actor.parameters == parameters
+    held = not_dealt + (parameters - not_dealt) // 8
+    assert actor.state.weights == pytest.approx(2 * held, rel=1e-4)  # and padding
+
+
 def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     key = "reference weights"
     kept = {p.phase: p for p in planned("Qwen2.5-7B", 8, "algorithm.kl.coef=0.01").phases}
