@@ -39,10 +39,13 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
-    if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry):
-        yield "rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven with vLLM; set it to hf"
     if cfg.rollout.engine == "vllm" and geometry.delta_layers:
         yield "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
+    if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry) and geometry.num_kv_heads % tp:
+        yield (
+            f"rollout.layout.tp={tp}: vLLM does not repeat the num_key_value_heads={geometry.num_kv_heads} of model.path; "
+            f"choose a divisor of {geometry.num_kv_heads}"
+        )
     if 0 < geometry.num_experts < tp:
         yield f"rollout.layout.tp={tp} is more than the {geometry.num_experts} experts of model.path; lower it"
 

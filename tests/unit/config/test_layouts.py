@@ -53,11 +53,10 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
         (QWEN_MOE, ["actor.layout.ep=4"], 4, ["actor.layout.ep=4", "6 experts"]),
         (
             GPT_OSS,
-            ["rollout.engine=hf", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
+            ["actor.layout.tp=2", "actor.layout.sequence_parallel=true"],
             2,
             ["actor.layout.etp=2: experts with biases", "ep > 1"],
         ),
-        (GPT_OSS, [], 2, ["rollout.engine=vllm: a sync of the stacked experts of model.path has not been proven"]),
         (
             DELTA_NETS,
             [],
@@ -76,6 +75,7 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             2,
             ["actor.layout.tp=2 does not divide linear_num_key_heads=3", "divisor of 3"],
         ),
+        (GPT_OSS, ["rollout.layout.tp=4"], 4, ["rollout.layout.tp=4: vLLM does not repeat", "choose a divisor of 2"]),
         (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
