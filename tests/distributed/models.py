@@ -160,7 +160,11 @@ FURTHER_MODELS = {
         ),
     ),
     # Fewer heads of keys than ranks, all of which have a norm together.
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, dict(head_dim=None, hidden_size=128, pad_token_id=None)),
+    "olmo2": (
+        Olmo2ForCausalLM,
+        Olmo2Config,
+        dict(head_dim=None, hidden_size=128, pad_token_id=None, eos_token_id=1),
+    ),
     # Windows narrower than the sequences, one layer without, whose rotation is stretched.
     "gemma3_text": (
         Gemma3ForCausalLM,
