@@ -7,19 +7,41 @@ from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import rlhf_mcore as rm
 from benchmarks.vs_trl import ROOT, Row, make, our_command
+from rlhf_mcore.cli.compose import opened
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.parallel.addresses import LOOPBACK, free_port
+from rlhf_mcore.trainer.loop import Trainer
+
+
+@contextmanager
+def _config_of(row: Row, steps: int, overrides: Sequence[str]) -> Iterator[Config]:
+    """A run's configuration, in a folder of its own with what it names."""
+    with TemporaryDirectory() as folder, chdir(folder), patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        make(Path(folder), row)
+        keys = our_command(row, steps, ["trainer.world_size=1", "logging.console=off", *overrides])
+        keys = keys[keys.index("experiment=ours") :]
+        yield rm.load_config(str(ROOT / "configs" / "quickstart" / "grpo.yaml"), keys)
 
 
 @contextmanager
 def trainer_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[rm.Trainer]:
-    """A trainer before its first step, in a folder of its own."""
-    with TemporaryDirectory() as folder, chdir(folder):
-        make(Path(folder), row)
-        keys = our_command(row, steps, ["trainer.world_size=1", "logging.console=off", *overrides])
-        keys = keys[keys.index("experiment=ours") :]
-        os.environ["OMP_NUM_THREADS"] = "1"
-        cfg = rm.load_config(str(ROOT / "configs" / "quickstart" / "grpo.yaml"), keys)
-        with rm.Trainer(cfg) as trainer:
-            yield trainer
+    """A trainer before its first step, as a user has it."""
+    with _config_of(row, steps, overrides) as cfg, rm.Trainer(cfg) as trainer:
+        yield trainer
+
+
+@contextmanager
+def loop_of(row: Row, steps: int, overrides: Sequence[str] = ()) -> Iterator[Trainer]:
+    """The loop of a run before its first step, whose parts can be exchanged."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port(LOOPBACK))}
+    with _config_of(row, steps, overrides) as cfg:
+        checked = rm.Trainer(cfg).cfg  # as a world of one takes it
+        with patch.dict(os.environ, {**alone, **address}), opened(checked) as run:
+            assert run.trainer is not None
+            run.trainer.begin(steps)
+            yield run.trainer

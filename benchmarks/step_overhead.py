@@ -10,15 +10,45 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from benchmarks.common import report, timed
-from benchmarks.one_process import trainer_of
+from benchmarks.one_process import loop_of
 from benchmarks.vs_trl import ROWS
+from rlhf_mcore.trainer.loop import Trainer
+from rlhf_mcore.trainer.reinforcement import PolicyLearner, SampledBatches
+from rlhf_mcore.types import Request, TrainBatch
 
 GOAL, WARM_UP = 1.05, 2
+
+
+class KeptRequests:
+    """An engine that keeps what it is asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.requests: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.requests += requests
+        self.engine.submit(requests)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class KeptBatch:
+    """A learner that keeps the batch that it has learned from."""
+
+    def __init__(self, learner: PolicyLearner) -> None:
+        self.learner = learner
+        self.batch: TrainBatch | None = None
+
+    def learn(self, step: int, batch: TrainBatch) -> Mapping[str, float]:
+        self.batch = batch
+        return self.learner.learn(step, batch)
 
 
 def main() -> None:
@@ -29,51 +59,42 @@ def main() -> None:
     args = parser.parse_args()
     steps = WARM_UP + (3 if args.quick else args.steps)
     rounds: list[dict[str, Any]] = []
-    with trainer_of(ROWS[args.row], steps, ["actor.optimizer.lr=1e-12"]) as trainer:
-        for number in range(steps):
-            rounds.append(_round(trainer))
-            print(rounds[-1] | ({"left out": True} if number < WARM_UP else {}), flush=True)
-    kept = rounds[WARM_UP:]
-    medians = {
-        unit: statistics.median(made["step"][unit] / made["alone"][unit] for made in kept)
-        for unit in ("wall_s", "cpu_s")
-    }
-    print(f"wall {medians['wall_s']:.3f}, cpu {medians['cpu_s']:.3f}")
-    details = {"row": args.row, "rounds": kept, "median": medians}
+    with loop_of(ROWS[args.row], steps, ["actor.optimizer.lr=1e-12"]) as loop:
+        source, learner = loop.source, loop.learner
+        assert isinstance(source, SampledBatches) and isinstance(learner, PolicyLearner)
+        engine, kept = KeptRequests(source.worker.generator), KeptBatch(learner)
+        loop.source = replace(source, worker=replace(source.worker, generator=engine))
+        loop.learner = kept
+        for number in range(1, steps + 1):
+            rounds.append(_round(loop, number, steps, engine, kept))
+            print(rounds[-1] | ({"left out": True} if number <= WARM_UP else {}), flush=True)
+    counted = rounds[WARM_UP:]
+    ratios = {unit: [made["step"][unit] / made["alone"][unit] for made in counted] for unit in ("wall_s", "cpu_s")}
+    medians = {unit: statistics.median(values) for unit, values in ratios.items()}
+    spread = f"{min(ratios['wall_s']):.3f} to {max(ratios['wall_s']):.3f}"
+    print(f"wall {medians['wall_s']:.3f} ({spread}), cpu {medians['cpu_s']:.3f}")
+    details = {"row": args.row, "rounds": counted, "ratios": ratios, "median": medians}
     report("step_overhead", details, ratio=medians["wall_s"], goal=GOAL, quick=args.quick)
 
 
-def _round(trainer: Any) -> dict[str, Any]:
+def _round(loop: Trainer, step: int, num_steps: int, engine: KeptRequests, kept: KeptBatch) -> dict[str, Any]:
     """A step, and its parts alone."""
-    inner = trainer._run.trainer
-    worker, roles = inner.source.worker, inner.learner.roles
-    asked: list[Any] = []
-    batches: list[Any] = []
-    engine, learn = type(worker.generator), type(inner.learner).learn
-
-    def submit(self: Any, requests: Any, own: Callable[..., None] = engine.submit) -> None:
-        asked.extend(requests)
-        own(self, requests)
-
-    def keep(self: Any, step: int, batch: Any) -> Any:
-        batches.append(batch)
-        return learn(self, step, batch)
-
-    with patch.object(engine, "submit", submit), patch.object(type(inner.learner), "learn", keep):
-        _, step = timed(trainer.step)
-    [batch] = batches
+    engine.requests = []
+    _, whole = timed(lambda: loop.step(step, num_steps))
+    batch = kept.batch
+    assert batch is not None
     batch.old_logprobs = None  # as it was before the update
 
     def alone() -> None:
-        worker.generator.generate(asked)
-        inner.publisher.withdraw()
-        roles.actor.deliver_update(batch)()
-        inner.publisher.publish(trainer._next - 1)
+        engine.engine.generate(engine.requests)
+        loop.publisher.withdraw()
+        kept.learner.roles.actor.deliver_update(batch)()
+        loop.publisher.publish(step)
 
-    _, all_parts = timed(alone)
+    _, parts = timed(alone)
     return {
-        "step": {"wall_s": step.wall_s, "cpu_s": step.cpu_s},
-        "alone": {"wall_s": all_parts.wall_s, "cpu_s": all_parts.cpu_s},
+        "step": {"wall_s": whole.wall_s, "cpu_s": whole.cpu_s},
+        "alone": {"wall_s": parts.wall_s, "cpu_s": parts.cpu_s},
         "tokens": int(batch.lengths.sum()),
     }
 

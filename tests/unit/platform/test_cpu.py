@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -100,6 +101,12 @@ def test_a_redirected_factory_is_used_by_megatron_on_cuda(name: str, sources: st
 @pytest.mark.parametrize("name", sorted(cpu._COLLECTIVES))
 def test_a_redirected_collective_is_used_by_megatron(name: str, sources: str) -> None:
     assert re.search(rf"torch\.distributed\.{name}\(", sources), f"Megatron no longer uses {name}: take it out"
+
+
+def test_the_collectives_of_flat_buffers_are_still_called_by_these_names() -> None:
+    source = inspect.getsource(param_and_grad_buffer)
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        assert source.count(f"{name}(") == 1 and getattr(param_and_grad_buffer, name).__module__ == cpu.__name__
 
 
 def test_moving_tensors_to_the_host_is_still_only_for_tensors_on_cuda() -> None:
