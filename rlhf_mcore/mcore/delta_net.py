@@ -137,11 +137,12 @@ def causal_convolution(x: Tensor, weight: Tensor, lengths: NDArray[np.int64]) ->
     """
     places = torch.from_numpy(_numbers(lengths)).to(x.device)[:, None]
     kernel = weight.size(1)
-    out = x * weight[:, -1]
+    wide, factors = x.float(), weight.float()
+    out = wide * factors[:, -1]
     for back in range(1, kernel):
-        earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where(places >= back, x.new_zeros(()))
-        out = out + earlier * weight[:, kernel - 1 - back]
-    return out
+        earlier = F.pad(wide, (0, 0, back, 0))[: len(x)].where(places >= back, wide.new_zeros(()))
+        out = out + earlier * factors[:, kernel - 1 - back]
+    return out.to(x.dtype)
 
 
 def gated_delta_rule(

@@ -14,7 +14,7 @@ from math import prod
 from rlhf_mcore.bridge.map.layouts import engine_places, spread_order, stage_names, trainer_places
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rectangles import contiguous_strides
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.schema import Config
@@ -22,7 +22,7 @@ from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Kind, Rule
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlannedRole, engine_tp, engines_apart, num_engines
 from rlhf_mcore.planning.weights import BYTES
-from rlhf_mcore.types import ModelGeometry
+from rlhf_mcore.types import ModelGeometry, Shard
 
 _VOCAB_MULTIPLE = 64
 
@@ -69,21 +69,25 @@ def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int
     """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
     if rule.kind == "stacked":
         return _planned_stack(rule, geometry, tp, rank, layer)
+    if rule.kind == "delta":  # heads of one tensor by kind: an engine holds what a rank of the trainer does
+        parts = tuple(pieces(rule.mcore.format(i=layer), geometry, Shard(rank, tp)))
+        rows = sum(part.shape[0] for part in parts)
+        return PlannedTensor(parts[0].hf_name, (rows, *parts[0].shape[1:]), parts)
     wholes = rule.shapes(geometry).values()
     shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]
     experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
     width = shares[0][1][1:]
-    pieces, offset = [], 0
+    held_pieces, offset = [], 0
     for expert in experts:
         for name, (start, held) in zip(rule.tensors, shares, strict=True):
             if held[0]:
-                pieces.append(Piece(name.format(i=layer, e=expert), start, held, offset, (*width, 1)))
+                held_pieces.append(Piece(name.format(i=layer, e=expert), start, held, offset, (*width, 1)))
             offset += prod(held)
     numel = offset if rule.kind != "vocab_parallel" else _vocab_rows(geometry, tp) * geometry.hidden_size
     shape = (numel // len(experts) // prod(width), *width)
     padding = ((offset, numel),) if offset < numel else ()
     name = next(iter(rule.tensors)).format(i=layer, e="*")
-    return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(pieces), padding)
+    return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(held_pieces), padding)
 
 
 def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
@@ -114,7 +118,9 @@ def _share(
     if kind == "vocab_parallel":
         most = _vocab_rows(geometry, tp)
         first, count = rank * most, max(0, min(most, rows - rank * most))
-    elif kind == "qkv" and number and tp > geometry.num_kv_heads:  # a head of keys or values on several ranks
+    elif (
+        kind in ("qkv", "gated_qkv") and number and tp > geometry.num_kv_heads
+    ):  # a head of keys or values on several ranks
         count = rows // geometry.num_kv_heads
         first = rank * geometry.num_kv_heads // tp * count
     elif kind != "replicated":
