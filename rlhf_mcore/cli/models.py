@@ -157,6 +157,7 @@ class ModelBuilder:
             plan=plan,
             name=name,
             trained=trained,
+            progress=self.progress,
         )
 
     def _frozen(

@@ -224,6 +224,7 @@ class TrainedModel(RoleModel):
     plan: MinibatchPlan
     name: str
     trained: Sequence[str] | None = None
+    progress: Callable[[str], None] = lambda text: None  # how far the updates of a step are
     num_updates: int = field(default=0, init=False)  # skipped ones count too
     # Updates in a row, the last one among them, without a finite gradient.
     num_bad: int = field(default=0, init=False)
@@ -277,12 +278,11 @@ class TrainedModel(RoleModel):
 
     def _update_all(self, objective: Objective, parts: list[RowTokens], num_tokens: list[int]) -> dict[str, float]:
         assert self.model is not None
+        history: list[dict[str, float]] = []
         with self.model.updating():
-            history = [
-                self._update(objective, held, count)
-                for _ in range(self.plan.epochs)
-                for held, count in zip(parts, num_tokens, strict=True)
-            ]
+            for held, count in list(zip(parts, num_tokens, strict=True)) * self.plan.epochs:
+                self.progress(f"{self.name}, update {len(history) + 1} of {len(parts) * self.plan.epochs}")
+                history.append(self._update(objective, held, count))
             self.model.gather_weights()
             is_finite = self._all_ranks(self.is_finite())
         means = {name: sum(metrics[name] for metrics in history) / len(history) for name in history[0]}
