@@ -312,7 +312,9 @@ class SettingReader:
     def _take(self, document: Document, key: str, node: yaml.Node) -> None:
         is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
         if (table := table_of(key)) is not None:
-            value = _nested(key[len(table) + 1 :].split("."), document.value(node))
+            value = document.value(node)
+            for name in reversed(key[len(table) + 1 :].split(".")):
+                value = {name: value}
             self.settings.append(Setting(table, value, document.place(node)))
         elif key not in KEYS:
             self._num_unknown += 1
@@ -340,13 +342,6 @@ class SettingReader:
             )
             return
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
-
-
-def _nested(names: list[str], value: Any) -> Any:
-    """``value`` inside of a table for each name."""
-    for name in reversed(names):
-        value = {name: value}
-    return value
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:

@@ -143,7 +143,8 @@ def balance(lengths: Sequence[float], num_bins: int) -> list[list[int]]:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         joined = _join(first, second, num_bins)
-        heapq.heappush(heap, (-_spread(joined, num_bins), tie_breaker, joined))
+        spread = joined[0].tokens - (joined[-1].tokens if len(joined) == num_bins else 0)
+        heapq.heappush(heap, (-spread, tie_breaker, joined))
         tie_breaker += 1
     bins = sorted(sorted(bin.rows) for bin in heap[0][2]) if heap else []
     return bins + [[] for _ in range(num_bins - len(bins))]
@@ -167,7 +168,3 @@ def _join(first: list[_Bin], second: list[_Bin], num_bins: int) -> list[_Bin]:
             first.append(bin)
     first.sort(key=lambda bin: -bin.tokens)
     return first
-
-
-def _spread(bins: list[_Bin], num_bins: int) -> float:
-    return bins[0].tokens - (bins[-1].tokens if len(bins) == num_bins else 0)

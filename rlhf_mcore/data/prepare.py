@@ -81,7 +81,9 @@ def prepare(
         examples = _short_enough(examples, options, tokenizer, report)
     splits: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
     for example in examples:
-        split = "eval" if _share(example) < options.eval_share else "train"
+        # A number in [0, 1) that depends on the prompt alone: all rows of a prompt fall on one side of any split.
+        share = int(prompt_key(example), 16) / 2**64
+        split = "eval" if share < options.eval_share else "train"
         splits[split].append(_row(example, options.task, split))
         report.sources[example.data_source] += 1
     for split, kept in splits.items():
@@ -198,11 +200,6 @@ def _num_tokens(prompt: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase
     else:
         text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
     return len(token_ids(tokenizer, [text])[0])
-
-
-def _share(example: PreparedExample) -> float:
-    """A number in [0, 1) that depends on the prompt alone: all rows of a prompt fall on one side of any split."""
-    return int(prompt_key(example), 16) / 2**64
 
 
 def _row(example: PreparedExample, task: str, split: str) -> dict[str, Any]:

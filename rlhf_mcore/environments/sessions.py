@@ -147,15 +147,12 @@ class Sessions:
             session.tries = 0
             self._num_calls += 1
         if session.host is None:
-            session.host, session.is_there = self._roomiest(), False
-            session.host.sessions.add(key)
+            host = min(self._hosts, key=lambda host: len(host.sessions), default=None)
+            if host is None or (host.sessions and len(self._hosts) < self._limits.workers):
+                host = self._start()
+            session.host, session.is_there = host, False
+            host.sessions.add(key)
         session.host.waiting.append(key)
-
-    def _roomiest(self) -> _Host:
-        host = min(self._hosts, key=lambda host: len(host.sessions), default=None)
-        if host is None or (host.sessions and len(self._hosts) < self._limits.workers):
-            host = self._start()
-        return host
 
     def _start(self) -> _Host:
         host = _Host(Worker(self._order, self._limits.env, PROGRAM))

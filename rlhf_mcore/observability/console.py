@@ -76,7 +76,9 @@ class Console:
         self.title = title
         self._first_step = first_step
         self._request = ""
-        self.mode = _resolve(mode)
+        if mode == "auto":
+            mode = "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
+        self.mode = mode
         self._output = output or (
             rich.console.Console(force_terminal=True)
             if self.mode == "rich"
@@ -305,12 +307,6 @@ def _recent_table(recent: Sequence[tuple[int, Mapping[str, Any]]], width: int) -
         texts = [figure_text(figure, metrics) for figure in figures]
         table.add_row(str(step), *(Text(text, style="bold red" if text in NOT_FINITE else "") for text in texts))
     return table
-
-
-def _resolve(mode: str) -> str:
-    if mode != "auto":
-        return mode
-    return "rich" if sys.stdout.isatty() and not rich.console.Console().is_dumb_terminal else "plain"
 
 
 def _hours(seconds: float) -> str:

@@ -55,7 +55,10 @@ class JointGroup:
                 wait_for_workers=False,
                 master_listen_fd=None if listening is None else listening.detach(),  # the store closes it
             )
-            _meet(self._store, spec)
+            # Wait until all are there, so that nobody waits for a connection to one that never comes.
+            if self._store.add(f"{spec.name}/arrived", 1) == spec.world_size:
+                self._store.set(f"{spec.name}/complete", "")
+            self._store.wait([f"{spec.name}/complete"], limit)
             self.group = _made(self._store, spec, limit)
             if "cuda" in current_platform().collective_backend:
                 # NCCL's first operation has to be one of all ranks; a plan's messages are between some.
@@ -88,13 +91,6 @@ def connections() -> Iterator[None]:
         if is_plain or isinstance(error, dist.DistError):
             raise PeersLost(str(error).partition("\n")[0]) from error
         raise
-
-
-def _meet(store: dist.Store, spec: GroupSpec) -> None:
-    """Wait until all are there, so that nobody waits for a connection to one that never comes."""
-    if store.add(f"{spec.name}/arrived", 1) == spec.world_size:
-        store.set(f"{spec.name}/complete", "")
-    store.wait([f"{spec.name}/complete"], timedelta(seconds=spec.timeout_s))
 
 
 def _made(store: dist.Store, spec: GroupSpec, limit: timedelta) -> dist.ProcessGroup:

@@ -104,7 +104,9 @@ class _KeptLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.columns = _Columns.of(group, len(weight), vocab_size, temperature)
         z = F.linear(hidden, weight).float()
-        ctx.chunk = _softmax_tokens(z, group)
+        # On a CPU as many as its cache holds, unless that would make more messages.
+        in_cache = not z.is_cuda and group.size() == 1
+        ctx.chunk = max(CACHE_BYTES // (4 * z.size(1)), 1) if in_cache else CHUNK_TOKENS
 
         def scaled(a: int, b: int) -> Tensor:
             return ctx.columns.scaled(z[a:b])
@@ -237,13 +239,6 @@ def _gradient(
     places, here = columns.local(labels, z.size(1))
     grad[torch.arange(len(grad), device=grad.device), places] += torch.where(here, grad_logprobs, 0.0)
     return grad if columns.temperature == 1.0 else grad.div_(columns.temperature)
-
-
-def _softmax_tokens(z: Tensor, group: dist.ProcessGroup) -> int:
-    """Tokens whose softmax is computed at a time: on a CPU as many as its cache holds, unless that would make more messages."""
-    if z.is_cuda or group.size() > 1:
-        return CHUNK_TOKENS
-    return max(CACHE_BYTES // (4 * z.size(1)), 1)
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:

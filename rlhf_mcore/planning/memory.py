@@ -185,7 +185,7 @@ def _forward(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
 
 
 def _update(role: PlannedRole, inputs: PlanInputs, rank: int) -> PhaseMemory:
-    tokens, stage = _microbatch_tokens(inputs, role), _stage(role, rank)
+    tokens, stage = -(-inputs.work.microbatch_tokens // role.layout.cp), _stage(role, rank)
     held = None
     if stage >= 0:
         count = rank_share(inputs.work, role).num_microbatches
@@ -205,10 +205,6 @@ def _pass(
     if held is not None:
         parts |= {f"{role.name} activations": held.layers, f"{role.name} logits": held.logits}
     return PhaseMemory(name, rank, parts, inputs.available)
-
-
-def _microbatch_tokens(inputs: PlanInputs, role: PlannedRole) -> int:
-    return -(-inputs.work.microbatch_tokens // role.layout.cp)
 
 
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:

@@ -137,11 +137,6 @@ _COLLECTIVES = {
 }
 
 
-def _torch_for_megatron() -> ModuleView:
-    views = {"cuda": ModuleView(torch.cuda, _cuda_names()), "distributed": ModuleView(dist, _COLLECTIVES)}
-    return ModuleView(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
-
-
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -203,7 +198,8 @@ class CpuPlatform(Platform):
                 f"megatron-core {VERSION} is installed; running it on a CPU is known to work for {' and '.join(SERIES)} only. "
                 f"Install megatron-core {LOCKED}."
             )
-        view = _torch_for_megatron()
+        views = {"cuda": ModuleView(torch.cuda, _cuda_names()), "distributed": ModuleView(dist, _COLLECTIVES)}
+        view = ModuleView(torch, {**views, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}})
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
                 module.torch = view  # type: ignore[attr-defined]

@@ -86,8 +86,10 @@ class RunCheckpointer:
         """
         evaluation = {name: value for name, value in metrics.items() if name.startswith("evaluate/")}
         decision = decide_together(self.triggers, self.requests, step, evaluation)
-        if self._flush is not None and _all_ranks(self._flush.is_done):
-            self.drain()
+        if self._flush is not None:
+            done = reduce_sums({"ranks": float(self._flush.is_done())})
+            if done["ranks"] == dist.get_world_size():
+                self.drain()
         # What is asked for until it is there (by the clock, or by a file) is being written.
         is_served = self._flush is not None and set(decision.reasons) <= {MINUTES, MEASURE, REQUEST}
         if decision.save and not is_served:
@@ -248,7 +250,3 @@ def _write_small_files(directory: Path, small_files: SmallFiles) -> list[Path]:
     for name, content in small_files.items():
         (directory / name).write_bytes(content)
     return [directory / name for name in small_files]
-
-
-def _all_ranks(holds: Callable[[], bool]) -> bool:
-    return reduce_sums({"holds": float(holds())})["holds"] == dist.get_world_size()

@@ -35,18 +35,16 @@ def migrate(path: Path, source: str = "auto") -> Migration:
     """
     text = read_text(path, limit=MAX_BYTES)
     if path.suffix in (".yaml", ".yml"):
-        migration = apply(verl.TABLE, sources.read_tree(_tree(text, path)))
+        tree = load_yaml(text, str(path))
+        if not isinstance(tree, dict) or not tree.keys() & set(sources.ROOTS) - {"data", "trainer", "algorithm"}:
+            raise ConfigError(
+                f"{path}: not a configuration of verl: it has none of the groups {', '.join(sources.ROOTS)}"
+            )
+        migration = apply(verl.TABLE, sources.read_tree(tree))
     else:
         migration = _of_script(text, path, source)
     _note(migration)
     return migration
-
-
-def _tree(text: str, path: Path) -> dict[str, Any]:
-    tree = load_yaml(text, str(path))
-    if not isinstance(tree, dict) or not tree.keys() & set(sources.ROOTS) - {"data", "trainer", "algorithm"}:
-        raise ConfigError(f"{path}: not a configuration of verl: it has none of the groups {', '.join(sources.ROOTS)}")
-    return tree
 
 
 def _of_script(text: str, path: Path, source: str) -> Migration:

@@ -289,7 +289,10 @@ class _Runner:
             return True
         name, *rest = words
         if name in self.functions:
-            self._call(name, rest)
+            outer, self.words.arguments = self.words.arguments, rest
+            with self._deeper():
+                self._statement(self.functions[name])
+            self.words.arguments = outer
         elif name in ("false",):
             return False
         elif name == "read" and fed:
@@ -331,12 +334,6 @@ class _Runner:
             )
         yield
         self.depth -= 1
-
-    def _call(self, name: str, arguments: list[str]) -> None:
-        outer, self.words.arguments = self.words.arguments, arguments
-        with self._deeper():
-            self._statement(self.functions[name])
-        self.words.arguments = outer
 
     def _output(self, node: Node) -> str | None:
         """What a command substitution prints, where the script alone determines it; None where it does not."""

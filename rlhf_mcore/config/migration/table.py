@@ -87,7 +87,9 @@ def apply(table: Table, given: Values) -> Migration:
             _carry(migration, joint, everything, given)
     for key, value in given.items():
         if key not in migration.carried and key not in migration.lost:
-            migration.lost[key] = (value, _reason(table, key))
+            reasons = [known for known in table.reasons if key == known or key.startswith(known + ".")]
+            why = table.reasons[max(reasons, key=len)] if reasons else "there is no such key here"
+            migration.lost[key] = (value, why)
     return migration
 
 
@@ -115,11 +117,6 @@ def _carry(migration: Migration, joint: Joint, everything: Values, given: Values
     assert not unknown, unknown
     migration.settings.update(found)
     migration.carried.update(key for key in here if key not in migration.lost)
-
-
-def _reason(table: Table, key: str) -> str:
-    beginnings = [known for known in table.reasons if key == known or key.startswith(known + ".")]
-    return table.reasons[max(beginnings, key=len)] if beginnings else "there is no such key here"
 
 
 def choose(choices: Mapping[Any, Any]) -> Callable[[Any], Any]:

@@ -132,7 +132,10 @@ class Engine:
         while self.running and self.running[0][0] == self.steps:
             finished.append(heapq.heappop(self.running)[2])
         if self._stale:
-            self._drop_cancelled()
+            self.running = [entry for entry in self.running if not entry[2].group.cancelled]
+            heapq.heapify(self.running)
+            self.waiting = deque(request for request in self.waiting if not request.group.cancelled)
+            self._stale = False
         for request in finished:
             self._count(request)
         if self._pausing:
@@ -176,12 +179,6 @@ class Engine:
         self.at += seconds
         self.busy_s += seconds
         self.sequence_seconds += seconds * len(self.running)
-
-    def _drop_cancelled(self) -> None:
-        self.running = [entry for entry in self.running if not entry[2].group.cancelled]
-        heapq.heapify(self.running)
-        self.waiting = deque(request for request in self.waiting if not request.group.cancelled)
-        self._stale = False
 
     def _count(self, request: Request) -> None:
         """Add a finished request's tokens and their versions to its group's."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -107,19 +108,13 @@ def _distribution(source: str, limit: int) -> Lengths | None:
                 f"--lengths {source}: mu is the mean of the logarithm of a length, at most {math.log(MAX_LENGTH):.1f}, and sigma "
                 "its deviation, from 0 to 20; change them"
             )
-        drawn = np.exp(np.minimum(mu + sigma * _normal_quantiles(at), 60.0))
+        normal = np.array(list(map(NormalDist().inv_cdf, at)))
+        drawn = np.exp(np.minimum(mu + sigma * normal, 60.0))
     else:
         if not 1 <= numbers[0] <= MAX_LENGTH:
             raise ConfigError(f"--lengths {source}: mean={numbers[0]:g} has to be from 1 to {MAX_LENGTH}; change it")
         drawn = np.log1p(-at) / np.log1p(-1 / numbers[0]) if numbers[0] > 1 else np.ones(_DRAWN)
     return np.clip(np.ceil(drawn), 1, longest).astype(np.int64)
-
-
-def _normal_quantiles(at: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    from statistics import NormalDist
-
-    inverse = NormalDist().inv_cdf
-    return np.array([inverse(share) for share in at])
 
 
 def _recorded(path: Path) -> tuple[Lengths, int]:

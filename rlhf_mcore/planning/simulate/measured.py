@@ -192,9 +192,8 @@ def _recorded(directory: Path) -> _Run:
 def _step(cfg: Config, line: Fields, lengths: Lengths) -> _Step:
     world_size = default_world_size(cfg)
     engines, samples = num_engines(cfg, world_size), cfg.rollout.sampling.n
-    dealt = [
-        np.concatenate(groups) for number in range(engines) if (groups := _groups(lengths, samples)[number::engines])
-    ]
+    groups = [lengths[start : start + samples] for start in range(0, len(lengths), samples)]
+    dealt = [np.concatenate(groups[number::engines]) for number in range(min(engines, len(groups)))]
     seconds = {
         name.removeprefix("timing/").removesuffix("_s"): line.number(name, 0.0)
         for name in line
@@ -212,10 +211,6 @@ def _step(cfg: Config, line: Fields, lengths: Lengths) -> _Step:
         waiting_s=sum(seconds.get(name, 0.0) for name in ("generate", "drain", "evaluate")),
         work=tuple(line.number(name, 0.0) for name in _WORK if name in line),
     )
-
-
-def _groups(lengths: Lengths, samples: int) -> list[Lengths]:
-    return [lengths[start : start + samples] for start in range(0, len(lengths), samples)]
 
 
 def decode_steps(lengths: Sequence[int], slots: int) -> int:

@@ -172,7 +172,10 @@ class _Run:
             now = min(self.trainer_at, min(nexts))
             assert now < math.inf, "nothing happens any more"
             due = [engine for engine, at in zip(self.engines, nexts, strict=True) if at == now]
-            self._collect([request.group for engine in due for request in engine.settle()])
+            groups = [request.group for engine in due for request in engine.settle()]
+            # Of those that have finished at the same moment the one that was started first is first.
+            for order in sorted({group.order for group in groups if not group.unfinished}):
+                self.finished.append(self.unfinished.pop(order))
             if self.version <= uncounted + TRACED_STEPS:
                 self.trace.running.append((now, sum(len(engine.running) for engine in self.engines)))
             self._trainer(now)
@@ -181,11 +184,6 @@ class _Run:
         return self._outcome(before, self._totals(now), steps)
 
     # ------------------------------------------------------------------------------------------------ engines
-    def _collect(self, groups: list[Group]) -> None:
-        """Keep those that are finished; of the same moment the first started is first."""
-        for order in sorted({group.order for group in groups if not group.unfinished}):
-            self.finished.append(self.unfinished.pop(order))
-
     def _fill(self, now: float) -> None:
         """Begin with what the new version may sample; each group goes to the engine with the fewest requests."""
         restarted = self._give_up_old(now)

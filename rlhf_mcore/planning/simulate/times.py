@@ -87,7 +87,9 @@ class PlannedTimes:
         Raises:
             ConfigError: a layout does not divide the devices, or an engine's cache does not hold one sequence.
         """
-        cfg = _placed(self.cfg, split)
+        engines = split.rollout // self.cfg.rollout.layout.tp
+        placement = "colocated" if split.colocated else "disaggregated"
+        cfg = replace(self.cfg, rollout=replace(self.cfg.rollout, placement=placement, num_engines=engines))
         dtype = "bf16" if cfg.model.dtype == "auto" else cfg.model.dtype
         work = replace(workload(cfg, self.assumed), response_tokens=self.mean)
         roles = roles_of(cfg, split.training, dtype)
@@ -109,12 +111,6 @@ class PlannedTimes:
             TrainTimes(always + token_s * work.sequences * work.prompt_tokens, token_s),
             seconds[SYNC],
         )
-
-
-def _placed(cfg: Config, split: Split) -> Config:
-    engines = split.rollout // cfg.rollout.layout.tp
-    placement = "colocated" if split.colocated else "disaggregated"
-    return replace(cfg, rollout=replace(cfg.rollout, placement=placement, num_engines=engines))
 
 
 def _engine_times(inputs: PlanInputs) -> EngineTimes:

@@ -105,7 +105,9 @@ class Fleet:
                 raise ConfigError(problem)
             while not self._closing.is_set():
                 self.tick()
-                self._machines.wait(self._under_way(), _TICK_S)
+                with self._changed:
+                    calls = [call for engine in self._engines for call in (*engine.starting, *engine.reports)]
+                self._machines.wait(calls, _TICK_S)
         except Exception as error:
             with self._changed:
                 self._error = self._error or error
@@ -113,10 +115,6 @@ class Fleet:
         finally:
             with suppress(Exception):
                 self._machines.close()
-
-    def _under_way(self) -> list[Call]:
-        with self._changed:
-            return [call for engine in self._engines for call in (*engine.starting, *engine.reports)]
 
     def tick(self) -> None:
         """Look at every engine once: what it has drawn, whether it is well, what it needs."""
@@ -132,7 +130,10 @@ class Fleet:
             self._last_tick = now
             for engine in list(self._engines):
                 try:
-                    self._advance(engine, now)
+                    if engine.state in ("ready", "serving"):
+                        self._hear(engine, now)
+                    elif engine.state in ("placing", "starting"):
+                        self._advance_start(engine, now)
                 except ConfigError:
                     raise
                 except Exception as error:
@@ -152,12 +153,6 @@ class Fleet:
                 return
             engine.processes, engine.state, engine.since = processes, "placing", self._clock()
             engine.starting, engine.reports, engine.seen = [processes[0].call("listen")], [], None
-
-    def _advance(self, engine: FleetEngine, now: float) -> None:
-        if engine.state in ("ready", "serving"):
-            self._hear(engine, now)
-        elif engine.state in ("placing", "starting"):
-            self._advance_start(engine, now)
 
     def _advance_start(self, engine: FleetEngine, now: float) -> None:
         results = [call.result() for call in engine.starting if call.is_done()]
