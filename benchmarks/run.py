@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -122,12 +123,30 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def against_trl() -> str:
+    """The rows of vs_trl, of which the table of all benchmarks has the worst."""
+    path = RESULTS / "vs_trl.json"
+    if not path.is_file():
+        return ""
+    lines = ["| vs_trl | wall | of the rounds | CPU | goal | a step | TRL's |", "|---|---|---|---|---|---|---|"]
+    for name, found in json.loads(path.read_text(encoding="utf-8"))["rows"].items():
+        wall, median = found["ratios"]["wall_s"], found["median"]
+        ours, theirs = (
+            statistics.median(pair[side]["wall_s"] for pair in found["pairs"]) for side in ("ours", "theirs")
+        )
+        lines.append(
+            f"| {name} | {median['wall_s']:.3f} | {min(wall):.3f} to {max(wall):.3f} | {median['cpu_s']:.3f} "
+            f"| ≤ {found['row']['goal']:g} | {ours:.2f} s | {theirs:.2f} s |"
+        )
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def page(text: str, outcomes: Sequence[Outcome], loads: Sequence[float]) -> str:
     """The page with its generated part written anew, at its end where there is none yet."""
     load = f" Load average when they were written: {min(loads):.1f} to {max(loads):.1f}." if loads else ""
     made = (
         f"{BEGIN}\n## All benchmarks\n\nOf the results in benchmarks/results, by `python -m benchmarks.run --write`.{load}\n\n"
-        f"![measured by goal]({PLOT.name})\n\n{table(outcomes)}\n{END}"
+        f"![measured by goal]({PLOT.name})\n\n{table(outcomes)}{against_trl()}\n{END}"
     )
     head, found, rest = text.partition(BEGIN)
     return head + made + rest.partition(END)[2] if found else f"{text.rstrip()}\n\n{made}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,16 @@ def test_the_table_has_a_line_for_each_and_the_page_keeps_what_people_wrote() ->
     assert first.startswith("# Performance\n\nWords.\n\n" + BEGIN) and lines[2] in first
     again = page(first.replace(END, END + "\nMore words.\n"), outcomes[1:], [])
     assert lines[2] not in again and lines[3] in again and again.endswith("\nMore words.\n") and again.count(BEGIN) == 1
+
+
+def test_the_page_has_each_row_of_vs_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    assert run.against_trl() == ""
+    pairs = [{"ours": {"wall_s": ours}, "theirs": {"wall_s": 4.0}} for ours in (1.0, 2.0, 3.0)]
+    ratios, median = {"wall_s": [0.25, 0.5, 0.75]}, {"wall_s": 0.5, "cpu_s": 0.4}
+    row = {"row": {"goal": 0.85}, "pairs": pairs, "ratios": ratios, "median": median}
+    (tmp_path / "vs_trl.json").write_text(json.dumps({"rows": {"small": row}}))
+    assert run.against_trl().splitlines()[3] == "| small | 0.500 | 0.250 to 0.750 | 0.400 | ≤ 0.85 | 2.00 s | 4.00 s |"
 
 
 def test_every_benchmark_there_is_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
