@@ -84,7 +84,7 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     steps = [step for step in train(workspace, name, [*SMALL, *options]) if step["step"]]
     assert len(steps) == 2
     for step in steps:
-        assert 0 < step["rollout/logprob_diff_max"] < (0.1 if name == IN_BF16 else 1e-4)
+        assert 0 < step["rollout/logprob_diff_max"] < (0.3 if name == IN_BF16 else 1e-4)
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
     saved = dict(HFReader(workspace / "outputs" / "quickstart" / name / "latest" / "actor").tensors())
     assert first_difference({tensor: saved[tensor] for tensor in mtp}, mtp) == ""
