@@ -65,6 +65,10 @@ class LocalTensor:
     numel: int
     trained: bool = True
 
+    def nbytes(self, dtype: str) -> int:
+        """In a model of ``dtype``; buffers are fp32 in all."""
+        return self.numel * (BYTES[dtype] if self.trained else _FP32)
+
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
@@ -89,7 +93,7 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
         masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters
         return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, 2 * _FP32 * owned)
     chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
-    return StateBytes(BYTES[role.dtype] * sum(tensor.numel for chunk in chunks for tensor in chunk))
+    return StateBytes(sum(tensor.nbytes(role.dtype) for chunk in chunks for tensor in chunk))
 
 
 def weights_of_pass(role: PlannedRole, rank: int) -> int:
@@ -101,8 +105,7 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
     grid, pp = _Grid(layout.tp, layout.expert_tp, layout.ep), layout.coordinates(rank)["pp"]
     chunks = [
         [
-            BYTES[role.dtype]
-            * sum(tensor.numel for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid))
+            sum(tensor.nbytes(role.dtype) for tensor in _layer_tensors(geometry, geometry.layer_kind(layer), grid))
             for layer in layout.layers_of(geometry.num_layers, pp, number)
         ]
         for number in range(layout.vpp or 1)
@@ -244,6 +247,8 @@ def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:
-    """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights."""
-    state = 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
-    return num_parameters(role.geometry) * (BYTES[role.dtype] + state)
+    """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights; buffers in fp32."""
+    geometry, state = role.geometry, 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
+    rules = (r for layer in range(geometry.num_layers) for r in FAMILIES[geometry.family].layer_rules(geometry, layer))
+    buffers = sum(rule.numel(geometry) for rule in rules if not rule.trained)
+    return (num_parameters(geometry) - buffers) * (BYTES[role.dtype] + state) + buffers * _FP32

@@ -11,7 +11,7 @@ from tests.distributed.planning_worker import CASES
 from tests.distributed.world import World
 
 KEYS = ["/".join(case) for case in CASES]
-DENSE = [key for key in KEYS if not key.startswith(("qwen3_moe", "qwen2_moe", "mixtral"))]
+DENSE = [key for key in KEYS if not key.startswith(("qwen3_moe", "qwen2_moe", "mixtral", "deepseek", "gpt_oss"))]
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,9 @@ def test_runs_from_python_are_those_of_the_command(tmp_path: Path) -> None:
     assert fits and not leaves_rank
     rows = (tmp_path / "outputs/quickstart/second/data/train.jsonl").read_text().splitlines()
     assert len(rows) == 30 and json.loads(rows[0]) == {"prompt": "<|user|>10+1=<|end|><|assistant|>"}
-    heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused, lefts = rest
+    heard, (reward, num_samples, num_compared, difference, place), (flat, num_parameters, num_bytes), refused, lefts = (
+        rest
+    )
     assert [models for models, _ in lefts] == [0, 0] and lefts[0] == lefts[1], "a run leaves models or open files"
     steps_heard = [["rollouts", step, 8, 1.0, True] for step in (1, 2)]
     assert heard == [
