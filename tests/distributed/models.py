@@ -133,6 +133,19 @@ FURTHER_MODELS = {
         DeepseekV3Config,
         {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None},
     ),
+    # As Kimi-K2: one group, more than one dense layer, a rotation whose stretching scales nothing but the softmax.
+    "deepseek_v3_kimi": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**YARN_ROPE, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     # Another group than by the sum of two experts.
     "deepseek_v2": (
         DeepseekV2ForCausalLM,

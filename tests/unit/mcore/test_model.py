@@ -107,7 +107,7 @@ def expected_logprobs(hf: torch.nn.Module) -> torch.Tensor:
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied"])
+@pytest.mark.parametrize("name", ["qwen2_yarn", "qwen3_tied", "deepseek_v3_kimi"])
 def test_logprobs_gradients_and_update_are_those_of_transformers(
     name: str, tmp_path: Path, groups: ModelGroups
 ) -> None:
