@@ -25,6 +25,7 @@ from rlhf_mcore.mcore.model_spec import load_spec, transformer_config
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform.cpu import CpuPlatform
 from rlhf_mcore.types import ModelGeometry
+from tests.distributed.models import make
 
 SIZES = dict(
     vocab_size=97,
@@ -273,3 +274,10 @@ def test_recomputation(tmp_path: Path) -> None:
     assert of("off") == (None, None, None)
     assert of("selective") == ("selective", None, None)
     assert of("full") == ("full", "block", 2)
+
+
+@pytest.mark.parametrize(("model", "cp", "kind"), [("gpt_oss", 2, "a2a"), ("gpt_oss", 1, None), ("qwen3_moe", 2, None)])
+def test_windows_and_sinks_are_not_exchanged_in_a_ring(tmp_path: Path, model: str, cp: int, kind: str | None) -> None:
+    make(model, tmp_path)
+    config = config_for(tmp_path, ParallelLayout(cp, cp=cp), fused=True)
+    assert config.cp_comm_type == kind
