@@ -27,9 +27,14 @@ class StoreClaims:
         """The first of ``count`` numbers. The lead of an engine takes them, and its other ranks, which ask alike, are told."""
         self._number += 1
         told = f"{self._round}/{self._engine.engine_index}/{self._number}"
+        others = dist.get_world_size() // self._engine.num_engines - 1
         if not self._engine.is_lead:
-            return int(self._store.get(told))
+            first = int(self._store.get(told))
+            if self._store.add(f"{told}/read", 1) == others:  # a store keeps what nobody deletes
+                self._store.delete_key(told)
+                self._store.delete_key(f"{told}/read")
+            return first
         first = int(self._store.add(f"{self._round}", count)) - count
-        if self._engine.num_engines < dist.get_world_size():
+        if others:
             self._store.set(told, str(first))
         return first
