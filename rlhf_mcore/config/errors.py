@@ -36,4 +36,4 @@ class ConfigError(ValueError):
 
 
 class FileProblem(str):
-    """A problem with a file that a run needs and a plan does not: weights, tokenizer, prompts, a user's function."""
+    """A problem of a run, not of a plan: with a file that it needs (weights, tokenizer, prompts, a user's code) or with its engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_size, needs_critic, role_layouts
+from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
@@ -40,7 +41,10 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
             f"choose a divisor of {geometry.expert_ffn_size}"
         )
     if cfg.rollout.engine == "vllm" and geometry.delta_layers:
-        yield "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
+        # Which is no reason not to plan for it.
+        yield FileProblem(
+            "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
+        )
     if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry) and geometry.num_kv_heads % tp:
         yield (
             f"rollout.layout.tp={tp}: vLLM does not repeat the num_key_value_heads={geometry.num_kv_heads} of model.path; "

@@ -78,8 +78,8 @@ QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=
 DELTA_NET = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
-    linear_key_head_dim=12,
-    linear_value_head_dim=16,
+    linear_key_head_dim=32,  # of which vLLM's kernels on a CPU want so much
+    linear_value_head_dim=64,
     full_attention_interval=2,
 )
 # Head sizes that differ, groups of experts, two experts that are shared, and what vLLM reads and transformers does not.

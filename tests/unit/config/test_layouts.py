@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.validate import validate
 from tests.unit.config.checking import check, only
 
 PPO = "algorithm=ppo"
@@ -108,6 +110,11 @@ def test_models_and_layouts_with_experts_that_are_refused(
     workspace.write_hf_config(**model)
     problem = only(check(*overrides, world_size=world_size))
     assert all(word in problem for word in words), problem
+
+
+def test_what_has_not_been_proven_may_be_planned(workspace: Any) -> None:
+    workspace.write_hf_config(**DELTA_NETS)
+    validate(load_config("run.yaml", []), check_files=False)
 
 
 def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
