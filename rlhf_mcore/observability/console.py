@@ -268,7 +268,7 @@ def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[R
             drawn = until
         legend = Text()
         for phase, share in shares:
-            entry = f"{'  ' if legend else ''}{phase} {share:.0%}"
+            entry = f"{'  ' if legend else ''}{phase.replace('_', ' ')} {share:.0%}"
             if share >= LEGEND_SHARE and len(legend) + len(entry) <= room:
                 legend.append(entry, style=styles[phase])
         parts += [bar, legend]
