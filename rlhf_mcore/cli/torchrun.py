@@ -48,8 +48,12 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(agent.reports.environment | {STARTED_BY: str(os.getpid())})
     agent.handle_signals()
     is_shown, argv = SHOWN in argv, [word for word in argv if word != SHOWN]
-    with working("importing torchrun", console=Console()) if is_shown else contextlib.nullcontext():
-        from rlhf_mcore.cli import bound_rendezvous
+
+    def shown(what: str) -> contextlib.AbstractContextManager[object]:
+        return working(what, console=Console()) if is_shown else contextlib.nullcontext()
+
+    with shown("importing torchrun"):
+        from rlhf_mcore.cli import bound_rendezvous, forked_ranks
 
         bound_rendezvous.register()
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -60,6 +64,10 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     args = parse_args([f"--signals-to-handle={','.join(ENDING)}", *argv])
     agent.module = args.training_script
+    with shown("importing Megatron-core and the engine"):
+        are_forks = forked_ranks.preload(agent.module, args.training_script_args)
+    if are_forks:
+        forked_ranks.fork_ranks()
     agent.log_dir = Path(args.log_dir) if args.log_dir else None
     agent.reports.follow(agent.stalled)
     try:
@@ -84,7 +92,7 @@ class Agent:
         """Take the signals that torchrun is not to take, from now on."""
         signal.signal(signal.SIGINT, self._interrupt)
         # In a rank SIGTERM is torchrun's way of ending it; asked from outside it means what SIGUSR1 means.
-        signal.signal(signal.SIGTERM, lambda _number, _frame: _forward(signal.SIGUSR1))
+        signal.signal(signal.SIGTERM, lambda _number, _frame: os.kill(os.getpid(), signal.SIGUSR1))
         forward_held()
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
@@ -174,7 +182,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def forward_held() -> None:
-    """Forward SIGUSR1 and SIGUSR2 to the workers from now on.
+    """Forward SIGUSR1 and SIGUSR2 to the workers from now on; one that comes before there is a worker waits for it.
 
     They are blocked here, and a worker inherits that: a signal that comes while it is still starting waits until the
     worker listens, instead of ending it. SIGTERM is not blocked, because torchrun ends workers with it.
@@ -183,7 +191,10 @@ def forward_held() -> None:
 
     def wait() -> None:
         while True:
-            _forward(signal.sigwait(HELD))
+            number = signal.sigwait(HELD)
+            while not list(children()):
+                time.sleep(0.1)
+            _forward(number)
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -29,6 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.report(error)
 
 
+def preload(argv: Sequence[str]) -> None:
+    """Import what a rank with these arguments will, in the process that it is to be a fork of."""
+    from rlhf_mcore.config.load import load_config
+    from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.platform import eager_imports
+    from rlhf_mcore.rollout import preload_engine
+
+    args = _parser().parse_intermixed_args(argv)
+    cfg = load_config(args.config, args.overrides)
+    quiet()
+    with eager_imports():
+        import rlhf_mcore.cli.compose  # noqa: F401
+    if run_kind(cfg).generates and cfg.rollout.placement == "colocated":
+        preload_engine(cfg.rollout.engine)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "rlhf-mcore train",

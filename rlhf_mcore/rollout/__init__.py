@@ -11,7 +11,7 @@ from rlhf_mcore.rollout.environment import prepare_environment
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import RolloutConfig
 
-__all__ = ["Engine", "EngineModel", "build_engine", "prepare_environment"]
+__all__ = ["Engine", "EngineModel", "build_engine", "preload_engine", "prepare_environment"]
 
 
 def build_engine(cfg: RolloutConfig, model: EngineModel) -> Engine:
@@ -29,3 +29,13 @@ def build_engine(cfg: RolloutConfig, model: EngineModel) -> Engine:
 
         return HFEngine(cfg, model)
     raise ConfigError(f"rollout.engine={cfg.engine!r} is not an engine; use vllm or hf")
+
+
+def preload_engine(name: str) -> None:
+    """Import what ``build_engine`` will on a CPU, in a process that ranks are to be forks of."""
+    if name == "vllm":
+        from rlhf_mcore.rollout.vllm_engine import preload
+
+        preload()
+    else:
+        from transformers import AutoModelForCausalLM  # noqa: F401

@@ -296,6 +296,13 @@ def _unquantised(hf_config: Any) -> Any:
     return hf_config
 
 
+def preload() -> None:
+    """Import vLLM as an engine on a CPU will, in a process that ranks are to be forks of."""
+    with engine_start(0, 1, eager=True):
+        from vllm import LLM, SamplingParams  # noqa: F401
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
 def _rank_and_world_size() -> tuple[int, int]:
     import torch.distributed as dist
 

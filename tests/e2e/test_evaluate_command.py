@@ -27,7 +27,7 @@ REWARD = """
 import os, signal
 
 def grade(data_source, solution_str, ground_truth, extra_info):
-    if b"LOCAL_RANK=" in open(f"/proc/{os.getppid()}/environ", "rb").read():  # before the ranks the command tries the reward
+    if open(f"/proc/{os.getppid()}/comm").read().startswith("rank "):  # before the ranks the command tries the reward
         with open("calls.log", "a") as log:
             log.write(f"{extra_info['index']}\\n")
         if os.path.exists("kill") and extra_info["index"] == int(open("kill").read()):

@@ -19,7 +19,7 @@ import pytest
 
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import verify
-from tests.commands import ROOT, Started, environment, finished, left_behind, started
+from tests.commands import ROOT, Started, descendants, environment, finished, left_behind, started
 from tests.small_disk import small_disk
 from tests.tiny_training import make_quickstart
 
@@ -78,14 +78,9 @@ def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]
 
 
 def worker_pid(launcher: int, rank: int) -> int:
-    """The process of a rank, found by its environment."""
-    pids, found = [launcher], {}
-    for pid in pids:
-        pids += [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
-        names = dict(part.split("=", 1) for part in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in part)
-        if "RANK" in names:
-            found.setdefault(int(names["RANK"]), pid)
-    return found[rank]
+    """The process of a rank, found by its name."""
+    (found,) = (pid for pid in descendants(launcher) if Path(f"/proc/{pid}/comm").read_text() == f"rank {rank}\n")
+    return found
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:

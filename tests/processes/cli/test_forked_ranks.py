@@ -1,0 +1,96 @@
+"""Ranks that are forks of torchrun's process are to the run, and to torchrun, what processes of their own are."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.cli.preflight import has_gpu
+from tests.commands import ROOT, finished
+
+MODULE = "tests.processes.cli.forkable"
+# As torchrun's agent does: with a handler of its own, signals that are held for ranks, and a thread.
+AGENT = f"""
+import json, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+
+from rlhf_mcore.cli import forked_ranks
+
+folder, what = sys.argv[1:]
+signal.signal(signal.SIGTERM, lambda *_: os._exit(99))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+assert forked_ranks.preload("{MODULE}", sys.argv[1:])
+forked_ranks.fork_ranks()
+start = forked_ranks.api.get_subprocess_handler
+del os.environ["LEFT_OUT"]
+world = {{"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}}
+ranks = [
+    start(
+        sys.executable, ("-u", "-m", "{MODULE}", folder, what), world | {{"RANK": str(rank), "LOCAL_RANK": str(rank)}},
+        f"{{folder}}/out-{{rank}}", f"{{folder}}/err-{{rank}}", rank, None,
+    )
+    for rank in range(2)
+]
+if what == "sleep":
+    while len(list(Path(folder).glob("found-*"))) < 2:
+        time.sleep(0.02)
+    try:
+        ranks[0].proc.wait(0.1)
+    except subprocess.TimeoutExpired:
+        assert ranks[0].proc.poll() is None
+    for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGKILL)):
+        rank.close(death_sig=number)
+print(json.dumps([rank.proc.wait(30) for rank in ranks]))
+"""
+
+
+def exit_codes(folder: Path, what: str) -> list[int]:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
+    ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, str(folder), what], folder, environment, 60)
+    assert ended.returncode == 0, ended.stderr
+    codes: list[int] = json.loads(ended.stdout)
+    return codes
+
+
+@pytest.mark.skipif(has_gpu(), reason="ranks are forked on a CPU only")
+def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(tmp_path: Path) -> None:
+    assert exit_codes(tmp_path, "end") == [0, 7]
+    for rank in ("0", "1"):
+        assert json.loads((tmp_path / f"found-{rank}").read_text()) == {
+            "forked": True,
+            "leads its session": True,
+            "environment": {"RANK": rank, "LEFT_OUT": None},
+            "name": f"rank {rank}",
+            "default": True,
+            "held": [signal.SIGUSR1],  # until the rank listens
+        }
+        assert (tmp_path / f"out-{rank}").read_text() == f"rank {rank} prints\n"
+        assert (tmp_path / f"err-{rank}").read_text() == f"rank {rank} complains\n"
+        assert (tmp_path / f"at-exit-{rank}").exists() and (tmp_path / f"thread-{rank}").exists()
+    (folder := tmp_path / "killed").mkdir()
+    assert exit_codes(folder, "sleep") == [-signal.SIGTERM, -signal.SIGKILL]
+    (folder := tmp_path / "raises").mkdir()
+    assert exit_codes(folder, "raise") == [1, 1]
+    assert "rank 1: ValueError: a mistake in a rank" in (folder / "err-1").read_text()
+
+
+WITH_A_THREAD = f"""
+import ctypes, os
+from rlhf_mcore.cli import forked_ranks
+print(forked_ranks.preload("{MODULE}", []), forked_ranks.preload("{MODULE}", ["broken"]), forked_ranks.preload("json", []))
+library, started = ctypes.CDLL(None), ctypes.c_ulong()
+library.pthread_create(ctypes.byref(started), None, library.pause, None)  # which Python does not know of
+print(forked_ranks.preload("{MODULE}", []))
+"""
+
+
+@pytest.mark.skipif(has_gpu(), reason="ranks are forked on a CPU only")
+def test_a_process_with_a_thread_of_a_library_is_not_forked() -> None:
+    told = subprocess.run([sys.executable, "-W", "ignore", "-c", WITH_A_THREAD], capture_output=True, text=True, cwd=ROOT)
+    assert told.stdout.splitlines() == ["True False False", "False"], told.stderr
