@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,8 +213,7 @@ def state(run: Path) -> Any:
     return [intact, linked_step(run, "latest"), [item.path.name for item in scan_transitional(run)]]
 
 
-def main() -> None:
-    directory, small = Path(sys.argv[1]), Path(sys.argv[2])
+def main(directory: Path, small: Path) -> None:
     dist.init_process_group("gloo")
     ranks = Ranks(directory, small)
     names = [
@@ -232,7 +230,3 @@ def main() -> None:
         findings = {name: [part[name] for part in seen] for name in names}
         (directory / "findings.json").write_text(json.dumps(findings))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,3 @@ def difference(saved: Path, path: Path) -> str:
     return first_difference(files, load_file(path / "model.safetensors")) or first_difference(
         load_hf(saved).state_dict(), load_hf(path).state_dict()
     )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,3 @@ def shared_memory(rank: int) -> list[Any]:
     mapped.own.fill_(rank + 10)
     dist.barrier()
     return all_gather_json([{r: memory.tolist() for r, memory in mapped.of.items()}, sorted(mapped.readers)])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -6,7 +6,6 @@ import gc
 import importlib
 import itertools
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ with eager_imports():
     from tests.distributed.setting import start
 
 
-def main(requests: Path, pid_of_tests: int) -> None:
+def main(requests: Path, pid_of_tests: str) -> None:
     start()
     for number in itertools.count():
         request = requests / f"{number}.json"
@@ -27,7 +26,3 @@ def main(requests: Path, pid_of_tests: int) -> None:
         asked = json.loads(request.read_text())
         importlib.import_module(f"tests.distributed.{asked['worker']}").main(Path(asked["directory"]))
         gc.collect()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

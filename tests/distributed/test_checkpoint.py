@@ -24,7 +24,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, small: Path) -> dict[str, list[Any]]:
-    return run_world("checkpoint_worker.py", 2, tmp_path_factory.mktemp("run"), str(small), timeout_s=120)
+    return run_world("distributed.checkpoint_worker", 2, tmp_path_factory.mktemp("run"), str(small), timeout_s=120)
 
 
 def test_ranks_write_one_checkpoint(found: dict[str, list[Any]]) -> None:

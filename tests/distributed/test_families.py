@@ -51,7 +51,7 @@ def test_a_saved_directory_is_the_one_it_came_from_and_an_update_that_of_transfo
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", FEW)
 def test_every_layout(model: str, tmp_path: Path) -> None:
-    findings = run_world("family_worker.py", 4, tmp_path, model)
+    findings = run_world("distributed.family_worker", 4, tmp_path, model)
     for layout in layouts_of(model):
         check_weights(findings[f"{model}/{layout}"])
         check_update(findings[f"{model}/{layout}"], findings["oracle"][model])

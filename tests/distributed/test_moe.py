@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from tests.difference import first_difference
 from tests.distributed import models
-from tests.distributed.moe_worker import BALANCED, CUTS, SAVED_LAYOUTS, UPDATED
+from tests.distributed.moe_worker import BALANCED, CUTS, CUTS_OF, SAVED_LAYOUTS
 from tests.distributed.setting import MOE_LAYOUTS, load_hf
 from tests.distributed.test_update import check_old_of_update, check_small_steps
-from tests.distributed.world import World
+from tests.distributed.world import World, run_world
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,22 @@ def test_a_saved_directory_is_the_one_it_came_from(findings: Any, directory: Pat
     assert first_difference(loaded.state_dict(), expected.state_dict()) == ""
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
-@pytest.mark.parametrize("model", UPDATED)
+@pytest.mark.parametrize(("model", "cut"), [(model, cut) for model, cuts in CUTS_OF.items() for cut in cuts])
 def test_loss_gradient_and_new_weights_are_the_oracles(findings: Any, model: str, layout: str, cut: str) -> None:
+    check_update(findings, model, layout, cut)
+
+
+@pytest.mark.matrix
+def test_every_cut_of_every_model(tmp_path: Path) -> None:
+    findings = run_world("distributed.moe_worker", 4, tmp_path, "every cut")
+    for model in CUTS_OF:
+        for layout in MOE_LAYOUTS:
+            for cut in CUTS:
+                check_update(findings, model, layout, cut)
+
+
+def check_update(findings: Any, model: str, layout: str, cut: str) -> None:
     found, oracle = findings["updates"][f"{model}/{layout}/{cut}"], findings["oracle"][model]
     assert found["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)

@@ -52,7 +52,7 @@ def test_a_saved_directory_is_the_one_it_came_from(directory: Path, findings: An
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", models.MODELS)
 def test_every_layout(model: str, tmp_path: Path) -> None:
-    findings = run_world("parity_worker.py", 4, tmp_path, model)
+    findings = run_world("distributed.parity_worker", 4, tmp_path, model)
     for layout in all_layouts(model):
         for kind in ("packed", "padded"):
             check_logprobs(findings, model, layout, kind)

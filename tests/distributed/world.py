@@ -7,26 +7,31 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO, Any
 
+from rlhf_mcore.cli.launch import local_logs, local_rendezvous, torchrun_command
 from tests.commands import descendants
+from tests.distributed import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_world(script: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
-    """Run ``tests/distributed/<script>`` on ``num_ranks`` processes and return what its first rank wrote to findings.json."""
+def run_world(worker: str, num_ranks: int, directory: Path, *arguments: str, timeout_s: int = 500) -> Any:
+    """Have ``main(directory, *arguments)`` of the module ``tests.<worker>`` run on ``num_ranks`` processes.
+
+    Returns what its first rank wrote to findings.json, None if it wrote nothing.
+    """
     with (directory / "output.txt").open("w+") as output:
-        process = _start(script, num_ranks, output, str(directory), *arguments)
+        process = _start(worker, num_ranks, output, str(directory), *arguments)
         try:
             process.wait(timeout=timeout_s)
         finally:
             _kill(process)
         assert process.returncode == 0, _tail(output)
-    return json.loads((directory / "findings.json").read_text())
+    findings = directory / "findings.json"
+    return json.loads(findings.read_text()) if findings.exists() else None
 
 
 class World:
@@ -65,8 +70,8 @@ class World:
         self._num_starts, self._num_requests = self._num_starts + 1, 0
         self._requests.mkdir()
         self._output = (self._requests / "output.txt").open("w+")
-        script = "serving_worker.py"
-        self._process = _start(script, self._num_ranks, self._output, str(self._requests), str(os.getpid()))
+        worker = "distributed.serving_worker"
+        self._process = _start(worker, self._num_ranks, self._output, str(self._requests), str(os.getpid()))
 
     def close(self) -> None:
         if self._process is not None:
@@ -74,9 +79,10 @@ class World:
             self._process = None
 
 
-def _start(script: str, num_ranks: int, output: IO[str], *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={num_ranks}", str(ROOT / "tests" / "distributed" / script), *arguments]
+def _start(worker: str, num_ranks: int, output: IO[str], *arguments: str) -> subprocess.Popen[str]:
+    options = [*local_rendezvous(), *local_logs(None, num_ranks)]
+    command = torchrun_command(options, num_ranks, [f"tests.{worker}", *arguments], forked.MODULE)
+    command[1:1] = ["-W", "ignore"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -15,7 +15,7 @@ CASES = [(model, tp, layout) for model, tp in ENGINES for layout in layouts(mode
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_world("../e2e/three_way_worker.py", 4, tmp_path_factory.mktemp("three_way"))
+    return run_world("e2e.three_way_worker", 4, tmp_path_factory.mktemp("three_way"))
 
 
 @pytest.mark.parametrize(("model", "tp", "layout"), [case for case in CASES if generates(case[2], case[1])])
@@ -49,7 +49,7 @@ def check_bits(found: Any, layout: str) -> None:
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_layout_and_every_width_of_the_engines(model: str, tmp_path: Path) -> None:
     """What the tests above ask of a sample, of all combinations; a minute or two for each model."""
-    findings = run_world("../e2e/three_way_worker.py", 4, tmp_path, model)
+    findings = run_world("e2e.three_way_worker", 4, tmp_path, model)
     for tp in [tp for name, tp in MATRIX if name == model]:
         for number, layout in enumerate(layouts(model, MATRIX)):
             found = findings[f"{model}/{tp}/{layout}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,7 +337,3 @@ def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: in
         "version": float(min(all_gather_json(engine.policy_version))),
         "num_trajectories": float(sum(all_gather_json(len(rollouts.trajectories)))),
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -43,7 +42,3 @@ def main(directory: Path) -> None:
             worst = max(float((torch.tensor(found[row]) - expected[row][0]).abs().max()) for row in found)
             findings[f"{name}/{'packed' if packing else 'padded'}"] = worst
     finish(findings, directory)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_world("../gpu/parity_worker.py", 1, tmp_path_factory.mktemp("gpu"))
+    return run_world("gpu.parity_worker", 1, tmp_path_factory.mktemp("gpu"))
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_tied"])

@@ -1,14 +1,18 @@
-"""One rank of a vLLM engine in a process that knows nothing of the trainer's world; tests/distributed/engine_processes.py controls it.
+"""Ranks of vLLM engines in processes that know nothing of the trainer's world; tests/distributed/engine_processes.py controls them.
 
-    engine_rank.py SOCKET ORDER
+    engine_rank.py SOCKET ORDER...
 
-ORDER is JSON: name, rank, world_size, and the directories of the model and of the engine's own store.
+ORDER is JSON: name, rank, world_size, and the directories of the model and of the engine's own store. Ranks are forks of this process,
+which has imported vLLM.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,7 @@ from rlhf_mcore.config.schema import RolloutConfig
 from rlhf_mcore.config.schema.rollout import RolloutLayoutConfig
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.platform import current_platform
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine, preload_engine
 from rlhf_mcore.types import Request, Sampling
 from tests.distributed.engine_processes import Served, serve
 
@@ -68,5 +72,18 @@ def main(socket_path: str, order: dict[str, Any]) -> None:
     serve(socket_path, f"{order['engine']}.{order['rank']}", VLLM(engine))
 
 
+def fork(socket_path: str, orders: Sequence[str]) -> None:
+    preload_engine("vllm")
+    for order in orders:
+        if os.fork() == 0:
+            try:
+                main(socket_path, json.loads(order))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+    for _ in orders:
+        os.wait()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    fork(sys.argv[1], sys.argv[2:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,12 @@ ENGINES = {"qwen3_tied": {"a": 2, "b": 2}, "qwen3_moe": {"c": 1}}
 def engines_of(name: str, path: Path) -> EngineProcesses:
     """Each engine of a model, with its tensor-parallel size in processes."""
     engines = EngineProcesses(path)
-    script = str(Path(__file__).with_name("engine_rank.py"))
-    for engine, size in ENGINES[name].items():
-        for rank in range(size):
-            order = {"engine": engine, "rank": rank, "world_size": size, "model": str(path), "store": str(path)}
-            started([script, str(engines.path), json.dumps(order)])
+    orders = [
+        {"engine": engine, "rank": rank, "world_size": size, "model": str(path), "store": str(path)}
+        for engine, size in ENGINES[name].items()
+        for rank in range(size)
+    ]
+    started([str(Path(__file__).with_name("engine_rank.py")), str(engines.path), *map(json.dumps, orders)])
     for _ in range(sum(ENGINES[name].values())):
         engines.accept()
     return engines
@@ -75,7 +75,3 @@ def measure(directory: Path, name: str) -> dict[str, Any]:
 def main(directory: Path) -> None:
     findings = {name: measure(directory, name) for name in LAYOUTS}
     finish(findings, directory)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

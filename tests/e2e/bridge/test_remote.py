@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ CASES = [(model, layout) for model, layouts in LAYOUTS.items() for layout in lay
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    script = Path(__file__).with_name("remote_worker.py")
-    return run_world(str(script), 2, tmp_path_factory.mktemp("remote"), timeout_s=560)
+    return run_world("e2e.bridge.remote_worker", 2, tmp_path_factory.mktemp("remote"), timeout_s=560)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

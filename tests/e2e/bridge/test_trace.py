@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.foreign import Fields
 from rlhf_mcore.planning.sync import engine_tensors
-from tests.commands import ROOT, finished
+from tests.distributed.world import run_world
 from tests.e2e.bridge.models import CASES, HIDDEN, MIXTURES, VOCABULARY, Case, hf_config
 from tests.e2e.rollout.tiny import save_model
 
@@ -29,11 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     directory = tmp_path_factory.mktemp("trace")
     for letter, seed in (("a", 1), ("b", 2)):
         save_model(directory / letter, "qwen3", seed)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("worker.py")), str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = finished(command, directory, environment, 500)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    run_world("e2e.bridge.worker", 2, directory)
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,14 +1,11 @@
 """Run by torchrun on two ranks: traces vLLM modules of all cases and one engine, and writes what it saw as JSON.
 
-    torchrun ... worker.py DIRECTORY
-
 DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here; test_trace.py does that.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -252,10 +249,10 @@ def check_without_packing(case: Case, directory: Path) -> dict[str, Any]:
         return described(trace(build(config, is_processed=True), checkpoint_shapes(case)))
 
 
-def main() -> None:
+def main(directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    directory, rank = Path(sys.argv[1]), dist.get_rank()
+    rank = dist.get_rank()
     seen: dict[str, Any] = {"engine": check_engine(directory)}
     from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -267,7 +264,3 @@ def main() -> None:
         destroy_model_parallel()
     (directory / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands import ROOT, finished
+from tests.distributed.world import run_world
 from tests.e2e.rollout.tiny import EOS, VOCABULARY, save_model
 
 Seen = list[dict[str, Any]]  # what each rank wrote
@@ -26,13 +24,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     for name, (family, _) in LAYOUTS.items():
         for letter, seed in (("a", 1), ("b", 2)):
             save_model(directories[name] / letter, family, seed)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("worker.py"))]
-    command += [f"{tp}:{directories[name]}" for name, (_, tp) in LAYOUTS.items()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = finished(command, directories["two_engines"], environment, 500)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    console = done.stdout + done.stderr
+    whole = tmp_path_factory.mktemp("engines")
+    run_world("e2e.rollout.worker", 2, whole, *(f"{tp}:{directories[name]}" for name, (_, tp) in LAYOUTS.items()))
+    console = (whole / "output.txt").read_text()
     return {name: [read_rank(directory, rank, console) for rank in range(2)] for name, directory in directories.items()}
 
 

@@ -1,8 +1,7 @@
 """Run by torchrun: starts vLLM engines, one layout after the other, tries everything and writes what it saw as JSON.
 
-    torchrun ... worker.py TP:DIRECTORY [TP:DIRECTORY ...]
-
-DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here; test_vllm_engine.py does that.
+Layouts are TP:DIRECTORY. DIRECTORY has the models a and b, and gets rank<r>.json. Nothing is judged here: test_vllm_engine.py
+does that.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
@@ -371,7 +369,7 @@ def try_engine(tp: int, directory: Path) -> None:
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 
 
-def main(layouts: list[str]) -> None:
+def main(_directory: Path, *layouts: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
@@ -379,7 +377,3 @@ def main(layouts: list[str]) -> None:
         tp, directory = layout.split(":", 1)
         try_engine(int(tp), Path(directory))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

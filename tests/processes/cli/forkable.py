@@ -27,7 +27,7 @@ def main() -> int:
     print(f"rank {rank} prints")
     print(f"rank {rank} complains", file=sys.stderr)
     found = {
-        "forked": IMPORTED_BY == os.getppid(),
+        "forked": os.getppid() == IMPORTED_BY,
         "leads its session": os.getsid(0) == os.getpid(),
         "environment": {name: os.environ.get(name) for name in ("RANK", "LEFT_OUT")},
         "name": Path("/proc/self/comm").read_text().strip(),

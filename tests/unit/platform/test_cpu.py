@@ -65,9 +65,10 @@ def test_functions_that_are_imported_eagerly_are_not_compiled(monkeypatch: pytes
         return x
 
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    decorator = torch.compile
     with eager_imports():
-        assert torch.compile(plain) is plain
-    assert "TORCHDYNAMO_DISABLE" not in os.environ
+        assert torch.compile(plain) is plain and torch.compile(dynamic=True)(plain) is plain
+    assert "TORCHDYNAMO_DISABLE" not in os.environ and torch.compile is decorator
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # the user's own stays
     with eager_imports():
         assert os.environ["TORCHDYNAMO_DISABLE"] == "0"

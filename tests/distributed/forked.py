@@ -1,0 +1,40 @@
+"""Run by torchrun: a worker of the tests, whose ranks are forks of a process that has imported it, as those of a training are.
+
+    python -m rlhf_mcore.cli.torchrun ... -m tests.distributed.forked MODULE ARGUMENT...
+
+calls ``main(ARGUMENT...)`` of the module on every rank. What is an absolute path is given as one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from rlhf_mcore.cli import rank
+from rlhf_mcore.platform import eager_imports
+from rlhf_mcore.rollout import preload_engine
+
+MODULE = "tests.distributed.forked"
+
+
+def preload(arguments: Sequence[str]) -> None:
+    """Import the worker, and vLLM for one of an end-to-end test."""
+    with eager_imports():
+        import_module(arguments[0])
+    if arguments[0].startswith("tests.e2e."):
+        preload_engine("vllm")
+
+
+def main() -> int:
+    module, *arguments = sys.argv[1:]
+    with eager_imports():
+        worker = import_module(module)
+    worker.main(*(Path(argument) if os.path.isabs(argument) else argument for argument in arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(rank.run(main))
