@@ -139,17 +139,19 @@ failed_lints=${#failed[@]}
 section "tests/gpu (skipped without a GPU)" tier gpu tests/gpu -n 1
 section "tests/unit (on $workers cores)" tier unit tests/unit -n "$workers" --dist worksteal
 # The others wait for much of their time: for ranks that start, for engines, for SLURM. So they run beside one another where
-# there is memory: each takes up to 5 GB, and so does each worker of the end-to-end tests. These are given a file at a time, the
-# longest first, so that they come to an end together.
+# there is memory: each takes up to 5 GB. The end-to-end tests are cut in two halves that take about as long.
 memory="$(memory_gib)"
-e2e=(tests/e2e/test_resume.py tests/e2e/test_asynchronous.py tests/e2e/test_environments.py)
-mapfile -t -O "${#e2e[@]}" e2e < <(find tests/e2e -name 'test_*.py' | sort | grep -vxF "$(printf '%s\n' "${e2e[@]}")")
+half=(tests/e2e/test_resume.py tests/e2e/test_asynchronous.py tests/e2e/test_environments.py)
+kills=(e2e-kills "${half[@]}" -n 1 -v)
 start slurm tests/slurm -n 1 -v
 if ((memory >= 18)); then start distributed tests/distributed -n 1 -v; fi
 section "tests/processes (workers, sandboxes, scripts)" tier processes tests/processes -n "$workers" --dist worksteal
 section "tests/oracles (published functions of verl and TRL)" tier oracles tests/oracles -n 1
 if ((memory < 18)); then section "tests/distributed (gloo, torchrun)" tier distributed tests/distributed -n 1 -v; fi
-section "tests/e2e (real vLLM)" tier e2e "${e2e[@]}" -n "$((memory < 10 ? 1 : 2))" --dist loadfile --no-loadscope-reorder -v
+if ((memory >= 10)); then start "${kills[@]}"; fi
+section "tests/e2e (real vLLM)" tier e2e tests/e2e -n 1 -v "${half[@]/#/--ignore=}"
+if ((memory < 10)); then start "${kills[@]}"; fi
+section "tests/e2e (runs that are killed, environments)" finish e2e-kills
 if ((memory >= 18)); then section "tests/distributed (gloo, torchrun)" finish distributed; fi
 section "tests/slurm (real SLURM; skipped without it)" finish slurm
 
