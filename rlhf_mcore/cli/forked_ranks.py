@@ -36,7 +36,7 @@ def preload(module: str, arguments: Sequence[str]) -> bool:
 
     What is wrong with the arguments is not told here: the ranks tell it.
     """
-    if Path("/dev/nvidiactl").exists():
+    if any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
         return False
     with contextlib.suppress(Exception, SystemExit):
         import_module(module).preload(arguments)
