@@ -57,6 +57,8 @@ class ForkedRank(SubprocessHandler):
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         start = args.index("-m") + 1
         module, arguments = import_module(args[start]), args[start + 1 :]
+        sys.stdout.flush()
+        sys.stderr.flush()
         with _held_signals():
             if pid := os.fork():
                 return _Fork(pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +146,20 @@ def fill(batch: TrainBatch, reference: torch.nn.Module) -> None:
         parts = values.split(batch.lengths[batch.rows].tolist())
         for row, part in zip(batch.rows.tolist(), parts, strict=True):
             source = all_rows[row]
-            with torch.no_grad():
-                found = hf_logprobs(model, source)[0] if model else torch.tensor(source.rollout_logprobs)
+            found = reference_logprobs(model, row) if model else torch.tensor(source.rollout_logprobs)
             part[len(source.prompt_ids) :] = found
         setattr(batch, which, values)
     # Far from the mask anything may stand: it must not matter.
     assert batch.old_logprobs is not None
     batch.old_logprobs = batch.old_logprobs.masked_fill(~batch.loss_mask, float("nan"))
     AdvantageComputer(algorithm())(batch)
+
+
+@lru_cache(maxsize=32)
+@torch.no_grad()
+def reference_logprobs(model: torch.nn.Module, row: int) -> torch.Tensor:
+    """Of a model that never changes, so once for all updates."""
+    return hf_logprobs(model, rows()[row])[0]
 
 
 def update(
