@@ -78,9 +78,8 @@ def running(directory: Path, *arguments: str) -> AbstractContextManager[Started]
 
 
 def worker_pid(launcher: int, rank: int) -> int:
-    """The process of a rank, found by its name."""
-    (found,) = (pid for pid in descendants(launcher) if Path(f"/proc/{pid}/comm").read_text() == f"rank {rank}\n")
-    return found
+    """The process of a rank, found by its name, which a process that it is about to start has for a moment too."""
+    return next(pid for pid in descendants(launcher) if Path(f"/proc/{pid}/comm").read_text() == f"rank {rank}\n")
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
