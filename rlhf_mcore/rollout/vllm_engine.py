@@ -375,7 +375,8 @@ def _reload(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     def recording(pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
         _prepare_reload(model)
         names = load_weights(_by_expert(pairs))
-        loaded.update(name for name in names if not _was_lost(model, name))
+        lost = _lost_layers(model)
+        loaded.update(name for name in names if name.rpartition(".")[0] not in lost)
         return names
 
     model.load_weights = recording
@@ -438,12 +439,12 @@ def _renew_sinks(model: Any) -> None:
                 module.attn.impl.sinks = module.sinks
 
 
-def _was_lost(model: Any, name: str) -> bool:
-    """Whether nothing has reached a layer that vLLM reloads, whatever its model says of this parameter of it."""
+def _lost_layers(model: Any) -> set[str]:
+    """Layers that vLLM reloads and that nothing has reached, whatever its model says of their parameters."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    info = get_layerwise_info(model.get_submodule(name.rpartition(".")[0]))
-    return bool(info.can_load() and info.load_numel_total and not info.load_numel)
+    found = {name: get_layerwise_info(module) for name, module in model.named_modules()}
+    return {name for name, info in found.items() if info.can_load() and info.load_numel_total and not info.load_numel}
 
 
 def _reprocess_tied(model: Any) -> None:
