@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +31,7 @@ from rlhf_mcore.roles.freezing import trained_names
 from rlhf_mcore.roles.model import RoleModel
 from rlhf_mcore.roles.policy import Actor
 from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout.engine import Engine
 from rlhf_mcore.rollout.remote.cluster import Cluster
 from rlhf_mcore.rollout.remote.control import listening
 from rlhf_mcore.rollout.remote.fleet import Fleet
@@ -92,7 +95,7 @@ def _colocated(
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
     engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
     record.progress("the bridge of weights to it")
-    run.stack.push(lambda failure, *_: None if failure else engine.close())  # the process may make another run
+    run.stack.enter_context(_closed_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
     sharing.engine_bytes = sum(parameter.nbytes for parameter in engine.model.parameters())
     worker = RolloutWorker(engine, engine.rank, data.decode)
@@ -119,6 +122,19 @@ def _colocated(
     if sharing.parts:
         publisher.withdraw()  # an engine starts awake
     return Generation(source, publisher, worker)
+
+
+@contextmanager
+def _closed_at_end(engine: Engine) -> Iterator[None]:
+    """The process may make another run, after one that has failed too; but ranks of a world that has failed wait for nobody."""
+    try:
+        yield
+    except BaseException:
+        if dist.get_world_size() == 1:
+            with suppress(Exception):
+                engine.close()
+        raise
+    engine.close()
 
 
 def _disaggregated(

@@ -16,6 +16,7 @@ from tests.tiny_training import SMALL, make_quickstart
 ENGINE = ["reward.function=null", "rollout.engine=vllm", "rollout.kv_cache_gib=0.02"]
 SCRIPT = """
 import gc, json, os, runpy, sys
+from dataclasses import replace
 import rlhf_mcore as rm
 
 sys.argv[1:] = [*SMALL, "trainer.num_steps=1", "logging.console=off"]
@@ -46,7 +47,12 @@ cfg = rm.load_config(CONFIG, [*SMALL, "actor.layout.tp=1", "trainer.world_size=1
 rows = [{"prompt": f"<|user|>{a}+1=<|end|><|assistant|>", "answer": "7"} for a in range(10, 40)]
 watcher = Watcher()
 DOCUMENTED
-trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest()])
+def fail(step, metrics):
+    raise KeyError("of a callback")
+try:
+    rm.train(replace(cfg, experiment="failed"), reward=long, prompts=rows, callbacks=[fail])
+except KeyError:  # the next run is in the same process, as in a notebook
+    trained = rm.train(cfg, reward=long, prompts=rows, callbacks=[tell, watcher, Longest()])
 again = rm.train(cfg, reward=long, prompts=rows)  # nothing is left to do
 
 cfg.rollout.engine, cfg.logging.rollout_tokens = "hf", 3  # starts faster
