@@ -21,7 +21,7 @@ from rlhf_mcore.cli.report import main as report
 from rlhf_mcore.observability.console import Console
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-SIZE = {"width": 1180, "height": 760}
+SIZE = {"width": 1180, "height": 940}
 CLOCK = "timing/unix_time"
 
 
