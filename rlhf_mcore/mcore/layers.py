@@ -104,16 +104,15 @@ class SDPACoreAttention(torch.nn.Module):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v)  # [b, heads, s, d]
             return out.permute(2, 0, 1, 3).flatten(2)
-        borders, parts = packed_seq_params.cu_seqlens_q.tolist(), []
-        lengths = [end - begin for begin, end in itertools.pairwise(borders)]
-        begin = 0
-        for length, same in itertools.groupby(lengths):  # neighbours of one length are a batch
-            count = len(list(same))
-            end = begin + count * length
-            q = query[begin // cp : end // cp].unflatten(0, (count, length // cp)).transpose(1, 2)
-            k, v = (x[begin:end].unflatten(0, (count, length)).transpose(1, 2) for x in (key, value))
+        # Neighbours of one length are a batch. All are cut at once: the gradient of a slice is as long as what it is cut from.
+        lengths, parts = packed_seq_params.cu_seqlens_q.diff().tolist(), []
+        runs = [(length, len(list(same))) for length, same in itertools.groupby(lengths)]
+        spans = [length * count for length, count in runs]
+        cut = query.split([span // cp for span in spans]), key.split(spans), value.split(spans)
+        for (length, count), q, k, v in zip(runs, *cut, strict=True):
+            q = q.unflatten(0, (count, length // cp)).transpose(1, 2)
+            k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (k, v))
             parts.append(self._attend(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
-            begin = end
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
