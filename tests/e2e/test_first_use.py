@@ -102,11 +102,8 @@ def test_the_first_hour(tmp_path: Path) -> None:
 def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
     folder = clone(tmp_path)
     own = {**environment(folder), "PYTHONPATH": str(folder)}
-    arguments = [
-        *(setting for setting in TINY if "minibatch" not in setting),
-        "critic.layout.pp=1",
-        "logging.console=plain",
-    ]
+    small = [setting for setting in TINY if "minibatch" not in setting and "prompts_per_step" not in setting]
+    arguments = [*small, "trainer.prompts_per_step=16", "critic.layout.pp=1", "logging.console=plain"]
     done = finished(["./examples/sft_rm_ppo.sh", *arguments], folder, own, seconds=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert (folder / "sft_rm_ppo.html").stat().st_size > 50_000
