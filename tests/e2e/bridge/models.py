@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from rlhf_mcore.rollout.environment import private_shared_memory
+
 HIDDEN, VOCABULARY, EXPERTS = 64, 97, 4
 
 
@@ -147,7 +149,8 @@ def vllm_config(case: Case, directory: Path, tp: int) -> Iterator[Any]:
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(dist.get_world_size(), dist.get_rank(), "env://", 0, "gloo")
-        ensure_model_parallel_initialized(tp, 1)
+        with private_shared_memory():  # that of a killed run may still be there under vLLM's own name
+            ensure_model_parallel_initialized(tp, 1)
         yield config
 
 
