@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -313,6 +314,12 @@ def _rank_and_world_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def _import_vllm() -> Any:
+    from vllm import LLM
+
+    return LLM
+
+
 def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any:
     """A vllm.LLM that leaves the trainer's process group alone.
 
@@ -322,11 +329,14 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     Raises:
         ConfigError: the cache of keys and values is smaller than one response of the greatest length.
     """
-    from vllm import LLM
+    # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
+    # has no others.
+    with ThreadPoolExecutor(1) as thread:
+        llm_class = thread.submit(_import_vllm).result()
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     try:
-        llm = LLM(**options)
+        llm = llm_class(**options)
     except ValueError as error:
         if "larger than the available KV cache memory" not in str(error) and "for the cache blocks" not in str(error):
             raise

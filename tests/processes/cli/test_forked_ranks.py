@@ -92,5 +92,7 @@ print(forked_ranks.preload("{MODULE}", []))
 
 @pytest.mark.skipif(has_gpu(), reason="ranks are forked on a CPU only")
 def test_a_process_with_a_thread_of_a_library_is_not_forked() -> None:
-    told = subprocess.run([sys.executable, "-W", "ignore", "-c", WITH_A_THREAD], capture_output=True, text=True, cwd=ROOT)
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITH_A_THREAD], capture_output=True, text=True, cwd=ROOT
+    )
     assert told.stdout.splitlines() == ["True False False", "False"], told.stderr

@@ -26,7 +26,9 @@ def test_a_directory_in_place_of_the_configuration_is_told_where_it_goes(
 
 def test_a_good_configuration_is_launched_like_training(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("rlhf_mcore.cli.launch.launch", lambda *given, logs, console: calls.append((*given, console)) or 7)
+    monkeypatch.setattr(
+        "rlhf_mcore.cli.launch.launch", lambda *given, logs, console: calls.append((*given, console)) or 7
+    )
     overrides = ["data.eval=[train.jsonl]", "evaluate.checkpoint=model", "actor.layout.tp=2"]
     assert main_module.main(["evaluate", "run.yaml", *overrides]) == 7
     assert calls == [(["run.yaml", *overrides], 2, 1, "rlhf_mcore.cli.evaluate", "auto")]
