@@ -1,7 +1,8 @@
 """Code of the documentation: commands name what there is, YAML is a configuration, Python compiles and imports what there is.
 
 What blocks do when they are run has tests of its own: tests/unit/rewards/test_docs.py, tests/unit/environments/test_page.py,
-tests/unit/algorithms/test_documented_example.py, tests/processes/config/test_recipes.py, tests/processes/launch/test_submit.py.
+tests/unit/algorithms/test_documented_example.py, tests/unit/mcore/test_family_recipe.py, tests/processes/config/test_recipes.py,
+tests/processes/launch/test_submit.py, tests/e2e/test_python_api.py, tests/e2e/test_first_use.py.
 """
 
 from __future__ import annotations

@@ -47,6 +47,21 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sessions.close_all()
 
 
+def test_the_class_of_the_page_about_extending_plays(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(class Echo.*?)```", page, re.DOTALL)
+    (tmp_path / "echo.py").write_text(code)
+    sessions = Sessions(f"{tmp_path}/echo.py:Echo", {}, WorkerLimits(workers=1))
+    for action, reward in (("yes ", 1.0), ("no", 0.0)):
+        sessions.open(0, {"word": "yes"}, seed=3)
+        sessions.poll(None)
+        sessions.step(0, action)
+        [(_, answer)] = sessions.poll(None)
+        assert (answer.done, answer.reward, answer.messages) == (True, reward, [])
+        sessions.close(0)
+    sessions.close_all()
+
+
 def test_every_reason_is_in_the_table() -> None:
     section = PAGE.partition("## What ends an episode")[2].partition("\n## ")[0]
     assert {"finish_reason", "stop", "environment", *LIMITS} == set(

@@ -18,7 +18,8 @@ from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.types import Prompt, Score
 from tests.episodes import single_turn
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
 SNIPPETS = [textwrap.dedent(found) for found in re.findall(r"^    reward:\n(?:(?:     .*)?\n)+", PAGE, re.MULTILINE)]
 
 
@@ -42,6 +43,15 @@ def test_a_server_of_your_own(tmp_path: Path) -> None:
         ]
         reward.close()
         server.shutdown()
+
+
+@pytest.mark.parametrize("page", ["index.md", "extending.md", "rewards.md"])
+def test_a_function_of_your_own(page: str, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(def grade.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my_reward.py").write_text(code)
+    grade = runpy.run_path(str(tmp_path / "my_reward.py"))["grade"]
+    made = [grade("openai/gsm8k", response, "42", {}) for response in ("It is 42", "It is 41", "")]
+    assert [score["score"] if isinstance(score, dict) else score for score in made] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=[snippet.splitlines()[1].strip()[:30] for snippet in SNIPPETS])
