@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-from dataclasses import replace
 from pathlib import Path
 
 from tests.commands import processes_with, wait_for
@@ -15,8 +14,6 @@ ENGINES = ["rollout.placement=disaggregated", "rollout.num_engines=2", "actor.la
 
 def test_engines_under_ray_on_their_nodes_train_as_those_of_the_trainer_do(cluster: Cluster, tmp_path: Path) -> None:
     make(tmp_path)
-    # With the tests' short time a busy machine kills Ray before it has removed its folder, which then stays until the next run.
-    cluster = replace(cluster, environment=cluster.environment | {"RLHF_MCORE_GRACE_S": "60"})
     before = set(Path("/tmp").glob("rlhf-ray-*"))
     options = ["--nodes", "1", "--engine-nodes", "2", "--ranks-per-node", "1", "--time", "10"]
     job_id = cluster.run(

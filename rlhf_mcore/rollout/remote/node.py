@@ -38,7 +38,7 @@ def main() -> int:
         return 2
     adopt_orphans()
     ending: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the last through srun
         signal.signal(number, lambda found, _: ending.append(found))
     folder = str(make_folder(Path("/tmp")))  # paths of sockets are short
     environment = {**os.environ, **SETTINGS, "RAY_TMPDIR": folder}
