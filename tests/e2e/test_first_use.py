@@ -110,4 +110,4 @@ def test_from_fine_tuning_to_ppo(tmp_path: Path) -> None:
     config = json.loads((folder / "outputs/quickstart/ppo/latest/critic/config.json").read_text())
     assert config["architectures"] == ["Qwen3ForTokenClassification"]
     [row] = (folder / "outputs/quickstart/ppo/rollouts/step-000001.jsonl").read_text().splitlines()[:1]
-    assert list(json.loads(row)["parts"]) == ["model"]
+    assert list(json.loads(row)["parts"]) == ["reward_model"]
