@@ -113,10 +113,13 @@ def inspect_generator(path: str, field: str, *, needs_weights: bool = True) -> t
         return None, [*error.problems, *problems]
     if "auto_map" in hf_config:
         problems.append(f"{prefix}: config.json has auto_map (code from the directory would be run): refused")
-    if "quantization_config" in hf_config and not is_dequantised(hf_config):
-        problems.append(
-            f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
-        )
+    try:
+        if "quantization_config" in hf_config and not is_dequantised(hf_config):
+            problems.append(
+                f"{prefix}: quantised weights (quantization_config) are not supported; use the unquantised model"
+            )
+    except ConfigError as error:
+        problems.extend(error.problems)
     try:
         return _sizes(hf_config), problems
     except ConfigError:
