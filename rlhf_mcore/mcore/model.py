@@ -47,7 +47,7 @@ from rlhf_mcore.mcore.layers import (
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.weights import local_parameters, unwrap
+from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context, local_places
 from rlhf_mcore.parallel.layout import is_expert
@@ -114,7 +114,7 @@ class MegatronModel:
             for chunk in self.chunks if by_layer else ():
                 assert not isinstance(chunk, DistributedDataParallel), "its weights are in one buffer"
                 self.movable.add_layers(name, unwrap(chunk).decoder.layers)
-            tensors = [tensor for chunk in self.chunks for tensor in _weights(chunk)]
+            tensors = [tensor for chunk in self.chunks for tensor in weight_storage(chunk)]
             rest = [tensor for tensor in tensors if not any(part.holds(tensor) for part in self.movable.layers)]
             lingers = self.optimizer is not None  # what is frozen is used once a step
             self.movable.add(WEIGHTS, Part(f"{name} {WEIGHTS}", rest, self.platform, lingers=lingers))
@@ -330,13 +330,6 @@ class MegatronModel:
 def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
     finalize_model_grads(chunks, None, **kwargs)
-
-
-def _weights(chunk: torch.nn.Module) -> list[Tensor]:
-    """The tensors that hold a chunk's weights: flat buffers of one that is trained."""
-    if isinstance(chunk, DistributedDataParallel):
-        return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    return [*chunk.parameters(), *chunk.buffers()]
 
 
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.types import LocalParameter
@@ -51,3 +53,10 @@ def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _global_name(name: str, layer_numbers: list[int]) -> str:
     return re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{layer_numbers[int(m.group(1))]}.", name)
+
+
+def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
+    """The tensors that hold a chunk's weights: flat buffers of one that is trained."""
+    if isinstance(chunk, DistributedDataParallel):
+        return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [*chunk.parameters(), *chunk.buffers()]

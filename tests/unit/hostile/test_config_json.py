@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rlhf_mcore.config.errors import ConfigError
@@ -283,6 +283,7 @@ ROPE = st.dictionaries(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([LLAMA, QWEN_MOE]), st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), st.none() | ROPE)
+@example(base=LLAMA, change={"quantization_config": []}, rope=None)
 def test_changed_configs(
     tmp_path: Path, base: Mapping[str, Any], change: dict[str, Any], rope: dict[str, Any] | None
 ) -> None:
