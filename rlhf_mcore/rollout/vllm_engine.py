@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -327,7 +327,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     is the trainer's, so the finalizer is taken off and ``VLLMEngine.close`` frees the rest.
 
     Raises:
-        ConfigError: the cache of keys and values is smaller than one response of the greatest length.
+        ConfigError: the cache of keys and values is smaller than one response of the greatest length, or no kernel takes the experts.
     """
     # A module of vLLM keeps an exception of its own import, and so every frame that has led there, models included: a thread
     # has no others.
@@ -337,18 +337,31 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
 
     try:
         llm = llm_class(**options)
-    except ValueError as error:
-        if "larger than the available KV cache memory" not in str(error) and "for the cache blocks" not in str(error):
+    except (ValueError, NotImplementedError) as error:
+        if (problem := _problem(str(error), options, cfg, on_cuda=on_cuda)) is None:
             raise
         destroy_model_parallel()  # or its groups would be in the way of the next engine
+        raise ConfigError(problem) from error
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
+
+
+def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:
+    """What to tell instead of what vLLM says of a start, where configuration is the cause."""
+    if "larger than the available KV cache memory" in message or "for the cache blocks" in message:
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
-        raise ConfigError(
+        return (
             f"rollout.{key}={getattr(cfg, key)}: the cache of an engine does not hold one prompt and response of "
             f"rollout.max_model_len={options['max_model_len']} tokens; raise it, or lower data.max_prompt_tokens or "
             "rollout.sampling.max_new_tokens"
-        ) from error
-    llm.llm_engine.engine_core._finalizer.detach()
-    return llm
+        )
+    if "MoE backend supports the deployment" in message:
+        return (
+            f"rollout.layout.tp={cfg.layout.tp}: vLLM has no kernel for experts of {options['model']} that are cut so (those for a "
+            "CPU take multiples of 32, of the hidden size and, in gpt-oss, of an expert's size over tp); choose another tp, or set "
+            "rollout.engine=hf"
+        )
+    return None
 
 
 def _spare_generators_of_cut_prompts(runner: Any) -> None:

@@ -14,7 +14,7 @@ from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.families import has_expert_bias
 from rlhf_mcore.mcore.groups import ModelGroups
-from rlhf_mcore.parallel.collectives import world_group
+from rlhf_mcore.parallel.collectives import all_gather_json, world_group
 from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
@@ -88,7 +88,7 @@ def main(directory: Path, wanted: str = "") -> None:
             if wanted or layout == FEW[name][0]:
                 source, saved = directory / f"{name}_source", directory / f"{name}_{layout}_saved"
                 geometry = model.spec.geometry
-                Exporter(
+                exporter = Exporter(
                     model.local_parameters(),
                     geometry,
                     [str(source)],
@@ -96,7 +96,9 @@ def main(directory: Path, wanted: str = "") -> None:
                     bucket_bytes=10_000,
                     shard_bytes=100_000,
                     carried=CarriedTensors(source),
-                ).save(saved)
+                )
+                exporter.save(saved)
+                found["assembled"] = max(all_gather_json(exporter.assembled_bytes))
                 found["saved"] = difference(saved, source)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)
                 rate = BIAS_RATE if has_expert_bias(geometry) else 0.0

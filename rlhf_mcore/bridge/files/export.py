@@ -1,14 +1,15 @@
 """From the ranks of a model to a Hugging Face directory, through the planner: every rank writes some of the files.
 
 A file is a place like any other. The same plan and the same executor that carry weights to an engine carry them to the ranks that
-write; a tensor is written when its last rectangle has come, and forgotten. No rank ever holds a full model, nor a full file.
+write. A tensor is assembled in parts of no more than a bucket, each of which is written when its last rectangle has come, and
+forgotten. No rank ever holds a full model, nor a full file, nor all experts of a layer that are one tensor.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -86,14 +87,17 @@ class Exporter:
         self._mine = [shard for shard in mine if shard.tensors[0] not in beside]
         self._mine_beside = [shard for shard in mine if shard.tensors[0] in beside]
         self._images: list[FileImage] | None = None
+        parts = {
+            (shard.rank, part.name): part
+            for shard in self.shards
+            for tensor in shard.tensors
+            if tensor not in beside
+            for part in _parts(tensor, *self._types[tensor], bucket_bytes)
+        }
+        self._parts = {name: part for (rank, name), part in parts.items() if rank == group.rank()}
         plan = build_plan(
             describe_sources(parameters, pieces_of, group),
-            [
-                _place(name, self._types[name][1], shard.rank)
-                for shard in self.shards
-                for name in shard.tensors
-                if name not in beside
-            ],
+            [part.place(rank) for (rank, _), part in parts.items()],
             element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
             order=order,
@@ -103,7 +107,7 @@ class Exporter:
         if sources is None:
             flats = {parameter.name: parameter.tensor.view(-1) for parameter in parameters}
             sources = LiveSources(flats)
-            self._rank_plan, self._straight = _split(self._rank_plan, flats)
+            self._rank_plan, self._straight = _split(self._rank_plan, flats, self._parts)
         self._pinned = sources.device.type == "cuda"
         self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
@@ -114,6 +118,18 @@ class Exporter:
         layouts = [FileLayout({name: self._types[name] for name in shard.tensors}) for shard in shards]
         copied = companion_files(self._companions) if self._group.rank() == 0 else []
         return sum(layout.num_bytes for layout in layouts) + sum(path.stat().st_size for path in copied)
+
+    @property
+    def assembled_bytes(self) -> int:
+        """Most bytes of unfinished tensors that this rank has in memory at a time while it writes files."""
+        sizes = {name: prod(part.shape) * part.dtype.itemsize for name, part in self._parts.items()}
+        first, last = _spans(self._rank_plan)
+        held = most = 0
+        for bucket in self._rank_plan.buckets:
+            held += sum(sizes[name] for name in first.get(bucket.index, ()))
+            most = max(most, held)
+            held -= sum(sizes[name] for name in last.get(bucket.index, ()))
+        return most
 
     def save(self, directory: Path) -> None:
         """Write the directory, whole or not at all. Collective over the group."""
@@ -135,7 +151,7 @@ class Exporter:
 
         Comes to its end on every rank, whatever happens to the files of this one, and raises afterwards.
         """
-        destinations = _FileDestinations(directory, self._mine, self._types, self._rank_plan)
+        destinations = _FileDestinations(directory, self._mine, self._types, self._parts, self._rank_plan)
         try:
             self._executor.run(destinations)
             destinations.write(self._straight)
@@ -155,7 +171,7 @@ class Exporter:
         if self._images is None:
             layouts = {s.name: FileLayout({name: self._types[name] for name in s.tensors}) for s in self._mine}
             self._images = [FileImage.empty(name, layout, self._pinned) for name, layout in layouts.items()]
-        self._executor.run(destinations := _MemoryDestinations(self._images))
+        self._executor.run(destinations := _MemoryDestinations(self._images, self._parts))
         return self._images, partial(destinations.write, self._straight)
 
     def write_rest(self, directory: Path) -> list[Path]:
@@ -173,51 +189,84 @@ class Exporter:
         return paths + [directory / name for name in (INDEX, *COMPANIONS) if (directory / name).is_file()]
 
 
-def _place(name: str, shape: tuple[int, ...], rank: int) -> Place:
-    whole = Piece(name, (0,) * len(shape), shape, 0, contiguous_strides(shape))
-    return Place(name, (whole,), (rank,), prod(shape))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Whole rows of a file's tensor, from ``row`` on, which are assembled, written and forgotten together."""
+
+    tensor: str
+    dtype: torch.dtype
+    row: int
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}[{self.row}]"
+
+    @property
+    def first_element(self) -> int:
+        return self.row * prod(self.shape[1:])
+
+    def place(self, rank: int) -> Place:
+        """What the plan knows of it."""
+        start = (self.row, *(0 for _ in self.shape[1:]))
+        piece = Piece(self.tensor, start, self.shape, 0, contiguous_strides(self.shape))
+        return Place(self.name, (piece,), (rank,), prod(self.shape))
+
+
+def _parts(tensor: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[_Part]:
+    """All rows of a tensor, at least one at a time."""
+    step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
+    for row in range(0, shape[0], step):
+        yield _Part(tensor, dtype, row, (min(step, shape[0] - row), *shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Straight:
-    """Elements of a file's tensor that are in one piece on the rank that writes it."""
+    """Elements of a file's tensor that follow each other there, and that the rank that writes them has."""
 
-    name: str
+    tensor: str
     first_element: int
-    elements: Tensor  # a flat view of a parameter
+    elements: Tensor  # a view of a parameter: these elements in row-major order
 
 
-def _split(plan: RankPlan, flats: Mapping[str, Tensor]) -> tuple[RankPlan, list[_Straight]]:
-    """A plan without the tensors that this rank holds row by row: these are written from where they are, not assembled first."""
+def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, _Part]) -> tuple[RankPlan, list[_Straight]]:
+    """A plan without the parts whose rows this rank has: these are written from where they are, not assembled first."""
     assembled = {
         copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
     }
-    for copy in (copy for bucket in plan.buckets for copy in bucket.local):
-        rows = contiguous_strides(copy.source.shape)
-        if copy.source.strides != rows or copy.destination.strides != rows:
-            assembled.add(copy.destination.buffer)
+    for target in (copy.destination for bucket in plan.buckets for copy in bucket.local):
+        if target.strides != contiguous_strides(target.shape):
+            assembled.add(target.buffer)
     straight, buckets = [], []
     for bucket in plan.buckets:
         for copy in bucket.local:
             source, target = copy.source, copy.destination
             if target.buffer not in assembled:
-                elements = flats[source.buffer][source.offset : source.offset + prod(source.shape)]
-                straight.append(_Straight(target.buffer, target.offset, elements))
+                part, flat = parts[target.buffer], flats[source.buffer]
+                elements = flat.as_strided(source.shape, source.strides, flat.storage_offset() + source.offset)
+                straight.append(_Straight(part.tensor, part.first_element + target.offset, elements))
         buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in assembled]))
     return replace(plan, buckets=buckets), straight
 
 
 class _FileDestinations(Destinations):
-    """Assembles the tensors of this rank's files and writes each to its place when it is complete.
+    """Assembles the parts of this rank's files and writes each to its place when it is complete.
 
     The first error is kept for later and nothing is written any more, because the other ranks still send.
     """
 
-    def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes, plan: RankPlan):
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[FileShard],
+        types: TensorTypes,
+        parts: Mapping[str, _Part],
+        plan: RankPlan,
+    ):
         self.error: OSError | None = None
-        self._types = types
+        self._parts = parts
         self._flats: dict[str, Tensor] = {}
-        # Layers are alike: memory of tensors that are written serves the next ones of their size, and need not be cleared again.
+        # Layers are alike: memory of parts that are written serves the next ones of their size, and need not be cleared again.
         self._room: dict[int, list[Tensor]] = defaultdict(list)
         self._first, self._last = _spans(plan)
         self._files: ShardFiles | None = None
@@ -229,18 +278,18 @@ class _FileDestinations(Destinations):
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         for name in self._first.get(bucket.index, ()):
-            dtype, shape = self._types[name]
-            size = prod(shape) * dtype.itemsize
+            part = self._parts[name]
+            size = prod(part.shape) * part.dtype.itemsize
             room = self._room[size].pop() if self._room[size] else torch.empty(size, dtype=torch.uint8)
-            self._flats[name] = room.view(dtype)
+            self._flats[name] = room.view(part.dtype)
         return self._flats
 
     def close(self, bucket: Bucket) -> None:
         for name in self._last.get(bucket.index, ()):
-            flat = self._flats.pop(name)
+            flat, part = self._flats.pop(name), self._parts[name]
             if self._files is not None and self.error is None:
                 try:
-                    self._files.write(name, flat)
+                    self._files.write(part.tensor, flat, part.first_element)
                 except OSError as error:
                     self.error = error
             room = flat.view(torch.uint8)
@@ -252,7 +301,7 @@ class _FileDestinations(Destinations):
             return
         try:
             for part in parts:
-                self._files.write(part.name, part.elements, part.first_element)
+                self._files.write(part.tensor, part.elements, part.first_element)
         except OSError as error:
             self.error = error
 
@@ -266,10 +315,14 @@ class _FileDestinations(Destinations):
 
 
 class _MemoryDestinations(Destinations):
-    """All tensors of this rank's files, at their places in memory."""
+    """All parts of this rank's files, at their places in memory."""
 
-    def __init__(self, images: Sequence[FileImage]):
-        self._flats = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
+    def __init__(self, images: Sequence[FileImage], parts: Mapping[str, _Part]):
+        self._whole = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
+        self._flats = {
+            name: self._whole[part.tensor][part.first_element : part.first_element + prod(part.shape)]
+            for name, part in parts.items()
+        }
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return self._flats
@@ -279,8 +332,8 @@ class _MemoryDestinations(Destinations):
     def write(self, parts: Sequence[_Straight]) -> None:
         """Copy what need not be assembled."""
         for part in parts:
-            first = part.first_element
-            self._flats[part.name][first : first + part.elements.numel()].copy_(part.elements, non_blocking=True)
+            there = self._whole[part.tensor][part.first_element : part.first_element + part.elements.numel()]
+            there.view(part.elements.shape).copy_(part.elements, non_blocking=True)
 
 
 def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:

@@ -122,6 +122,12 @@ def test_a_cache_that_holds_no_whole_response_is_refused_by_its_key(seen: Seen) 
         assert message.startswith("rollout.kv_cache_gib=5e-05: ") and "rollout.max_model_len=160" in message
 
 
+def test_experts_that_no_kernel_takes_are_refused_by_the_key_that_cuts_them(seen: Seen) -> None:
+    for rank in seen:
+        message = rank["long"]["narrow experts"]
+        assert message.startswith("ConfigError: rollout.layout.tp=") and "rollout.engine=hf" in message
+
+
 def test_loading_other_weights_and_back_restores_the_outputs(seen: Seen) -> None:
     reload = seen[0]["reload"]
     a, b, again = ([t["ids"] for t in reload[name]] for name in ("a", "b", "a again"))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import GptOssConfig
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
@@ -226,7 +227,18 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
             continue
         seen[name] = check_long_prompts(engine, models)
         engine.close()
-    return seen
+    return seen | {"narrow experts": check_narrow_experts(tp, Path(directory))}
+
+
+def check_narrow_experts(tp: int, directory: Path) -> str:
+    """What is told of a gpt-oss whose experts are narrower on a rank than vLLM's kernel wants."""
+    path = directory.with_name(f"{directory.name}_narrow_{dist.get_rank()}")
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    GptOssConfig(
+        **sizes, head_dim=32, vocab_size=97, num_hidden_layers=1, architectures=["GptOssForCausalLM"]
+    ).save_pretrained(path)
+    cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02)
+    return error_of(build_engine, cfg, EngineModel(str(path), str(path), "fp32", MAX_MODEL_LEN, seed=0, shapes={}))
 
 
 def long_prompts(count: int) -> list[Prompt]:
