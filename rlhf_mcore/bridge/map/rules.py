@@ -94,16 +94,20 @@ class RowRun:
 def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tuple[int, ...]]:
     """What the rows of a Megatron parameter of a whole model hold, in order, and its shape without padding.
 
+    Of an expert that files have in one tensor with others it is one row of that, in another form (``files/formats/stacked.py``).
+
     Raises:
         KeyError: the family has no such parameter.
         ConfigError: its rows are no rows of Hugging Face tensors.
     """
-    if (kind := find_rule(geometry, parameter)[0].kind) == "stacked" or geometry.delta_layers:
-        part = "experts" if kind == "stacked" else "gated delta nets"
+    if geometry.delta_layers:
         raise ConfigError(
-            f"{geometry.family}: Megatron's formats of its {part} are not supported; convert from or to hf only"
+            f"{geometry.family}: Megatron's formats of its gated delta nets are not supported; convert from or to hf only"
         )
     held = pieces(parameter, geometry, Shard(0, 1))
+    if find_rule(geometry, parameter)[0].kind == "stacked":
+        (piece,) = held
+        return [RowRun(piece.hf_name, piece.start[0], 0, 1)], piece.shape[:0:-1]
     width = held[0].shape[1:]
     found = []
     for piece in held:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.core import maybe_load_config
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.safe_globals import SAFE_GLOBALS
 from megatron.core.transformer import TransformerConfig
 
@@ -29,19 +30,24 @@ SAME_OF_EXPERTS = (
     "moe_router_pre_softmax",
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
+    "softmax_type",
+    "window_size",
+    "window_attn_skip_freq",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
 )
 
 
 def config_from(args: Namespace) -> TransformerConfig:
     """What both loaders do: fields by their own names, then those that the arguments call otherwise."""
-    assert args.swiglu and args.group_query_attention and not args.multi_latent_attention
+    assert args.swiglu != args.quick_geglu and args.group_query_attention and not args.multi_latent_attention
     names = {field.name for field in fields(TransformerConfig)}
     settings = {name: value for name, value in vars(args).items() if name in names}
     settings |= dict(
         layernorm_epsilon=args.norm_epsilon,
         num_moe_experts=args.num_experts,
-        activation_func=F.silu,
-        gated_linear_unit=args.swiglu,
+        activation_func=F.silu if args.swiglu else quick_gelu,
+        gated_linear_unit=True,
         bias_activation_fusion=args.bias_swiglu_fusion,
         pipeline_dtype=args.params_dtype,
         persist_layer_norm=not args.no_persist_layer_norm,
@@ -53,7 +59,7 @@ def config_from(args: Namespace) -> TransformerConfig:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral"]
+    "name", ["llama", "qwen2", "qwen3_tied", "qwen3_moe", "qwen3_moe_mixed", "qwen2_moe", "mixtral", "gpt_oss"]
 )
 def test_the_arguments_describe_the_model(tmp_path: Path, name: str) -> None:
     make(name, tmp_path / "hf")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlhf_mcore.bridge.files.formats.stacked import ExpertForm
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.coverage import CoverageError, padding_of
 from rlhf_mcore.bridge.map.pieces import Piece, Place
@@ -110,13 +111,17 @@ def _is_grid(tensor: Tiled) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor are rows of the tensor ``key[lead]``, from ``row`` on."""
+    """Rows ``hf_row`` to ``hf_row + count`` of a Hugging Face tensor are rows of the tensor ``key[lead]``, from ``row`` on.
+
+    With a ``form`` it is one row, and all of that tensor.
+    """
 
     hf_row: int
     count: int
     key: str
     lead: Index
     row: int
+    form: ExpertForm | None = None
 
 
 class TiledSource:
@@ -150,7 +155,11 @@ class TiledSource:
         out = torch.empty((count, *shape[1:]), dtype=dtype)
         for run in self._rows[name]:
             low, high = max(first, run.hf_row), min(first + count, run.hf_row + run.count)
-            if low < high:
+            if low < high and run.form is not None:
+                held = torch.empty(run.form.shape, dtype=dtype)
+                self._tensors[run.key].read_into(held, run.lead, (0,) * held.dim())
+                out[low - first] = run.form.to_hf(held)
+            elif low < high:
                 start = (run.row + low - run.hf_row, *(0 for _ in shape[1:]))
                 self._tensors[run.key].read_into(out[low - first : high - first], run.lead, start)
         return out

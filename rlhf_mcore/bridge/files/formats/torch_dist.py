@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats.foreign_index import IndexedTensor, Part, read_index
 from rlhf_mcore.bridge.files.formats.located import locate_one, read
+from rlhf_mcore.bridge.files.formats.stacked import expert_form
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
 from rlhf_mcore.bridge.files.hf_files import inside
 from rlhf_mcore.bridge.map.rules import hf_shapes, is_padded, row_runs
@@ -33,7 +34,7 @@ CACHE_BYTES = 64 * 2**20
 # What is stored beside the weights: optimizer state and numerical state of single modules.
 _NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|rng_state|rerun_state|.*\._extra_state|opt_param_scheduler")
 _WRAPPERS = re.compile(r"(model\.|module\.)+(?=embedding\.|decoder\.|output_layer\.)")
-_EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.weight(_[wv])?")
+_EXPERT = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(_[wv])?")
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -154,7 +155,7 @@ def _contents(key: str, shape: Index, geometry: ModelGeometry) -> Iterator[_Cont
             yield _Content(prefix + tail, lead, half)
             continue
         number, linear, half = expert.groups()
-        one = f"{prefix}mlp.experts.{linear}.weight"
+        one = f"{prefix}mlp.experts.{linear}"
         if number is not None:
             yield _Content(f"{one}{number}", lead, half or "")
             continue
@@ -172,6 +173,9 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
     try:
         for content in _contents(key, shape, geometry):
             found, full = row_runs(content.parameter, geometry)
+            form = expert_form(content.parameter, geometry)
+            if content.half and form is not None:
+                raise ConfigError("gate and linear part of these experts apart are not supported")
             if content.half:
                 found = [found["_w_v".index(content.half) // 2]]
                 full = (found[0].count, *full[1:])
@@ -183,7 +187,7 @@ def _rows(key: str, shape: Index, geometry: ModelGeometry, where: Path) -> Itera
                 )
             for run in found:
                 row = run.row - (found[0].row if content.half else 0)
-                yield run.hf_name, Rows(run.hf_row, run.count, key, content.lead, row)
+                yield run.hf_name, Rows(run.hf_row, run.count, key, content.lead, row, form)
     except (ConfigError, KeyError, IndexError) as error:
         text = error.args[0] if error.args else error
         raise ConfigError(f"{where}: tensor {key} does not belong to this model ({text}).") from error

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf_mcore.bridge.files.formats.foreign_pickle import save_chunk, save_index, save_values
+from rlhf_mcore.bridge.files.formats.stacked import expert_form
 from rlhf_mcore.bridge.files.formats.torch_dist import BACKEND, INDEX
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
 from rlhf_mcore.bridge.map.rules import is_padded, parameter_names, row_runs
@@ -56,7 +57,7 @@ def targets(geometry: ModelGeometry) -> Iterator[Target]:
     """Every Megatron parameter and its place: layers are stacked, unless dense and mixture-of-experts layers alternate."""
     stacked = not geometry.dense_layers
     for name in parameter_names(geometry):
-        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?<=weight)(\d+))?", name)
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+?)(?:(?:(?<=\.weight)|(?<=\.bias))(\d+))?", name)
         if not found:
             yield Target(name, name, (), ())
             continue
@@ -114,6 +115,8 @@ class TorchDistWriter:
         dtype = dtypes.pop()
         if is_padded(target.parameter, self._geometry):
             shape = (padded_vocab(self._geometry), *shape[1:])
+        form = expert_form(target.parameter, self._geometry)
+        expert = None if form is None else form.to_megatron(read(found[0].hf_name, found[0].hf_row, 1))
         rest = shape[1:]
         step = max(self._block_bytes // max(torch.Size(rest).numel() * dtype.itemsize, 1), 1)
         stored = self._tensors.setdefault(
@@ -122,7 +125,9 @@ class TorchDistWriter:
         assert isinstance(stored, TensorStorageMetadata)
         for first in range(0, shape[0], step):
             part = torch.zeros((min(step, shape[0] - first), *rest), dtype=dtype)
-            for run in found:
+            if expert is not None:
+                part.copy_(expert[first : first + len(part)])
+            for run in found if expert is None else ():
                 low, high = max(run.row, first), min(run.row + run.count, first + len(part))
                 if low < high:
                     part[low - first : high - first] = read(run.hf_name, run.hf_row + low - run.row, high - low)
@@ -172,36 +177,43 @@ def write_common(directory: Path, geometry: ModelGeometry, hf_config: Fields, dt
 
 
 def _sizes(geometry: ModelGeometry, hf_config: Fields) -> dict[str, Any]:
-    g = geometry
+    g, family = geometry, FAMILIES[geometry.family]
+    settings = family.megatron_settings(hf_config)
+    has_offset = "glu_linear_offset" in settings
     rope, positions = rotary(hf_config), size(hf_config, "max_position_embeddings")
-    return dict(
-        num_layers=g.num_layers,
-        hidden_size=g.hidden_size,
-        ffn_hidden_size=g.ffn_size,
-        num_attention_heads=g.num_heads,
-        group_query_attention=True,
-        num_query_groups=g.num_kv_heads,
-        kv_channels=g.head_dim,
-        padded_vocab_size=padded_vocab(g),
-        make_vocab_size_divisible_by=VOCAB_MULTIPLE,
-        vocab_size=g.vocab_size,
-        max_position_embeddings=positions,
-        seq_length=positions,
-        norm_epsilon=hf_config.number("rms_norm_eps", 0.0, 1.0),
-        rotary_base=int(rope.number("rope_theta", default=hf_config.number("rope_theta", default=10000.0))),
-        use_rope_scaling=rope_type(hf_config) == "llama3",
-        rope_scaling_factor=rope.number("factor", default=8.0),
-        untie_embeddings_and_output_weights=not g.tied_embeddings,
-        add_qkv_bias=False,
-        qk_layernorm=False,
-        num_experts=g.num_experts or None,
-        moe_ffn_hidden_size=g.expert_ffn_size or None,
-        moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
-        moe_router_topk=g.experts_per_token or 2,
-        moe_router_pre_softmax=False,
-        moe_grouped_gemm=g.num_experts > 0,
-        moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
-    ) | FAMILIES[g.family].megatron_settings(hf_config)
+    return (
+        dict(
+            num_layers=g.num_layers,
+            hidden_size=g.hidden_size,
+            ffn_hidden_size=g.ffn_size,
+            num_attention_heads=g.num_heads,
+            group_query_attention=True,
+            num_query_groups=g.num_kv_heads,
+            kv_channels=g.head_dim,
+            padded_vocab_size=padded_vocab(g),
+            make_vocab_size_divisible_by=VOCAB_MULTIPLE,
+            vocab_size=g.vocab_size,
+            max_position_embeddings=positions,
+            seq_length=positions,
+            norm_epsilon=hf_config.number("rms_norm_eps", 0.0, 1.0),
+            rotary_base=int(rope.number("rope_theta", default=hf_config.number("rope_theta", default=10000.0))),
+            use_rope_scaling=rope_type(hf_config) == "llama3",
+            rope_scaling_factor=rope.number("factor", default=8.0),
+            untie_embeddings_and_output_weights=not g.tied_embeddings,
+            add_qkv_bias=False,
+            qk_layernorm=False,
+            num_experts=g.num_experts or None,
+            moe_ffn_hidden_size=g.expert_ffn_size or None,
+            moe_layer_freq=[int(g.is_moe_layer(i)) for i in range(g.num_layers)] if g.dense_layers else 1,
+            moe_router_topk=g.experts_per_token or 2,
+            moe_router_pre_softmax=False,
+            moe_grouped_gemm=g.num_experts > 0,
+            moe_shared_expert_intermediate_size=g.shared_expert_ffn_size or None,
+            swiglu=family.activation == "silu" and not has_offset,
+            quick_geglu=has_offset,
+        )
+        | settings
+    )
 
 
 def _fixed(dtype: torch.dtype) -> dict[str, Any]:
@@ -255,7 +267,6 @@ def _fixed(dtype: torch.dtype) -> dict[str, Any]:
         pipeline_model_parallel_size=1,
         position_embedding_type="rope",
         rotary_percent=1.0,
-        swiglu=True,
         tensor_model_parallel_size=1,
         tokenizer_type="HuggingFaceTokenizer",
         transformer_impl="transformer_engine",

@@ -42,4 +42,4 @@ def llama(hf_model: Callable[[str], HFModel], tmp_path: Path) -> Path:
 
 
 # Every family, those with a choice tied and untied. The others differ in what is no weight, or in size alone.
-ALL = [name for name in (*MODELS, *MOE_MODELS) if name not in ("qwen2_yarn", "qwen3_seven")]
+ALL = [name for name in (*MODELS, *MOE_MODELS, "gpt_oss") if name not in ("qwen2_yarn", "qwen3_seven")]

@@ -121,7 +121,7 @@ def test_experts(hf_model: Get, tmp_path: Path, apart: bool) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "gpt_oss"])
 def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
     hf_model: Get, tmp_path: Path, name: str
 ) -> None:
@@ -147,7 +147,24 @@ def test_torch_itself_reads_what_is_written_and_finds_megatrons_tensors(
             local = apart[local_name(target.parameter)]
             held = empty[target.key][target.lead]
             assert torch.equal(held[: len(local)], local) and not held[len(local) :].any()
+    if name == "gpt_oss":
+        check_experts_of_one_tensor(empty, expected)
     assert json.loads((tmp_path / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def check_experts_of_one_tensor(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Megatron multiplies from the left with [outputs, inputs] and cuts the product in two halves, of which the first is the gate."""
+    for layer in range(4):
+        hf = f"model.layers.{layer}.mlp.experts."
+        weight, bias = expected[hf + "gate_up_proj"], expected[hf + "gate_up_proj_bias"]
+        parts = {
+            "linear_fc1.weight": torch.cat([weight[..., 0::2], weight[..., 1::2]], dim=-1).transpose(1, 2),
+            "linear_fc1.bias": torch.cat([bias[..., 0::2], bias[..., 1::2]], dim=-1),
+            "linear_fc2.weight": expected[hf + "down_proj"].transpose(1, 2),
+            "linear_fc2.bias": expected[hf + "down_proj_bias"],
+        }
+        for key, tensor in parts.items():
+            assert torch.equal(found[f"decoder.layers.mlp.experts.experts.{key}"][layer], tensor), key
 
 
 def local_name(parameter: str) -> str:

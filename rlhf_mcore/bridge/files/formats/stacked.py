@@ -1,0 +1,38 @@
+"""Experts that files have in one tensor, with columns for outputs: Megatron's formats have each alone, with rows for outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rlhf_mcore.bridge.map.rules import find_rule, row_runs
+from rlhf_mcore.types import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """How Megatron's formats have one expert's part.
+
+    ``by_halves``: all rows of the gate, then those of the linear part; Hugging Face files have them in turn.
+    """
+
+    shape: tuple[int, ...]  # [outputs, inputs], or [outputs] of a bias
+    by_halves: bool
+
+    def to_megatron(self, stored: Tensor) -> Tensor:
+        """Of [1, inputs, outputs], or [1, outputs]."""
+        rows = stored[0].T if stored.dim() == 3 else stored[0]
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.by_halves else rows
+
+    def to_hf(self, held: Tensor) -> Tensor:
+        """[inputs, outputs], or [outputs], of what :meth:`to_megatron` returned."""
+        rows = held.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.by_halves else held
+        return rows.T if held.dim() == 2 else rows
+
+
+def expert_form(parameter: str, geometry: ModelGeometry) -> ExpertForm | None:
+    """Of a parameter whose rows are no rows of Hugging Face tensors; None of all others."""
+    if find_rule(geometry, parameter)[0].kind != "stacked":
+        return None
+    return ExpertForm(row_runs(parameter, geometry)[1], ".linear_fc1." in parameter)
