@@ -28,6 +28,7 @@ from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geom
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.families.sizes import rope_type
+from rlhf_mcore.observability.files import full_disk_named
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.types import ModelGeometry
 
@@ -107,7 +108,10 @@ def _convert(
         return None
     assert request.destination is not None
     total = sum(prod(shape) * dtype.itemsize for dtype, shape in types.values())
-    with whole_directory(request.destination, overwrite=request.overwrite) as directory:
+    with (
+        full_disk_named(request.destination, total),
+        whole_directory(request.destination, overwrite=request.overwrite) as directory,
+    ):
         with progress_bar(console, "converting", total) as advance:
             reading = Reading(source, types, advance, is_checked=not request.allow_nonfinite)
             if request.target_format == "hf":
@@ -183,7 +187,9 @@ def _checked_model(request: Conversion, checkpoint: Path, cleanup: ExitStack) ->
     if any(problem.is_damage for problem in problems):
         lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
         raise ConfigError.many(lines)
-    place = request.destination.parent if request.destination and request.destination.parent.is_dir() else None
+    place = None  # the weights of a delta may not fit into the system's temporary folder
+    if request.destination is not None:
+        place = next(folder for folder in request.destination.absolute().parents if folder.is_dir())
     scratch = cleanup.enter_context(TemporaryDirectory(prefix=".convert-", dir=place))
     return delta.readable(checkpoint, request.role, Path(scratch))
 

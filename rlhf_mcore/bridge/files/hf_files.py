@@ -91,13 +91,13 @@ class HFReader:
         for shard in sorted(set(self._shard_of.values())):
             for name in self._names_in(shard):
                 if name in held:
-                    raise ConfigError(
-                        f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. Which is it?"
-                    )
+                    raise ConfigError(f"{self.directory}: tensor {name} is in {held[name]} and in {shard}. {_REMEDY}")
                 held[name] = shard
         for name, shard in held.items():
             if name not in self._shard_of:
-                raise ConfigError(f"{self.directory / shard} holds tensor {name}, which {INDEX} does not know.")
+                raise ConfigError(
+                    f"{self.directory / shard} holds tensor {name}, which {INDEX} does not name. {_REMEDY}"
+                )
         for name in self._shard_of:
             self._handle(name)
 

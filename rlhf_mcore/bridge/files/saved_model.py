@@ -72,8 +72,12 @@ def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | N
         return value_problem(called, values, kind == SECOND_MOMENT)
 
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        found = pool.map(look_at_weights, names)
-        stored = pool.map(lambda region: look_at_state(*region), state.stored() if state is not None else ())
-        for problem in chain(found, stored):
-            if problem is not None:
-                raise ConfigError(problem)
+        try:
+            found = pool.map(look_at_weights, names)
+            stored = pool.map(lambda region: look_at_state(*region), state.stored() if state is not None else ())
+            for problem in chain(found, stored):
+                if problem is not None:
+                    raise ConfigError(problem)
+        except BaseException:  # Ctrl-C too: what nobody has begun to read is not read
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -82,7 +82,11 @@ class FileImage:
 def create(path: Path, layout: FileLayout) -> int:
     """Begin a file with its header. Returns the file descriptor."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    write_at(file, layout.header, 0)
+    try:
+        write_at(file, layout.header, 0)
+    except OSError:
+        os.close(file)
+        raise
     return file
 
 
@@ -146,11 +150,15 @@ class ShardFiles:
     def __init__(self, directory: Path, shards: Sequence[FileShard], types: TensorTypes):
         self._where: dict[str, tuple[int, int]] = {}  # tensor -> file descriptor, offset
         self._files: list[int] = []
-        for shard in shards:
-            layout = FileLayout({name: types[name] for name in shard.tensors})
-            file = create(directory / shard.name, layout)
-            self._files.append(file)
-            self._where.update({name: (file, layout.offset(name)) for name in shard.tensors})
+        try:
+            for shard in shards:
+                layout = FileLayout({name: types[name] for name in shard.tensors})
+                file = create(directory / shard.name, layout)
+                self._files.append(file)
+                self._where.update({name: (file, layout.offset(name)) for name in shard.tensors})
+        except OSError:
+            self._close()
+            raise
 
     def write(self, name: str, part: Tensor, first_element: int = 0) -> None:
         """Write contiguous elements of a tensor, from its ``first_element`` on."""
@@ -158,11 +166,17 @@ class ShardFiles:
         write_at(file, bytes_of(part), offset + first_element * part.element_size())
 
     def close(self) -> None:
-        """Make the files durable."""
-        for file in self._files:
-            os.fsync(file)
+        """Make the files durable. They are closed after a failure too."""
+        try:
+            for file in self._files:
+                os.fsync(file)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
             os.close(file)
-        self._files = []
 
 
 def write_index(directory: Path, shards: Sequence[FileShard], types: TensorTypes) -> None:

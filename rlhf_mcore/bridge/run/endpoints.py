@@ -171,15 +171,13 @@ class EngineDestinations(Destinations):
 
     def _prepare(self, parameter: EngineParameter, flat: Tensor) -> None:
         if self._poison and flat.is_floating_point():
-            for part in self._brought(parameter, flat):
+            parts = [flat]
+            if self._names is not None:
+                parts = [view(flat, piece) for piece in parameter.pieces if piece.hf_name in self._names]
+            for part in parts:
                 part.fill_(float("nan"))
         for begin, end in parameter.padding:
             flat[begin:end].zero_()
-
-    def _brought(self, parameter: EngineParameter, flat: Tensor) -> list[Tensor]:
-        if self._names is None:
-            return [flat]
-        return [view(flat, piece) for piece in parameter.pieces if piece.hf_name in self._names]
 
     def _finish(self, parameters: Sequence[EngineParameter], flats: Mapping[str, Tensor]) -> None:
         if self._written is not None:

@@ -186,7 +186,8 @@ class RemoteBridge:
         self._version, started, tried, tries = version, time.perf_counter(), None, 0
         stats: SyncStats | None = None
         while stats is None:
-            members = self._pause()
+            found = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
+            members = [EngineProcess(*fields) for fields in broadcast_json(found, 0, self._trainers)]
             tries = tries + 1 if members == tried else 1
             tried = members
             if tries > ATTEMPTS:
@@ -215,11 +216,6 @@ class RemoteBridge:
         """What the first rank does with the engines; None on the others. All raise what it raises."""
         engines = self._engines
         return on_every_rank(lambda: None if engines is None else action(engines), self._trainers)
-
-    def _pause(self) -> list[EngineProcess]:
-        """The processes that can take part, on every rank."""
-        found = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
-        return [EngineProcess(*fields) for fields in broadcast_json(found, 0, self._trainers)]
 
     def _join(self, members: list[EngineProcess]) -> bool:
         """Make a group with these processes and plan in it. Whether it could be made."""

@@ -211,15 +211,17 @@ def share_memory(nbytes: int, wanted: Collection[int], group: dist.ProcessGroup)
     stamp, size = os.urandom(16), _STAMP_BYTES + nbytes
     descriptor = os.memfd_create("rlhf_mcore", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
     own = torch.empty(size, dtype=torch.uint8)
-    if descriptor is not None:
-        os.ftruncate(descriptor, size)
-        own = _map(f"/proc/self/fd/{descriptor}", size)
-        own[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
-    every, rank = all_gather_json([machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
-    of = {peer: found for peer in wanted if (found := _of_rank(every[peer], every[rank][0])) is not None}
-    readers = [peer for peer, ranks in enumerate(all_gather_json(sorted(of), group)) if rank in ranks]
-    if descriptor is not None:
-        os.close(descriptor)
+    try:
+        if descriptor is not None:
+            os.ftruncate(descriptor, size)
+            own = _map(f"/proc/self/fd/{descriptor}", size)
+            own[:16] = torch.frombuffer(bytearray(stamp), dtype=torch.uint8)
+        every, rank = all_gather_json([machine(), os.getpid(), descriptor, size, stamp.hex()], group), group.rank()
+        of = {peer: found for peer in wanted if (found := _of_rank(every[peer], every[rank][0])) is not None}
+        readers = [peer for peer, ranks in enumerate(all_gather_json(sorted(of), group)) if rank in ranks]
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
     return MappedMemory(own[_STAMP_BYTES:], of, frozenset(readers))
 
 

@@ -70,11 +70,13 @@ def tensor_digests(
     Raises:
         SyncMismatch: two ranks that hold the same rectangle disagree, or the pieces do not tile a tensor.
     """
+    rows = torch.tensor([[value or 0, value is not None] for value in mine], dtype=torch.int64).view(-1, 2)
+    lengths = all_gather_json(len(mine), group)
     known: dict[tuple[str, Rectangle], int] = {}
-    for rank, values in enumerate(_gather(mine, group)):
+    for rank, part in enumerate(all_gather_rows(rows, group).split(lengths)):
         held = (piece for place in places if rank in place.ranks for piece in place.pieces)
-        for piece, value in zip(held, values, strict=True):
-            if value is not None and known.setdefault((piece.hf_name, piece.rectangle), value) != value:
+        for piece, (value, is_given) in zip(held, part.tolist(), strict=True):
+            if is_given and known.setdefault((piece.hf_name, piece.rectangle), value) != value:
                 raise SyncMismatch(
                     f"rank {rank} holds other values of {piece.hf_name} at {piece.start} than ranks before it"
                 )
@@ -87,14 +89,6 @@ def tensor_digests(
         if size != prod(shapes[name]):
             raise SyncMismatch(f"the pieces of {name} have {size} elements, the tensor has {prod(shapes[name])}")
     return {name: _signed(total) for name, total in totals.items()}
-
-
-def _gather(values: Sequence[int | None], group: dist.ProcessGroup) -> list[list[int | None]]:
-    """All ranks' values, in rank order."""
-    rows = torch.tensor([[value or 0, value is not None] for value in values], dtype=torch.int64).view(-1, 2)
-    sizes = all_gather_json(len(values), group)
-    parts = all_gather_rows(rows, group).split(sizes)
-    return [[value if known else None for value, known in part.tolist()] for part in parts]
 
 
 def compare(source: Mapping[str, int], destination: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections import defaultdict
@@ -22,6 +23,7 @@ from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
+from rlhf_mcore.bridge.run import transports
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, TransientBuffers
 from rlhf_mcore.bridge.run.execute import Executor
 from rlhf_mcore.bridge.run.staging import Staging
@@ -336,3 +338,16 @@ def test_sources_are_closed_after_a_failure() -> None:
         assert not averages.open_buckets and averages.most_open > 0
 
     wire.run(rank_body)
+
+
+def test_a_peer_that_dies_while_memory_is_shared_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bridge to engines is built again and again as they come and go."""
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(transports, "all_gather_json", lost)
+    held = os.listdir("/proc/self/fd")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        transports.share_memory(1000, [1], SimpleNamespace())  # type: ignore[arg-type]
+    assert os.listdir("/proc/self/fd") == held

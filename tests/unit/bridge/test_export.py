@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -80,15 +81,21 @@ def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch:
     target = tmp_path / "actor"
     target.mkdir()
     (target / "kept").write_text("")
-    made = exporter(float_tensors(), tmp_path / "source")
+    made = exporter(float_tensors(), tmp_path / "source", shard_bytes=1000)
 
     def full(file: int, data: object, offset: int) -> None:
         raise OSError(28, "No space left on device")
 
+    held = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(tensor_files, "write_at", full)
     with pytest.raises(OSError, match="No space left"):
         made.save(target)
     assert [p.name for p in target.iterdir()] == ["kept"]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "fsync", lambda file: full(file, b"", 0))
+    with pytest.raises(OSError, match="No space left"):
+        made.save(target)
+    assert len(os.listdir("/proc/self/fd")) == held, "a run that continues keeps no file open"
 
 
 @pytest.mark.usefixtures("world")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -271,6 +272,13 @@ def test_overwrite_replaces_the_whole_directory(model: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out" / "model-00001-of-00009.safetensors").exists()
 
 
+def test_only_a_directory_is_replaced(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "out").write_text("mine")
+    assert main(["--from", "hf", "--to", "hf", "--overwrite", str(model), str(tmp_path / "out")]) == 2
+    assert "out is no directory, and only a directory is replaced; give another DST" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "mine"
+
+
 # ------------------------------------------------------------------------------------------------------------ interruption
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), OSError(28, "No space left on device"), signal.SIGTERM])
 @pytest.mark.parametrize("target", ["hf", "megatron"])
@@ -296,7 +304,11 @@ def test_an_interrupted_conversion_leaves_nothing_and_keeps_what_was_there(
     monkeypatch.setattr(core.Reading, "rows", stop)
     arguments = ["--from", "hf", "--to", target, "--overwrite", str(model), str(tmp_path / "out")]
     if isinstance(end, OSError):
-        assert main(arguments) == 1 and capsys.readouterr().err.endswith("error: [Errno 28] No space left on device\n")
+        assert main(arguments) == 1
+        told = (
+            rf"error: \[Errno 28\] No space left on device: {tmp_path}/out needs [\d,]+ bytes, [\d,]+ bytes are free\n"
+        )
+        assert re.search(told, capsys.readouterr().err)
     else:
         with pytest.raises(SystemExit if isinstance(end, signal.Signals) else KeyboardInterrupt) as raised:
             main(arguments)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from rlhf_mcore.bridge.files import saved_model
 from rlhf_mcore.checkpoint.disk import Disk
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.manifest import files_below, hash_files, read_manifest, write_manifest
@@ -172,6 +175,29 @@ def test_without_values_a_nan_is_passed_and_a_shape_is_not(run: Path) -> None:
     damage(checkpoint)
     with pytest.raises(ConfigError, match=message):
         check_saved(checkpoint, weights, values=False)
+
+
+def test_after_the_first_damage_nothing_more_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model takes minutes to read: neither its damage nor Ctrl-C waits for the rest of it."""
+    looked, stopped = [], threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            stopped.set()
+            super().shutdown(wait)
+
+    def look(name: str, *_: object) -> str:
+        looked.append(name)
+        if len(looked) > 1:
+            stopped.wait(10.0)
+        return f"{name} is broken"
+
+    monkeypatch.setattr(saved_model, "ThreadPoolExecutor", lambda _: Pool(1))
+    monkeypatch.setattr(saved_model, "value_problem", look)
+    with pytest.raises(ConfigError, match="is broken"):
+        check_saved(run / "checkpoint-2", {"actor": run / "checkpoint-2" / "actor"})
+    assert len(looked) <= 2
 
 
 def test_a_tensor_in_two_shards_is_damage(run: Path) -> None:

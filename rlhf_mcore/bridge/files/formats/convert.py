@@ -34,7 +34,7 @@ RELEASE_BYTES = 96 * 2**20
 
 @dataclass(slots=True)
 class Reading:
-    """Reads a source in the dtypes of ``types``, block by block, and hashes what it hands out.
+    """Reads a source in the dtypes of ``types``, block by block, and hashes what it returns.
 
     ``digests`` are of the values of whole tensors, so they do not depend on the format; a tensor's rows are asked for in order.
     ``is_checked``: values that are not finite are refused.
@@ -141,10 +141,12 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     """A directory to write into, which becomes ``destination`` when the block ends well, and nothing otherwise.
 
     Raises:
-        ConfigError: the destination is there already and may not be replaced, or another process is writing it.
+        ConfigError: the destination is there already and may not be replaced, is no directory, or is being written by another process.
     """
     if destination.exists() and not overwrite:
         raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
+    if os.path.lexists(destination) and (destination.is_symlink() or not destination.is_dir()):
+        raise ConfigError(f"{destination} is no directory, and only a directory is replaced; give another DST")
     temporary = destination.with_name(f".{destination.name}.partial")
     replaced = destination.with_name(f".{destination.name}.replaced")
     try:
@@ -158,7 +160,8 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
     try:
-        _empty(temporary)  # of what a killed conversion has left
+        for path in temporary.iterdir():  # what a killed conversion has left
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield temporary
         _make_durable(temporary)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -169,11 +172,6 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
-
-
-def _empty(directory: Path) -> None:
-    for path in directory.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _make_durable(directory: Path) -> None:

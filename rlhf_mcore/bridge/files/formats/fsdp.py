@@ -145,8 +145,8 @@ def _tiled(ranks: _Ranks, name: str, shape: Index) -> Tiled:
     if all(len(value.shape) == 1 for value in values):
         return Tiled(dtype, shape, _flat(ranks, name, [value.numel for value in values], shape))
     raise ConfigError(
-        f"{ranks.files[0]}: {name} is a plain tensor of shape {values[0].shape}, neither whole {shape} nor flat. Nothing "
-        "says how it was cut; save DTensors (FSDP with a device mesh)."
+        f"{ranks.files[0]}: {name} is a plain tensor of shape {values[0].shape}, neither whole {shape} nor flat. How it "
+        "was cut is not stored; save DTensors (FSDP with a device mesh)."
     )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_mcore.bridge.files.formats.foreign_index import IndexedTensor, Part, read_index
+from rlhf_mcore.bridge.files.formats.foreign_index import Part, read_index
 from rlhf_mcore.bridge.files.formats.located import locate_one, read
 from rlhf_mcore.bridge.files.formats.stacked import expert_form
 from rlhf_mcore.bridge.files.formats.tiles import Index, Rows, Tile, Tiled, TiledSource, check_tiles
@@ -80,7 +80,11 @@ def open_torch_dist(directory: Path, companions: Path, geometry: ModelGeometry, 
     tensors: dict[str, Tiled] = {}
     rows: defaultdict[str, list[Rows]] = defaultdict(list)
     for key, found in read_index(directory / INDEX, lambda name: not _NOT_WEIGHTS.match(name)).items():
-        tensors[key] = _tiled(directory, found, chunks)
+        tiles = []
+        for part in found.parts:
+            path = inside(directory, part.file, part.offset + part.length)
+            tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, found.dtype)))
+        tensors[key] = Tiled(found.dtype, found.shape, tiles)
         for name, run in _rows(key, tensors[key].shape, geometry, directory):
             rows[name].append(run)
         check_tiles(key, tensors[key], directory)
@@ -113,14 +117,6 @@ class _Chunks:
             self._held += chunk.nbytes
         self._known.move_to_end((path, offset))
         return self._known[path, offset][inside]
-
-
-def _tiled(directory: Path, found: IndexedTensor, chunks: _Chunks) -> Tiled:
-    tiles = []
-    for part in found.parts:
-        path = inside(directory, part.file, part.offset + part.length)
-        tiles.append(Tile(part.start, part.shape, path.name, partial(chunks.load, path, part, found.dtype)))
-    return Tiled(found.dtype, found.shape, tiles)
 
 
 class _Content(NamedTuple):
