@@ -14,6 +14,14 @@ from pathlib import Path
 from rlhf_mcore.config.errors import ConfigError
 
 
+def shown_path(path: str | Path) -> str:
+    """A path as messages have it: relative to the working directory, or as it is where that has been removed."""
+    try:
+        return os.path.relpath(path)
+    except OSError:
+        return os.fspath(path)
+
+
 def own_directory(path: Path) -> Path:
     """Make a directory, unless it is there, and return it. The parent's names may be links, its own may not.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ from rlhf_mcore.observability.run_directory import PROFILE, RunDirectory
 from rlhf_mcore.observability.throughput import Throughput, peak_tflops
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.trackers import MultiTracker, build_trackers
+from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
@@ -192,7 +192,7 @@ def _open_record(
         directory.cut_metrics(start.step)
         record.recall(directory.records())
     elif (earlier := directory.set_aside_metrics()) is not None:
-        notes.append(f"metrics of an earlier run are in {os.path.relpath(earlier)}")
+        notes.append(f"metrics of an earlier run are in {shown_path(earlier)}")
     record.directory = directory
     title = f"{cfg.project} / {cfg.experiment}"
     console = Console(cfg.logging.console, cfg.trainer.num_steps, without_secrets(title), first_step=start.step)
@@ -225,10 +225,10 @@ def _summary(cfg: Config, record: RunRecord) -> None:
     if len(record.evaluations) > 1:
         before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
         for name, label in SUMMARISED.items():
-            if name not in after:
-                continue
-            rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", f"{after[name] - before[name]:+.3f}"))
-    directory = os.path.relpath(record.directory.path)
+            if name in before and name in after:
+                change = f"{after[name] - before[name]:+.3f}"
+                rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", change))
+    directory = shown_path(record.directory.path)
     chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
     footer = [
         f"run directory   {directory}",

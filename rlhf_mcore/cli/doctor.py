@@ -141,8 +141,11 @@ def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
     platform.setup_process(int(os.environ["LOCAL_RANK"]), 1)
     connect(platform.collective_backend, TIMEOUT)
     try:
-        node = socket.gethostname()
-        gathered = all_gather_json(as_json(_of_node(args, node))["findings"])
+        node, own = socket.gethostname(), list[Finding]()
+        if not args.traffic_file and os.environ["LOCAL_RANK"] == "0":  # the first rank of a node checks it
+            local = local_findings(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            own = [replace(finding, node=node) for finding in local]
+        gathered = all_gather_json(as_json(own)["findings"])
         findings = [Finding(**entry) for entries in gathered for entry in entries]
         nodes = [str(name) for name in all_gather_json(node)]
         if len(nodes) > 1:
@@ -151,14 +154,6 @@ def _as_rank(args: argparse.Namespace) -> list[Finding] | None:
         return findings if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
-
-
-def _of_node(args: argparse.Namespace, node: str) -> list[Finding]:
-    """The local checks, made by the first rank of a node."""
-    if args.traffic_file or os.environ["LOCAL_RANK"] != "0":
-        return []
-    local = local_findings(args, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return [replace(finding, node=node) for finding in local]
 
 
 if __name__ == "__main__":

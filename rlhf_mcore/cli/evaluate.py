@@ -14,6 +14,12 @@ from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.errors import ConfigError
 
 MODULE = "rlhf_mcore.cli.evaluate"
+EPILOG = """\
+exit codes:
+  0          done: every response is scored, the results are written
+  2          a mistake in the configuration, the command line or the data; the message names it
+  130        Ctrl-C; what is scored is kept, start the same command again
+  others     failure (128 + N: ended by signal N)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
             "rlhf-mcore evaluate my_run.yaml evaluate.checkpoint=outputs/my/run/checkpoint-100 evaluate.compare=models/Qwen3-1.7B",
             "rlhf-mcore evaluate my_run.yaml evaluate.samples=8 evaluate.temperature=1.0",
         )
-        + exit_codes.EPILOG,
+        + EPILOG,
         "YAML file: the one of the training run will do",
     )
 

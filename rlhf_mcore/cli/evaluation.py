@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -35,6 +34,7 @@ from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.evaluations import EvaluationDirectory, PartFile, Sample
 from rlhf_mcore.observability.files import digest_of_file, digest_of_json, pretty_json, write_atomically
 from rlhf_mcore.observability.watchdog import Watchdog
+from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, gather_json, on_every_rank
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.protocols import EngineRank, RewardFunction
@@ -175,6 +175,12 @@ def _tasks(cfg: Config, folders: Mapping[str, str]) -> list[_Task]:
     return tasks
 
 
+def _subject(model: str) -> Path:
+    """What a model directory is called after: of checkpoint-7/actor the checkpoint."""
+    folder = Path(model).resolve()
+    return folder.parent if folder.name == "actor" else folder
+
+
 def _load_prompts(cfg: Config, field: str) -> list[Prompt]:
     where = cfg.model.tokenizer_path or cfg.model.path
     tokenizer = load_tokenizer(where)
@@ -258,12 +264,6 @@ def _open(task: _Task, dtype: str, stack: ExitStack) -> tuple[str, list[int]] | 
     output = task.output or task.subject.parent / "evaluations" / name
     task.directory = stack.enter_context(closing(EvaluationDirectory(output, task.settings)))
     return str(output), sorted({sample["index"] for sample in task.directory.samples()})
-
-
-def _subject(model: str) -> Path:
-    """What a model directory is called after: of checkpoint-7/actor the checkpoint."""
-    folder = Path(model).resolve()
-    return folder.parent if folder.name == "actor" else folder
 
 
 def _settings(task: _Task, dtype: str) -> dict[str, Any]:
@@ -355,7 +355,7 @@ def _report(
         _show(console, f"{task.given} on {', '.join(cfg.data.eval)}", results_table(content))
         if (by_source := sources_table(content))[1]:
             _show(console, "by data source", by_source)
-        console.note(f"results   {os.path.relpath(task.directory.path)}")
+        console.note(f"results   {shown_path(task.directory.path)}")
     if len(tasks) == 2:
         ours, other = tasks
         assert ours.directory is not None
@@ -364,7 +364,7 @@ def _report(
         file = ours.directory.path / f"comparison-{other.subject.name}.json"
         write_atomically(file, pretty_json(compared))
         _show(console, f"{ours.given} (second) against {other.given} (first)", comparison_table(compared))
-        console.note(f"written   {os.path.relpath(file)}")
+        console.note(f"written   {shown_path(file)}")
     return made, compared
 
 

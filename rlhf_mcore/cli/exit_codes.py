@@ -17,6 +17,7 @@ from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.own_files import shown_path
 
 DONE = 0
 FAILED = 1
@@ -77,7 +78,10 @@ def report(error: Exception) -> int:
     kind, text = kind_of(error), without_secrets(cause(error))
     reporter = Reporter()
     with contextlib.suppress(OSError):  # a full disk must not hide what filled it
-        _leave_for_torchrun(text)
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(error_file).parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps({"message": text, "timestamp": int(time.time())})
+            Path(error_file).write_text(content, encoding="utf-8")
         if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         if reporter.is_heard or kind == FAILURE or not _is_told_by_another(os.environ):
@@ -114,7 +118,7 @@ def cause(error: BaseException) -> str:
         return text
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)] or list(frames)
-    where = f" ({os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""
+    where = f" ({shown_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
@@ -122,10 +126,3 @@ def _is_told_by_another(environment: Mapping[str, str]) -> bool:
     """Whether the first rank is another process: this one's number is one of the others."""
     rank, world_size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "")
     return rank.isdecimal() and world_size.isdecimal() and 0 < int(rank) < int(world_size)
-
-
-def _leave_for_torchrun(text: str) -> None:
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        Path(error_file).parent.mkdir(parents=True, exist_ok=True)
-        Path(error_file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")

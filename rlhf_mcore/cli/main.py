@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import io
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from importlib import import_module
 
 import rlhf_mcore
 from rlhf_mcore.cli import completion
-from rlhf_mcore.cli.exit_codes import EPILOG, USER_ERROR, report_of_tool
+from rlhf_mcore.cli.exit_codes import EPILOG, INTERRUPTED, USER_ERROR, report_of_tool
 from rlhf_mcore.foreign import shorten
 
 COMMANDS = {
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: there is no command {shorten(args[0])}; {hint}", file=sys.stderr)
         return USER_ERROR
     command = _parser().parse_args(args[:1]).command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -64,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = int(import_module(f"rlhf_mcore.cli.{command.replace('-', '_')}").main(args[1:]))
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise

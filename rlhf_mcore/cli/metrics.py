@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what is asked for. Returns the exit code."""
     name = _parser().parse_args(argv).name
     try:
-        print("\n".join(_all() if name is None else _named(name)))
+        print("\n".join(_lines(name)))
     except ConfigError as error:
         return exit_codes.report_of_tool(error)
     return exit_codes.DONE
@@ -34,18 +34,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _all() -> Iterator[str]:
-    width = max(len(metric.name) for metrics in GROUPS.values() for metric in metrics)
-    for title, metrics in GROUPS.items():
-        yield f"{title}:"
-        yield from (f"  {metric.name:<{width}}  {metric.meaning}" for metric in metrics)
+def _lines(name: str | None) -> Iterator[str]:
+    """About the metrics with a name, or with None a line about each.
 
-
-def _named(name: str) -> Iterator[str]:
-    """
     Raises:
         ConfigError: no metric has such a name.
     """
+    if name is None:
+        width = max(len(metric.name) for metrics in GROUPS.values() for metric in metrics)
+        for title, metrics in GROUPS.items():
+            yield f"{title}:"
+            yield from (f"  {metric.name:<{width}}  {metric.meaning}" for metric in metrics)
+        return
     found = list(matching(name))
     if not found:
         meant = nearest_metric(name)

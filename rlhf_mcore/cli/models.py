@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -29,6 +28,7 @@ from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
 from rlhf_mcore.mcore.overrides import Overrides
+from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.weights import model_flops
@@ -184,7 +184,7 @@ class ModelBuilder:
         """A model on the ranks of ``layout``, None on others. Its weights are those of ``path``, or a checkpoint's of ``saved_as``."""
         groups = build_groups(layout, self._pool)
         saved = self.weights.get(saved_as) if saved_as is not None else None
-        shown = os.path.relpath(saved or path)
+        shown = shown_path(saved or path)
         self.progress(shown)
         model = build_model(spec, groups, self.platform, options) if groups is not None else None
         self._built += [model] if model is not None else []

@@ -91,8 +91,11 @@ class Nodes:
         print(f"logs of all ranks: {logs}", flush=True)
         options = [*self.fixed, f"--run-id={run_id}", f"--address={address}", f"--port={port}", "--control"]
         with self._forwarding():
+            # A session of its own each: Ctrl-C reaches it through us.
+            commands = [self._command(host, [*options, f"--node-rank={k}"]) for k, host in enumerate(self.hosts)]
             self._agents = [
-                self._start(host, [*options, f"--node-rank={rank}"]) for rank, host in enumerate(self.hosts)
+                subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+                for command in commands
             ]
             try:
                 return self._wait()
@@ -113,10 +116,6 @@ class Nodes:
                 f"host {self.hosts[0]!r} gave no address to meet at (exit code {done.returncode}); see the message above"
             )
         return words[0], int(words[1]), int(words[2]), words[3]
-
-    def _start(self, host: str, options: list[str]) -> subprocess.Popen[str]:
-        # A session of its own: Ctrl-C reaches it through us.
-        return subprocess.Popen(self._command(host, options), stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def _command(self, host: str, options: list[str]) -> list[str]:
         agent = [str(SCRIPT), "rlhf_mcore.cli.agent", *options, *self.arguments]

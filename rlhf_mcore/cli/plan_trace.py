@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from torch import Tensor
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.data.collate import RowTokens, make_microbatches
-from rlhf_mcore.mcore.dry_run import TracedBytes, dry_run, fake_world
+from rlhf_mcore.mcore.dry_run import dry_run, fake_world
 from rlhf_mcore.mcore.model import BuildOptions, LossFunction, MegatronModel, Metrics
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.planning.activations import training_activations
-from rlhf_mcore.planning.inputs import GIB, Assumptions, PlannedRole, rank_share, roles_of, workload
+from rlhf_mcore.planning.inputs import GIB, Assumptions, rank_share, roles_of, workload
 from rlhf_mcore.planning.report import table
 from rlhf_mcore.planning.weights import BYTES, state_bytes
 from rlhf_mcore.platform.cpu import CpuPlatform
@@ -34,7 +33,12 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
         count = layout.pp
     multiple = layout.tp * layout.token_multiple
     tokens = cfg.trainer.max_tokens_per_microbatch // multiple * multiple
-    held = _trace(cfg, role, world_size, rank, [tokens] * count)
+    spec = load_spec(cfg.model.path, run_kind(cfg).head, needs_weights=False)
+    options = BuildOptions(role.dtype, "local", role.recompute, True, False, cfg.seed)
+    logging.disable(logging.WARNING)
+    with fake_world(rank, world_size):
+        microbatches = [_microbatch(tokens, layout) for _ in range(count)]
+        held = dry_run(spec, layout, CpuPlatform(), options, _loss, microbatches)
     state = state_bytes(role, rank)
     stage = layout.coordinates(rank)["pp"]
     even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others
@@ -58,14 +62,6 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
 
 def _difference(formula: int, found: int) -> str:
     return "none" if formula == found else f"{found / max(formula, 1) - 1:+.1%}"
-
-
-def _trace(cfg: Config, role: PlannedRole, world_size: int, rank: int, lengths: Sequence[int]) -> TracedBytes:
-    spec = load_spec(cfg.model.path, run_kind(cfg).head, needs_weights=False)
-    options = BuildOptions(role.dtype, "local", role.recompute, True, False, cfg.seed)
-    logging.disable(logging.WARNING)
-    with fake_world(rank, world_size):
-        return dry_run(spec, role.layout, CpuPlatform(), options, _loss, [_microbatch(n, role.layout) for n in lengths])
 
 
 def _microbatch(tokens: int, layout: ParallelLayout) -> Microbatch:

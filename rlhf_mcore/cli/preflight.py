@@ -28,8 +28,9 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
-from rlhf_mcore.observability.files import json_line, keep_steps, pretty_json, write_atomically
+from rlhf_mcore.observability.files import free_bytes, json_line, keep_steps, pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
+from rlhf_mcore.own_files import shown_path
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
@@ -122,12 +123,12 @@ def say(cfg: Config, text: str) -> None:
 
 @contextmanager
 def no_empty_directory(cfg: Config) -> Iterator[None]:
-    """A start that is refused in the block leaves no run directory that it made."""
+    """A start that is refused or interrupted in the block leaves no run directory that it made."""
     path = Path(cfg.output_dir).resolve() / cfg.project / cfg.experiment
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         yield
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         with suppress(OSError):
             if made and [found.name for found in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
@@ -156,7 +157,7 @@ def is_over(cfg: Config, run: Path, step: int) -> bool:
 def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
     """What is printed when a run that has begun before is started again."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
-    return f"the run continues after {where}, from {os.path.relpath(checkpoint)}"
+    return f"the run continues after {where}, from {shown_path(checkpoint)}"
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:
@@ -179,7 +180,7 @@ def finished_text(cfg: Config, checkpoint: Path, step: int) -> str:
     """What is printed when a run that is done is started again."""
     return (
         f"this run is finished: {step} steps were made, and trainer.num_steps={cfg.trainer.num_steps}\n"
-        f"trained model   {os.path.relpath(checkpoint / run_kind(cfg).saved_as)}\n"
+        f"trained model   {shown_path(checkpoint / run_kind(cfg).saved_as)}\n"
         "raise trainer.num_steps to train on, or choose another experiment"
     )
 
@@ -202,10 +203,10 @@ def logs_directory(cfg: Config) -> Path:
         made.mkdir(parents=True)
         write_atomically(made / "launch.json", pretty_json(_launch_record(now)))
     except OSError as error:
-        free = shutil.disk_usage(cfg.output_dir).free
+        free = free_bytes(next(folder for folder in logs.parents if folder.is_dir()))
+        room = f"; {free:,} bytes are free" if free is not None else ""
         raise ConfigError(
-            f"output_dir={cfg.output_dir!r}: cannot write to {logs} ({error.strerror}; {free} bytes are free); "
-            "choose another, or make room"
+            f"output_dir={cfg.output_dir!r}: cannot write to {logs} ({error.strerror}{room}); choose another, or make room"
         ) from error
     return made
 

@@ -24,7 +24,8 @@ USER, FAILURE, CONSEQUENCE = (
     "consequence",
 )  # whose mistake ended a rank; the last: another rank's end
 
-_MAX_TEXT = 20_000
+_MAX_TEXT = 10_000  # characters, of up to 12 bytes each as JSON
+_MAX_BYTES = 1 << 17  # of a report
 _ALIVE_S = 1.0
 _POLL_S = 0.5
 _SILENT_S = 10.0  # a rank without a sign of life for so long holds Python's lock
@@ -133,7 +134,9 @@ class RankReports:
         self._token, name = secrets.token_hex(16), f"rlhf_mcore-{secrets.token_hex(8)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(f"\0{name}")
-        self._reading = threading.Lock()
+        self._reading = (
+            threading.RLock()
+        )  # the handler of Ctrl-C reads too, in the middle of whatever the main thread does
         self.environment = {VARIABLE: f"{self._token} {name}"}
 
     @property
@@ -168,7 +171,7 @@ class RankReports:
             while True:
                 self._socket.settimeout(timeout_s)
                 try:
-                    data = self._socket.recv(1 << 16)
+                    data = self._socket.recv(_MAX_BYTES)
                 except (TimeoutError, BlockingIOError):
                     return
                 timeout_s = 0.0

@@ -34,6 +34,7 @@ from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.data.sampler import ResumableSampler
 from rlhf_mcore.mcore.model import rng_tracker_states, set_rng_tracker_states
+from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import broadcast_json, on_every_rank, world_group
 from rlhf_mcore.roles.model import RoleModel, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
@@ -188,7 +189,7 @@ def build_checkpointer(
     )
     if run.start.checkpoint is not None:
         with record.phase("load_state"):
-            record.progress(os.path.relpath(run.start.checkpoint))
+            record.progress(shown_path(run.start.checkpoint))
             notes = restorer.resume(run.start)
         for line in notes:
             record.note(line)

@@ -24,6 +24,8 @@ from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, STOPPE
 from rlhf_mcore.cli.launch import SHOWN
 from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
+from rlhf_mcore.observability.console import printable
+from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 HELD = (signal.SIGUSR1, signal.SIGUSR2)
 FORWARDED = (*HELD, signal.SIGTERM)  # to the ranks
-LINES, MAX_LINE = 20, 200  # of a killed rank's log
+LINES, MAX_LINE, MAX_TAIL_BYTES = 20, 200, 1 << 16  # of a killed rank's log
 ENDING = ("SIGHUP", "SIGQUIT")
 INTERRUPTED_IN = {  # what Ctrl-C means that comes before a first step
     "rlhf_mcore.cli.train": "ended before the first step, nothing was to be saved",
@@ -153,7 +155,7 @@ class Agent:
         lines = [f"error: {text}"]
         if log is not None:
             lines += last_lines(log) if tail else []
-            lines.append(f"(rank {rank}{phase}; its log: {os.path.relpath(log)})")
+            lines.append(f"(rank {rank}{phase}; its log: {shown_path(log)})")
         else:
             lines.append(f"(rank {rank}{phase})")
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -200,12 +202,14 @@ def forward_held() -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of what a rank has written to stderr."""
+    """The end of what a rank has written to stderr, without what a terminal would take for a command."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        with log.open("rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - MAX_TAIL_BYTES, 0))
+            lines = file.read(MAX_TAIL_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
-    return [f"    {line[:MAX_LINE]}" for line in lines[-LINES:]]
+    return [f"    {printable(line[:MAX_LINE])}" for line in lines[-LINES:]]
 
 
 def _how(exitcode: int) -> str:

@@ -14,6 +14,7 @@ from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.own_files import shown_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +126,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
                 preflight.say(cfg, f"warning: {warning}")
     logs = preflight.logs_directory(cfg)
     count = "one process" if world_size == 1 else f"{world_size} processes"
-    preflight.say(cfg, f"starting {count}; logs are in {os.path.relpath(logs)}")
+    preflight.say(cfg, f"starting {count}; logs are in {shown_path(logs)}")
     return launch(
         [*arguments, *([f"--announced={continues_after}"] if continues_after else [])],
         world_size,

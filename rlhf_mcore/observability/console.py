@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import cycle
 from textwrap import TextWrapper
@@ -138,7 +139,7 @@ class Console:
         seconds = metrics.get("timing/step_s", now - self._step_ended)
         self._step_ended = now
         if step > 0:  # step 0 is the evaluation before training
-            self._step_seconds = (*self._step_seconds, float(seconds))
+            self._step_seconds = (*self._step_seconds, float(seconds))[-2 * RECENT_STEPS :]
         self._recent = (*self._recent, (step, dict(metrics)))[-RECENT_STEPS:]
         for curve in CURVES:
             if (value := metrics.get(curve.metric)) is not None:  # replaced in one step: the display reads it
@@ -152,10 +153,10 @@ class Console:
         """Show at once that something was asked for. Safe inside a signal handler, which may have cut another print short."""
         if self._live is not None:
             self._request = text
-        elif self.mode == "json":
-            os.write(self._output.file.fileno(), json_line({"note": text}))
         elif self.mode != "off":
-            os.write(self._output.file.fileno(), f"{text}\n".encode())
+            line = json_line({"note": text}) if self.mode == "json" else f"{text}\n".encode()
+            with suppress(OSError):  # of a full disk, of a notebook's output, which is no file
+                os.write(self._output.file.fileno(), line)
 
     def note(self, text: str) -> None:
         """Print a line that stays: an event rather than a number."""
@@ -217,7 +218,7 @@ class Console:
         figures = [f"step {done}/{self.total_steps}", f"elapsed {_hours(self._clock() - self._started)}"]
         if self._step_seconds:
             # The median of the last steps, so that neither the first step nor an evaluation moves it much.
-            pace = statistics.median(self._step_seconds[-2 * RECENT_STEPS :])
+            pace = statistics.median(self._step_seconds)
             figures += [f"left {_hours(pace * (self.total_steps - done))}", f"{pace:.1f} s/step"]
         if self._output.width < NARROW:
             figures = [figures[0], *figures[2:3]]

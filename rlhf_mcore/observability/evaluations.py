@@ -50,13 +50,17 @@ class EvaluationDirectory:
             self._lock = DirectoryLock(path / "evaluation.lock", f"change {FIELD}")
         except OSError as error:
             raise ConfigError(f"{FIELD}: cannot write to {path} ({error.strerror}); set {FIELD}") from error
-        self._check_settings(settings)
-        for part in self._parts():
-            file = open_own(part, os.O_RDWR)
-            try:
-                cut_unfinished_line(file, part)
-            finally:
-                os.close(file)
+        try:
+            self._check_settings(settings)
+            for part in self._parts():
+                file = open_own(part, os.O_RDWR)
+                try:
+                    cut_unfinished_line(file, part)
+                finally:
+                    os.close(file)
+        except BaseException:  # the process may evaluate something else, and come back
+            self.close()
+            raise
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self.path / "settings.json"

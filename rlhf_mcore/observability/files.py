@@ -119,8 +119,10 @@ def keep_steps(lines: bytes, last_step: int) -> bytes:
     return b"".join(line for line in lines.splitlines(keepends=True) if _is_until(line, last_step))
 
 
-def read_lines(path: Path, remedy: str) -> Iterator[Fields]:
+def read_lines(path: Path, remedy: str, *, is_growing: bool = False) -> Iterator[Fields]:
     """The objects of a file of JSON lines, one line in memory at a time. ``remedy`` closes the messages.
+
+    ``is_growing``: the last line may be one that is being written, or that a crash has cut short; it is left out then.
 
     Raises:
         ConfigError: it is not a regular file, or a line, which is named, is too long or no object of plain values.
@@ -132,7 +134,13 @@ def read_lines(path: Path, remedy: str) -> Iterator[Fields]:
             place = f"{path}, line {number}"
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(f"{place}: more than {MAX_LINE_BYTES:,} bytes; {remedy}")
-            yield parse_json(line, where=place, remedy=remedy)
+            try:
+                found = parse_json(line, where=place, remedy=remedy)
+            except ConfigError:
+                if is_growing and not line.endswith(b"\n"):
+                    return
+                raise
+            yield found
 
 
 def _is_until(line: bytes, last_step: int) -> bool:

@@ -50,6 +50,9 @@ class DirectoryLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if not isinstance(error, BlockingIOError):  # a file system without locks
+                self.close()
+                raise
             holder = os.pread(self._file, 200, 0).decode("utf-8", "replace").strip() or "an unknown process"
             self.close()
             raise ConfigError(
@@ -192,7 +195,11 @@ def write_rollouts(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str, Any]:
-    """What is kept of a trajectory."""
+    """What is kept of a trajectory. Of a turn in an environment: who wrote it, its text, and a reward of its own."""
+    turns = {}
+    if trajectory.score is not None:
+        after_prompt = [turn for turn in trajectory.turns if turn.writer != "prompt"]
+        turns = {"turns": [{"writer": t.writer, "text": t.text, "reward": t.reward} for t in after_prompt]}
     return {
         "step": step,
         "prompt_id": trajectory.prompt.prompt_id,
@@ -206,13 +213,5 @@ def rollout_record(trajectory: Trajectory, score: Score, step: int) -> dict[str,
         "num_tokens": trajectory.num_sampled,
         "finish_reason": trajectory.finish_reason,
         "policy_version": trajectory.policy_version,
-        **_turns(trajectory),
+        **turns,
     }
-
-
-def _turns(trajectory: Trajectory) -> dict[str, Any]:
-    """A turn in an environment: who wrote it, its text, and a reward of its own."""
-    after_prompt = [turn for turn in trajectory.turns if turn.writer != "prompt"]
-    if trajectory.score is None:
-        return {}
-    return {"turns": [{"writer": t.writer, "text": t.text, "reward": t.reward} for t in after_prompt]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.foreign import Fields, read_json, read_text
+from rlhf_mcore.foreign import read_json, read_text
 from rlhf_mcore.observability.files import read_lines
 from rlhf_mcore.observability.run_directory import METRICS, ROLLOUTS
 
@@ -94,7 +93,7 @@ def read_run(directory: Path, max_rollouts: int) -> RunData:
 def _columns(path: Path) -> dict[str, list[float | None]]:
     """The last record of every step: a step that was made again after a kill replaces the one before."""
     by_step: dict[int, dict[str, float | None]] = {}
-    for line in _whole_lines(path):
+    for line in read_lines(path, _REMEDY, is_growing=True):
         numbers = {
             name: float(value) if value is not None else None
             for name, value in line.content.items()
@@ -129,7 +128,7 @@ def _groups(folder: Path, max_rollouts: int) -> tuple[list[dict[str, Any]], int]
 
 def _groups_of_step(file: Path) -> Iterator[dict[str, Any]]:
     by_prompt: dict[str, dict[str, Any]] = {}
-    for line in _whole_lines(file):
+    for line in read_lines(file, _REMEDY, is_growing=True):
         record = line.content
         group = by_prompt.setdefault(
             str(record.get("prompt_id")), {name: record.get(name) for name in _OF_GROUPS} | {"samples": []}
@@ -142,33 +141,13 @@ def _add_tokens(groups: Sequence[dict[str, Any]], file: Path) -> int:
     """Give samples what the run has recorded of their tokens. Returns how many tokens these are."""
     samples = {(g["prompt_id"], sample.get("sample")): sample for g in groups for sample in g["samples"]}
     total = 0
-    for line in _whole_lines(file) if file.is_file() else ():
+    for line in read_lines(file, _REMEDY, is_growing=True) if file.is_file() else ():
         sample = samples.get((line.content.get("prompt_id"), line.content.get("sample")))
         columns = [column for name in _OF_TOKENS if isinstance(column := line.content.get(name), list)]
         if sample is not None and len(columns) == len(_OF_TOKENS) and len(set(map(len, columns))) == 1:
             sample |= dict(zip(_OF_TOKENS, columns, strict=True))
             total += len(columns[0])
     return total
-
-
-def _whole_lines(path: Path) -> Iterator[Fields]:
-    """A last line that a crash has cut short, or that is being written now, is no record."""
-    lines = read_lines(path, _REMEDY)
-    while True:
-        try:
-            yield next(lines)
-        except StopIteration:
-            return
-        except ConfigError:
-            if _ends_with_newline(path):
-                raise
-            return
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_more_engines_than_this_machine_can_start(
     assert (said in capsys.readouterr().err) is not elsewhere
 
 
-@pytest.mark.parametrize("args", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["evaluate", "--help"]])
 def test_help_documents_exit_codes(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main_module.main(args)
@@ -174,3 +175,24 @@ def test_a_wrong_command_line_ends_with_code_2(args: list[str], capsys: pytest.C
         main_module.main(args)
     assert ended.value.code == 2
     assert "rlhf-mcore" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_anything_was_made_leaves_nothing(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf_mcore.rewards.trial.check_reward", interrupted)
+    assert main_module.main(["train", "run.yaml", "trainer.prompts_per_step=1"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n" and not Path("outputs").exists()
+
+
+def test_a_path_that_is_no_text_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run\udcff"  # how Python holds the byte 0xff
+    run.mkdir()
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr("sys.stdout", output)
+    assert main_module.main(["pin", str(run)]) == 0
+    output.flush()
+    assert output.buffer.getvalue().endswith(rb"/run\udcff has no pins" + b"\n")  # type: ignore[attr-defined]

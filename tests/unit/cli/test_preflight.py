@@ -11,7 +11,9 @@ import pytest
 
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.cli import main as main_module
+from rlhf_mcore.cli.preflight import logs_directory
 from rlhf_mcore.config.derive import resolve
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.observability.run_directory import RunDirectory
@@ -92,6 +94,15 @@ def test_a_directory_that_cannot_be_written_is_found(launched: list[Path], capsy
     Path("outputs/rlhf_mcore").write_text("")
     assert train() == 2 and launched == []
     assert capsys.readouterr().err.startswith("error: output_dir='outputs': cannot write to")
+
+
+def test_an_output_directory_that_is_not_there_and_cannot_be_made(workspace: Any) -> None:
+    Path("file").write_text("")
+    cfg = resolve(load_config("run.yaml", ["output_dir=file/inside"]))
+    with pytest.raises(
+        ConfigError, match=r"output_dir='file/inside': cannot write to .*Not a directory; [\d,]+ bytes are free"
+    ):
+        logs_directory(cfg)
 
 
 def test_a_start_leaves_command_host_and_version_without_secrets(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, VARIABLE, RankReports, Reporter
+from rlhf_mcore.cli.torchrun import last_lines
 from rlhf_mcore.config.errors import ConfigError
 
 
@@ -41,6 +46,40 @@ def test_a_rank_that_trains_ends_or_fails_is_heard() -> None:
     reports.read(1.0)
     assert reports.training and reports.unfinished() == [1]
     assert (reports.ranks[0].phase, reports.failures[0].rank, reports.failures[0].text) == ("update", 1, "a mistake")
+
+
+def test_the_longest_report_is_heard_and_one_that_comes_while_another_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, (first,) = pair(0)
+    first.failed(USER, "\U0001f600" * 50_000)  # 12 bytes each in JSON
+    take = reports._take
+
+    def interrupted(number: int, message: Mapping[str, Any]) -> None:
+        reports.read()  # as the handler of Ctrl-C does on the thread that is reading
+        take(number, message)
+
+    monkeypatch.setattr(reports, "_take", interrupted)
+    reader = threading.Thread(target=reports.read, args=(1.0,), daemon=True)
+    reader.start()
+    reader.join(10.0)
+    assert not reader.is_alive() and set(reports.failures[0].text) == {"\U0001f600"}
+
+
+def test_the_end_of_a_log_is_shown_without_commands_to_a_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    log.write_bytes(b"x" * 2**20 + b"\n" + b"line\n" * 30 + b"\x1b[2Jred\xff\n" + b"y" * 900)
+    found = last_lines(log)
+    assert found == [*["    line"] * 18, "     [2Jred\N{REPLACEMENT CHARACTER}", f"    {'y' * 200}"]
+    assert last_lines(tmp_path / "absent") == []
+
+
+def test_an_error_is_told_where_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        raise ValueError("lost")
+    except ValueError as error:
+        assert exit_codes.cause(error).startswith(f"ValueError: lost ({__file__}:")
 
 
 def test_others_are_not_heard_and_nobody_is_told_without_a_listener() -> None:

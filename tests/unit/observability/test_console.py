@@ -168,6 +168,11 @@ def test_a_log_gets_what_a_signal_asks_for_at_once(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().out == "asked to save\n"
 
 
+def test_a_notebook_whose_output_is_no_file_survives_a_signal() -> None:
+    with Console("plain", 20, "quickstart", output=log_file()) as console:
+        console.acknowledge("asked to save")
+
+
 def test_off_prints_nothing() -> None:
     output = log_file()
     with Console("off", 2, "grpo", output=output) as console:

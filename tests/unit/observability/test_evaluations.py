@@ -85,6 +85,7 @@ def test_killed_between_the_two_files_of_the_end_nothing_counts_twice(half_done:
 def test_another_evaluation_may_not_go_on_here(half_done: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"{named}; choose another evaluate.output_dir"):
         EvaluationDirectory(half_done, settings)
+    assert len(reopened(half_done)) == 6, "one that was refused holds no lock"
 
 
 def test_two_jobs_may_not_share_it(tmp_path: Path) -> None:

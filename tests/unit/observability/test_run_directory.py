@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     first.close()
     first.close()
     RunDirectory.create(str(tmp_path), "p", "e").close()
+
+
+def test_a_file_system_without_locks_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match=r"cannot write to .*No locks available.*choose another"):
+        RunDirectory.create(str(tmp_path), "p", "e")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:

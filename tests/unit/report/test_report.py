@@ -101,6 +101,7 @@ def test_of_too_many_rollouts_the_first_and_the_newest_steps_are_kept(run: Path)
     [
         ("metrics.jsonl", "no json\n", "metrics.jsonl, line 1: cannot be read"),
         ("metrics.jsonl", '{"reward/mean": 1}\n', "step"),
+        ("metrics.jsonl", '{"step": 1}\nno json\n{"step": 3, "rew', "metrics.jsonl, line 2: cannot be read"),
         ("rollouts/step-000001.jsonl", "[]\n", "step-000001.jsonl, line 1: is not a JSON object"),
         ("config.yaml", "a: [", "config.yaml: no YAML"),
         ("checkpoint-2/manifest.json", "{}", "libraries"),
@@ -183,7 +184,7 @@ def test_a_report_is_one_file_beside_the_run(run: Path, capsys: pytest.CaptureFi
     assert (run / "report.html").read_text().startswith("<!doctype html>")
 
 
-def test_watching_serves_newer_data_to_this_machine_only(run: Path) -> None:
+def test_watching_serves_newer_data_to_this_machine_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ReportServer([run], 100, 0) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -204,6 +205,12 @@ def test_watching_serves_newer_data_to_this_machine_only(run: Path) -> None:
             (run / "metrics.jsonl").write_text("broken\n")
             assert get("/data.json")[0] == 503 and get("/etc/passwd")[0] == 404
             assert get("/", Host="evil.example")[0] == 403
+            for error, is_shown in ((BrokenPipeError(), False), (ValueError("ours"), True)):
+                try:
+                    raise error
+                except (OSError, ValueError):
+                    server.handle_error(None, ("127.0.0.1", 1))
+                assert bool(capsys.readouterr().err) is is_shown
         finally:
             server.shutdown()
             thread.join()
