@@ -142,11 +142,6 @@ def _expert_grid_problems(name: str, layout: LayoutConfig, world: int, source: s
 def cut_problems(role: str, layout: LayoutConfig, geometry: ModelGeometry, model: str) -> Iterator[str]:
     """Whether ``layout`` of ``role`` can cut the model that the config key ``model`` names."""
     yield from tensor_cut_problems(geometry, f"{role}.layout.tp", layout.tp, model)
-    if geometry.delta_layers and layout.cp > 1:
-        yield (
-            f"{role}.layout.cp={layout.cp}: the gated delta nets of {model} pass a state from token to token, and context parallelism "
-            "is not supported for them; set it to 1, and cut the model by tp and pp"
-        )
     yield from _expert_cut_problems(role, layout, geometry, model)
     yield from _stage_problems(role, layout, geometry.num_layers, model)
 

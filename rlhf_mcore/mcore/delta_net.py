@@ -1,10 +1,12 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in plain torch, over packed or padded sequences and tensor parallelism.
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in plain torch: packed or padded, under tensor and context parallelism.
 
 Megatron's own layer needs kernels of other packages, and in 0.16 has no packed sequences. Its parameters have the same names.
 """
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,36 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_mcore.mcore.latent import SummedGradient
+from rlhf_mcore.parallel.context import to_parts, to_tokens
 
 CHUNK = 64  # tokens whose states are never made: what they read of each other is one triangular system
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads that a rank computes, by their numbers among those of a tensor-parallel rank.
+
+    ``uses``: of each head of keys, how many of the heads of values go with it.
+    """
+
+    keys: range
+    values: range
+    uses: tuple[int, ...]
+
+    def repeat_keys(self, x: Tensor) -> Tensor:
+        """[N, heads of keys, K] -> [N, heads of values, K]."""
+        uses = self.uses[0] if len(set(self.uses)) == 1 else torch.tensor(self.uses, device=x.device)
+        return x.repeat_interleave(uses, dim=1)
+
+
+def share_heads(num_keys: int, num_values: int, ranks: int) -> list[Heads]:
+    """Heads of values as evenly as possible; a rank may have none, and heads of keys may be with several ranks."""
+    repeats, shares = num_values // num_keys, []
+    for first, last in itertools.pairwise(num_values * rank // ranks for rank in range(ranks + 1)):
+        keys = range(first // repeats, max(-(-last // repeats), first // repeats + 1))
+        uses = (min(last, (key + 1) * repeats) - max(first, key * repeats) for key in keys)
+        shares.append(Heads(keys, range(first, last), tuple(uses)))
+    return shares
 
 
 class GatedDeltaNet(torch.nn.Module):
@@ -28,6 +58,8 @@ class GatedDeltaNet(torch.nn.Module):
 
     A tensor-parallel rank has some of the heads of keys, and the heads of values that go with them. ``in_proj`` gives queries, keys,
     values, output gates, and of each head of values how much it corrects (beta) and how fast it forgets (alpha).
+
+    Under context parallelism each rank computes some of these heads for all tokens, since a state passes through all of them.
     """
 
     def __init__(
@@ -40,12 +72,14 @@ class GatedDeltaNet(torch.nn.Module):
         **kwargs: Any,
     ):
         super().__init__()
-        c, self._tp = config, pg_collection.tp
+        c, self._tp, self._cp = config, pg_collection.tp, pg_collection.cp
         assert c.linear_num_key_heads and c.linear_num_value_heads and c.linear_key_head_dim and c.linear_value_head_dim
         ranks = self._tp.size()
         self.keys, self.values = c.linear_num_key_heads // ranks, c.linear_num_value_heads // ranks
         self.key_dim, self.value_dim = c.linear_key_head_dim, c.linear_value_head_dim
         self.eps = c.layernorm_epsilon
+        self._shares = share_heads(self.keys, self.values, self._cp.size())
+        self._mine = self._shares[self._cp.rank()]
         all_values = c.linear_num_value_heads * c.linear_value_head_dim
         outputs = 2 * (c.linear_num_key_heads * c.linear_key_head_dim + all_values + c.linear_num_value_heads)
         shared: dict[str, Any] = dict(config=c, bias=False, is_expert=False, tp_group=self._tp)
@@ -76,26 +110,47 @@ class GatedDeltaNet(torch.nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, hidden] (a part of the tokens under sequence parallelism), packed with b = 1. Returns as much, and no bias."""
-        mixed = self.in_proj(hidden_states)[0].transpose(0, 1)  # [b, s, outputs of this rank]
-        batch, length = mixed.shape[:2]
-        lengths = (
-            np.full(batch, length) if packed_seq_params is None else np.diff(packed_seq_params.cu_seqlens_q.tolist())
-        )
+        mixed, cp = self.in_proj(hidden_states)[0], self._cp.size()  # [s, b, outputs of this rank]
+        batch, packed = mixed.size(1), packed_seq_params
+        sizes = [len(mixed) * cp] if packed is None else np.diff(packed.cu_seqlens_q.tolist()).tolist()
+        if cp > 1:
+            columns = [self._columns(heads) for heads in self._shares]
+            by_rank = mixed.index_select(-1, torch.cat(columns).to(mixed.device))
+            mixed = to_parts(by_rank, [len(each) for each in columns], sizes, self._cp)
+        lengths = np.array(sizes * batch)  # packed, there is one row
         # The rule keeps ten times what goes in, so it runs again in the backward pass.
-        out = checkpoint(self._heads, mixed.flatten(0, 1), lengths, use_reentrant=False, preserve_rng_state=False)
-        return self.out_proj(out.unflatten(0, (batch, length)).transpose(0, 1).contiguous())
+        rows = mixed.transpose(0, 1).flatten(0, 1)
+        out = checkpoint(self._heads, rows, lengths, use_reentrant=False, preserve_rng_state=False)
+        out = out.unflatten(0, (batch, -1)).transpose(0, 1)
+        if cp > 1:
+            out = to_tokens(out, [len(heads.values) * self.value_dim for heads in self._shares], sizes, self._cp)
+        return self.out_proj(out.contiguous())
+
+    def _columns(self, heads: Heads) -> Tensor:
+        """Where the outputs of ``in_proj`` that are of some heads are among all of this rank's, kind by kind."""
+        keys, values = (self.keys, heads.keys, self.key_dim), (self.values, heads.values, self.value_dim)
+        scalars, parts, begin = (self.values, heads.values, 1), [], 0
+        for count, some, width in (keys, keys, values, values, scalars, scalars):
+            parts.append(torch.arange(begin + some.start * width, begin + some.stop * width))
+            begin += count * width
+        return torch.cat(parts)
 
     def _heads(self, mixed: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-        """[N, outputs of ``in_proj`` on this rank] -> [N, its heads of values * value_dim]."""
-        key_size, value_size = self.keys * self.key_dim, self.values * self.value_dim
-        qkv, gate, beta, alpha = mixed.split([2 * key_size + value_size, value_size, self.values, self.values], dim=-1)
-        qkv = F.silu(causal_convolution(qkv, self.conv1d.weight.squeeze(1), lengths))
+        """[N, outputs of ``in_proj`` that are of the heads of this rank] -> [N, its heads of values * value_dim]."""
+        mine, keys, values = self._mine, len(self._mine.keys), len(self._mine.values)
+        key_size, value_size = keys * self.key_dim, values * self.value_dim
+        channels = 2 * key_size + value_size
+        qkv, gate, beta, alpha = mixed.split([channels, value_size, values, values], dim=-1)
+        kernels, held = self.conv1d.weight.squeeze(1), slice(mine.values.start, mine.values.stop)
+        if self._cp.size() > 1:
+            kernels = kernels.index_select(0, self._columns(mine)[:channels].to(kernels.device))
+        qkv = F.silu(causal_convolution(qkv, kernels, lengths))
         query, key, value = qkv.split([key_size, key_size, value_size], dim=-1)
-        repeats = self.values // self.keys
-        q, k = (_unit(x.unflatten(-1, (self.keys, -1))).repeat_interleave(repeats, dim=1) for x in (query, key))
-        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
-        out = gated_delta_rule(q, k, value.unflatten(-1, (self.values, -1)), decay, beta.float().sigmoid(), lengths)
-        out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, (self.values, -1))
+        q, k = (mine.repeat_keys(_unit(x.unflatten(-1, (keys, self.key_dim)))) for x in (query, key))
+        decay = -self.A_log[held].float().exp() * F.softplus(alpha.float() + self.dt_bias[held].float())
+        by_head = (values, self.value_dim)
+        out = gated_delta_rule(q, k, value.unflatten(-1, by_head), decay, beta.float().sigmoid(), lengths)
+        out = self._normed(out.to(value.dtype)) * F.silu(gate.float()).unflatten(-1, by_head)
         return out.to(value.dtype).flatten(1)
 
     def _normed(self, x: Tensor) -> Tensor:

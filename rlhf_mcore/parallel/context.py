@@ -39,9 +39,46 @@ def gather_context(local: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
     With ``sums_gradient`` each rank does something of its own with them (keys and values): the gradient of a token is the sum over
     ranks. Without, all ranks compute the same loss of them, and each takes the gradient of its own tokens.
     """
-    order = torch.cat([local_places(sizes, rank, group.size()) for rank in range(group.size())])
-    whole: Tensor = _Gather.apply(local, order.to(local.device), group, sums_gradient)
+    whole: Tensor = _Gather.apply(local, order_of_ranks(sizes, group.size()).to(local.device), group, sums_gradient)
     return whole
+
+
+def order_of_ranks(sizes: Sequence[int], cp: int) -> Tensor:
+    """Where the tokens of all ranks, one rank's after the other's, are among the sequences: [sum(sizes)] int64."""
+    return torch.cat([local_places(sizes, rank, cp) for rank in range(cp)])
+
+
+def to_parts(local: Tensor, widths: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """All tokens in their order, of this rank's part of their elements, from all elements of each rank's tokens.
+
+    Collective over the group, as the way back is (Jacobs et al. 2023, arXiv 2309.14509: "Ulysses").
+
+    Args:
+        local: [sum(sizes) / cp, b, sum(widths)].
+        widths: how many elements each rank's part has; none is possible.
+        sizes: of the sequences, as above.
+
+    Returns:
+        [sum(sizes), b, widths[rank]].
+    """
+    count, batch, width = len(local), local.size(1), widths[group.rank()]
+    sent = torch.cat([part.flatten() for part in local.split(list(widths), dim=-1)])
+    counts = [count * batch * each for each in widths]
+    received: Tensor = _Exchange.apply(sent, counts, [count * batch * width] * group.size(), group)
+    order = order_of_ranks(sizes, group.size()).to(local.device)
+    tokens = received.view(len(order), batch, width)
+    return torch.empty_like(tokens).index_copy(0, order, tokens)
+
+
+def to_tokens(part: Tensor, widths: Sequence[int], sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The way back: [sum(sizes), b, widths[rank]] -> [sum(sizes) / cp, b, sum(widths)]."""
+    order, batch, width = order_of_ranks(sizes, group.size()).to(part.device), part.size(1), widths[group.rank()]
+    count = len(order) // group.size()
+    counts = [count * batch * each for each in widths]
+    sent = part.index_select(0, order).flatten()
+    received: Tensor = _Exchange.apply(sent, [count * batch * width] * group.size(), counts, group)
+    parts = [x.view(count, batch, each) for x, each in zip(received.split(counts), widths, strict=True)]
+    return torch.cat(parts, dim=-1)
 
 
 class _Gather(torch.autograd.Function):
@@ -60,3 +97,20 @@ class _Gather(torch.autograd.Function):
         mine = parts.new_empty(len(parts) // ctx.group.size(), *parts.shape[1:])
         dist.reduce_scatter_tensor(mine, parts, group=ctx.group)
         return mine, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of flat tensors, and the reverse one of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sends, ctx.receives, ctx.group = sends, receives, group
+        received = sent.new_empty(sum(receives))
+        dist.all_to_all_single(received, sent, receives, sends, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        returned = grads[0].new_empty(sum(ctx.sends))
+        dist.all_to_all_single(returned, grads[0].contiguous(), ctx.sends, ctx.receives, group=ctx.group)
+        return returned, None, None, None

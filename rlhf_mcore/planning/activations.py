@@ -93,7 +93,9 @@ def _delta_bytes(role: PlannedRole, layer: int, tokens: int) -> float:
     per_head = (
         _DELTA_KEYS * keys + _DELTA_VALUES * values + _DELTA_CHUNKS * chunk + _DELTA_STATES * keys * values / chunk
     )
-    return _FP32 * tokens * geometry.delta_value_heads * per_head / role.layout.tp
+    cp = role.layout.cp  # all tokens of some of the heads, which may not be equally many on all ranks
+    heads = -(-geometry.delta_value_heads // role.layout.tp // cp) * cp
+    return _FP32 * tokens * heads * per_head
 
 
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
@@ -177,17 +179,21 @@ def _dropped_bytes(role: PlannedRole, layer: int, width: int, assumed: Assumptio
 def _attention(geometry: ModelGeometry, layer: int) -> int:
     """Elements a token: the fused projection, queries and keys after the rotation, the output.
 
-    With latent attention what is projected up, queries and keys put together from their parts, values, the output. Of a gated delta
-    net what goes into the heads and comes out; the rest is computed again.
+    With latent attention what is projected up, queries and keys put together from their parts, values, the output.
     """
     if layer in geometry.delta_layers:
-        keys, values = geometry.delta_key_heads * geometry.delta_key_dim, geometry.delta_value_heads
-        return 2 * keys + 2 * values + 3 * values * geometry.delta_value_dim
+        return delta_elements(geometry)
     if geometry.kv_lora_rank:
         queries, values = geometry.num_heads * geometry.head_dim, geometry.num_heads * geometry.value_dim
         return 4 * queries + 3 * values
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     return (queries + 2 * keys) + (queries + keys) + queries
+
+
+def delta_elements(geometry: ModelGeometry) -> int:
+    """What goes into the heads of a gated delta net and comes out, of a token; the rest is computed again."""
+    keys, values = geometry.delta_key_heads * geometry.delta_key_dim, geometry.delta_value_heads
+    return 2 * keys + 2 * values + 3 * values * geometry.delta_value_dim
 
 
 def _dense_mlp(role: PlannedRole, width: int, assumed: Assumptions) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
@@ -104,8 +105,9 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
     yield _reduce_s(inputs, layout.tp, nbytes, 2 * layers)
     if layout.cp > 1:  # keys and values of the other ranks' tokens, as if nothing were computed meanwhile
-        keys = tokens * geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * BYTES[role.dtype] / layout.tp
-        yield layers * (layout.cp - 1) * keys / _link(inputs, layout.tp * layout.cp)
+        element = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp) / _link(inputs, layout.tp * layout.cp)
+        yield geometry.num_attention_layers * geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * element
+        yield len(geometry.delta_layers) * delta_elements(geometry) / layout.cp * element  # its heads of all tokens
     if geometry.num_experts and layout.ep > 1:
         moved = nbytes / layout.tp * role.geometry.experts_per_token * (layout.ep - 1) / layout.ep
         yield 2 * layers * moved / _link(inputs, layout.ep * layout.expert_tp)

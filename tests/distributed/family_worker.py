@@ -19,6 +19,7 @@ from tests.difference import first_difference
 from tests.distributed import models
 from tests.distributed.parity_worker import difference_from_file, distances, held_and_predicted
 from tests.distributed.setting import (
+    CONTEXT_LAYOUTS,
     LAYOUTS,
     MOE_LAYOUTS,
     Settings,
@@ -44,16 +45,20 @@ FEW = {
     "deepseek_v2": ("tp2_sp_pp2_ep2_etp1",),
     "olmo2": ("tp2_pp2", "tp4_sp"),
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2"),
-    "qwen3_next": ("tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
-    "qwen3_5_text": ("tp2_pp2",),  # without sequence parallelism
+    "qwen3_next": ("tp2_sp_cp2_ep2_etp1", "tp2_sp_pp2_ep2_etp1", "tp4_sp_ep2_etp1", "pp2_ep2_dp2_uneven"),
+    "qwen3_5_text": ("dp4", "tp2_pp2", "tp2_cp2", "pp2_cp2", "cp4"),  # without sequence parallelism
+    "qwen3_5_moe_text": ("cp4_ep2",),
     "gemma3_text": ("tp2_pp2_vpp2_sp", "tp2_cp2"),
 }
+
+# Updated on each of their layouts, so that all metrics are compared. Under these two, sequences are padded.
+SHARED, PADDED = ("qwen3_5_text",), ("pp2_ep2_dp2_uneven", "cp4")
 
 
 def layouts_of(model: str) -> tuple[str, ...]:
     """All layouts of a model; experts with biases are whole on a rank."""
     if not set(FEW.get(model, ())) <= set(MOE_LAYOUTS):
-        return tuple(LAYOUTS)
+        return tuple({**LAYOUTS, **CONTEXT_LAYOUTS})
     return tuple(
         name for name, (tp, _, _, _, _, etp, *_) in MOE_LAYOUTS.items() if model != "gpt_oss" or (etp or tp) == 1
     )
@@ -85,7 +90,7 @@ def main(directory: Path, wanted: str = "") -> None:
                 "gather": difference_from_file(model, path),
                 "names": held_and_predicted(model),
             }
-            if wanted or layout == FEW[name][0]:
+            if wanted or layout == FEW[name][0] or name in SHARED:
                 source, saved = directory / f"{name}_source", directory / f"{name}_{layout}_saved"
                 geometry = model.spec.geometry
                 exporter = Exporter(
@@ -102,7 +107,7 @@ def main(directory: Path, wanted: str = "") -> None:
                 found["saved"] = difference(saved, source)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)
                 rate = BIAS_RATE if has_expert_bias(geometry) else 0.0
-                settings = Settings(max_tokens=24, packing=layout != "pp2_ep2_dp2_uneven", expert_bias_rate=rate)
+                settings = Settings(max_tokens=24, packing=layout not in PADDED, expert_bias_rate=rate)
                 found["update"] = update(path, mine, platform, settings, reference, weights)
     finish(findings, directory)
 

@@ -224,10 +224,17 @@ FURTHER_MODELS = {
         Qwen3_5TextConfig,
         {**DELTA_NET, "linear_num_value_heads": 4, "tie_word_embeddings": True},
     ),
+    # Heads that four context-parallel ranks share unevenly: two heads of keys, each with three of values.
     "qwen3_5_moe_text": (
         Qwen3_5MoeForCausalLM,
         Qwen3_5MoeTextConfig,
-        {**QWEN_EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 80},
+        {
+            **QWEN_EXPERTS,
+            **DELTA_NET,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "shared_expert_intermediate_size": 80,
+        },
     ),
     # Without experts nothing asks for sequence parallelism.
     "deepseek_v3_dense": (DeepseekV3ForCausalLM, DeepseekV3Config, {**DEEPSEEK, "first_k_dense_replace": 4}),

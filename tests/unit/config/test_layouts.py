@@ -42,6 +42,7 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
         (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
         (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
         (MIXTRAL, ["actor.layout.ep=2"], 2),
+        (DELTA_NETS, ["rollout.engine=hf", "actor.layout.tp=2", "actor.layout.cp=4"], 8),
     ],
 )
 def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], world_size: int | None) -> None:
@@ -64,12 +65,6 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             [],
             None,
             ["rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven"],
-        ),
-        (
-            DELTA_NETS,
-            ["rollout.engine=hf", "actor.layout.cp=2"],
-            2,
-            ["actor.layout.cp=2: the gated delta nets", "set it to 1"],
         ),
         (
             DELTA_NETS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6},

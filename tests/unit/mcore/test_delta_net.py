@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_mcore.bridge.map.rules import pieces
-from rlhf_mcore.mcore.delta_net import CHUNK, causal_convolution, gated_delta_rule
+from rlhf_mcore.mcore.delta_net import CHUNK, causal_convolution, gated_delta_rule, share_heads
 from rlhf_mcore.types import ModelGeometry, Shard
 
 LENGTHS = [3, CHUNK + 1, 1, 2 * CHUNK, 130]
@@ -53,6 +53,34 @@ def test_sequences_back_to_back_are_the_recurrence_in_value_and_gradient() -> No
     (found.double() * weights).sum().backward()
     for x, y in zip(narrow, wide, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, atol=5e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "ranks", "expected"),
+    [
+        (2, 4, 1, ["01 0123"]),
+        (2, 4, 2, ["0 01", "1 23"]),
+        (2, 4, 4, ["0 0", "0 1", "1 2", "1 3"]),  # a head of keys on two ranks
+        (2, 6, 4, ["0 0", "0 12", "1 3", "1 45"]),
+        (2, 6, 3, ["0 01", "01 23", "1 45"]),  # two heads of values, each with another head of keys
+        (1, 2, 4, ["0 ", "0 0", "0 ", "0 1"]),  # too few for all
+    ],
+)
+def test_heads_are_shared_among_ranks(keys: int, values: int, ranks: int, expected: list[str]) -> None:
+    shares, place = share_heads(keys, values, ranks), torch.arange(keys)[None, :, None]
+    assert [" ".join("".join(map(str, heads)) for heads in (s.keys, s.values)) for s in shares] == expected
+    for share in shares:  # each head of values gets its own head of keys
+        repeated = share.repeat_keys(place[:, share.keys.start : share.keys.stop])
+        assert repeated.flatten().tolist() == [value // (values // keys) for value in share.values]
+
+
+def test_a_rank_without_heads_has_a_gradient_of_nothing() -> None:
+    q, k, v = (torch.randn(7, 0, width, requires_grad=True) for width in (6, 6, 5))
+    decay, beta = (torch.randn(7, 0, requires_grad=True) for _ in range(2))
+    out = gated_delta_rule(q, k, v, decay, beta, np.array([3, 4]))
+    assert out.shape == (7, 0, 5)
+    out.sum().backward()
+    assert all(x.grad is not None for x in (q, k, v, decay, beta))
 
 
 def test_a_convolution_sees_no_token_of_another_sequence() -> None:
