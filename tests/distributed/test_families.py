@@ -55,8 +55,8 @@ def test_no_metric_depends_on_how_ranks_share_a_sequence(findings: Any, model: s
     whole, *others = [findings[f"{model}/{layout}"]["update"] for layout in FEW[model]]
     for found in others:
         assert found["weights"] == "" and found.keys() == whole.keys() and len(found) >= 10
-        for name, value in whole.items():
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        for name in found.keys() - {"weights"}:
+            assert found[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
 
 
 @pytest.mark.matrix
