@@ -30,7 +30,9 @@ COMPANIONS = (
     *TOKENIZER_FILES,
     *CHAT_TEMPLATE_FILES,
 )
+_MORE = ("model.language_model.", "language_model.", "model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 _REMEDY = "download or export the model again"
+_SAVE_ALONE = "save its language model alone (docs/compatibility.md, Models)"
 _SHOWN = 3  # tensors that a message names
 
 
@@ -65,6 +67,8 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     try:
         hf_config = read_config(path, prefix)
         problems += _config_problems(hf_config, prefix, heads)
+        if _is_more(hf_config):
+            return None, problems
         geometry = _sizes(hf_config)
     except ConfigError as error:
         return None, [*error.problems, *problems]
@@ -73,6 +77,11 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     except ConfigError as error:
         different = error.problems
     return geometry, [*problems, *map(FileProblem, different)]
+
+
+def _is_more(hf_config: Fields) -> bool:
+    """Whether a language model is a part of what config.json describes: its sizes are elsewhere."""
+    return "text_config" in hf_config and architecture(hf_config) not in ARCHITECTURES
 
 
 def _sizes(hf_config: Fields) -> ModelGeometry:
@@ -162,6 +171,9 @@ def _tensor_problems(folder: Path, prefix: str, geometry: ModelGeometry, hf_conf
         return  # reported by others
     headers: dict[str, Fields] = {}
     names = _header(folder, SINGLE_FILE, headers) if shard_of is None else shard_of
+    if (other := next((name for name in names if name.startswith(_MORE)), None)) is not None:
+        yield f"{prefix}: the weights are those of more than a language model ({shorten(other)}): {_SAVE_ALONE}"
+        return
     number = geometry.num_layers + num_mtp_layers(hf_config)
     if f"model.layers.{number}.post_attention_layernorm.weight" in names:
         yield f"{prefix}: the weights have more layers than config.json's num_hidden_layers={geometry.num_layers}; {_REMEDY}"
@@ -235,9 +247,7 @@ def _config_problems(hf_config: Fields, prefix: str, heads: Collection[str]) -> 
     family, head = ARCHITECTURES.get(name, (UNSUPPORTED, ""))
     if head not in heads:
         supported = (known for known, (_, kind) in ARCHITECTURES.items() if kind in heads)
-        whole = (
-            "; it is more than a language model: save its language model alone" if "text_config" in hf_config else ""
-        )
+        whole = f"; it is more than a language model: {_SAVE_ALONE}" if _is_more(hf_config) else ""
         yield f"{prefix}: architecture {shorten(name)} is not supported{whole}; supported are: {', '.join(supported)}"
         return
     labels = hf_config.object("id2label", default=(0, 1))  # transformers' default is two

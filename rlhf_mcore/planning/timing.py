@@ -105,9 +105,11 @@ def _exchanges(inputs: PlanInputs, role: PlannedRole, tokens: float) -> Iterator
     nbytes = tokens * geometry.hidden_size * BYTES[role.dtype]
     yield _reduce_s(inputs, layout.tp, nbytes, 2 * layers)
     if layout.cp > 1:  # keys and values of the other ranks' tokens, as if nothing were computed meanwhile
-        element = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp) / _link(inputs, layout.tp * layout.cp)
-        yield geometry.num_attention_layers * geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim) * element
-        yield len(geometry.delta_layers) * delta_elements(geometry) / layout.cp * element  # its heads of all tokens
+        rate = _link(inputs, layout.tp * layout.cp)
+        element_s = tokens * (layout.cp - 1) * BYTES[role.dtype] / (layout.tp * layout.pp * rate)
+        keys = geometry.num_kv_heads * (geometry.head_dim + geometry.value_dim)
+        yield geometry.num_attention_layers * keys * element_s
+        yield len(geometry.delta_layers) * delta_elements(geometry) / layout.cp * element_s  # some heads of all tokens
     if geometry.num_experts and layout.ep > 1:
         moved = nbytes / layout.tp * role.geometry.experts_per_token * (layout.ep - 1) / layout.ep
         yield 2 * layers * moved / _link(inputs, layout.ep * layout.expert_tp)
