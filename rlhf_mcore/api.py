@@ -134,13 +134,11 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(_one_process())
             from rlhf_mcore.cli.compose import opened
-            from rlhf_mcore.parallel.collectives import broadcast_json
 
             stack.enter_context(rank.no_early_exit())
             self._run = stack.enter_context(opened(self.cfg, 0, [self._steps], self._steps.saved))
-            # Rows are gathered for who listens on the first rank, which others may have no callbacks for.
             listens = any(type(one).on_rollouts is not Callback.on_rollouts for one in self._steps.callbacks)
-            self._run.record.on_rollouts = self._steps.rollouts if broadcast_json(listens, 0) else None
+            self._run.record.listen(self._steps.rollouts if listens else None)
             self._next = self._run.first_step
             if self._run.trainer is not None:
                 if self._run.record.directory is not None:

@@ -102,8 +102,8 @@ class LocalParameter:
 class StateShard:
     """What the optimizer of this rank keeps for elements ``start`` to ``stop`` of a local parameter, counted in flat order.
 
-    ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, and ``master`` where the weights that the
-    optimizer steps are not the parameter itself.
+    ``tensors`` are live views [stop - start] by kind: ``exp_avg`` and ``exp_avg_sq``, or ``momentum``, and ``master`` where the
+    weights that the optimizer steps are not the parameter itself.
     """
 
     name: str

@@ -86,11 +86,11 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         from rlhf_mcore.cli.launch import launch
         from rlhf_mcore.rewards.trial import check_reward
 
-        preflight.check_world(default_world_size(cfg))
+        preflight.check_world(default_world_size(cfg, evaluates=True))
         if warning := check_reward(cfg, "data.eval"):
             print(f"warning: {warning}", flush=True)
         logs = preflight.logs_directory(cfg)
-        size, shown = default_world_size(cfg), cfg.logging.console
+        size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
         return launch([path, *overrides], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
     quiet()
     from rlhf_mcore.cli.progress import of_run, working

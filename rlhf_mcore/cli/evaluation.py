@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from rich.progress import Progress, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS
 from rlhf_mcore.checkpoint.delta import readable, verify_chain
@@ -68,6 +68,7 @@ from rlhf_mcore.types import Prompt
 
 # Engines work on their own until the end; one that is done waits for the slowest. A rank that dies takes the job with it.
 TIMEOUT = timedelta(days=2)
+MAX_SHOWN = 26  # letters of a name in the line of progress
 _HOW_TO_GRADE = (
     "pool",
     "ray",
@@ -328,6 +329,13 @@ def _companions(directory: str) -> dict[str, str]:
     return {name: digest_of_file(path) for name in COMPANIONS if (path := Path(directory, name)).is_file()}
 
 
+def progress_columns() -> tuple[ProgressColumn, ...]:
+    """What is evaluated, and how far it is: a line of 80 columns with a name of ``MAX_SHOWN`` letters."""
+    count = TextColumn("{task.completed}/{task.total} prompts")
+    name = TextColumn("{task.description}", markup=False)
+    return name, BarColumn(bar_width=16), TaskProgressColumn(), count, TimeRemainingColumn()
+
+
 @contextmanager
 def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[int], None]]:
     """Shows how many prompts are scored, on rank 0 for all engines: they have equal shares. Yields what to call with a count."""
@@ -335,8 +343,11 @@ def _progress(task: _Task, engine: EngineRank, done: int) -> Iterator[Callable[[
     if dist.get_rank() != 0 or mode == "off" or (mode != "rich" and not sys.stdout.isatty()):
         yield lambda count: None
         return
-    with Progress(*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total} prompts")) as bar:
-        row = bar.add_task(task.given, total=total, completed=done)
+    with Progress(*progress_columns()) as bar:
+        row = bar.add_task(
+            f"…{task.given[1 - MAX_SHOWN :]}" if len(task.given) > MAX_SHOWN else task.given, total=total
+        )
+        bar.advance(row, done)
         yield lambda count: bar.advance(row, count * engine.num_engines)
 
 

@@ -37,6 +37,7 @@ from rlhf_mcore.residency.ledger import WEIGHTS
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.roles.critic import Critic
 from rlhf_mcore.roles.freezing import freeze, trained_names
+from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, RoleModel, TrainedModel
 from rlhf_mcore.roles.policy import Actor, Reference
 from rlhf_mcore.roles.reward_model import RewardModel
@@ -144,7 +145,7 @@ class ModelBuilder:
             )
         model = self._model(spec, path, layout, options, saved_as)
         if model is not None:
-            model.add_optimizer(cfg.optimizer)
+            model.add_optimizer(cfg.optimizer, matrices_of(spec.geometry))
             assert self.sharing is not None
             model.share(self.sharing, saved_as, offloaded_parts(cfg.offload))
         return TrainedModel(

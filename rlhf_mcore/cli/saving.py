@@ -181,7 +181,7 @@ def build_checkpointer(
         after_commit=keeper.after_commit,
         at_end=keeper.at_end,
         note=record.note,
-        show=record.console.phase if record.console is not None else lambda phase: None,
+        phase=partial(record.phase, of_step=False),
         progress=record.progress,
         in_background=cfg.checkpoint.async_save,
         stop_on_failure=cfg.checkpoint.on_failed_save == "stop",

@@ -59,12 +59,16 @@ def role_layouts(cfg: Config) -> list[RoleLayout]:
     return roles
 
 
-def default_world_size(cfg: Config) -> int:
-    """Number of processes of a run: ``trainer.world_size``, else the smallest that all layouts divide and all ranks are in."""
+def default_world_size(cfg: Config, *, evaluates: bool = False) -> int:
+    """Number of processes of a run: ``trainer.world_size``, else the smallest that all layouts divide and all ranks are in.
+
+    ``evaluates``: of an evaluation, whose engines are in these processes wherever those of the run are.
+    """
     if cfg.trainer.world_size is not None:
         return cfg.trainer.world_size
     roles = role_layouts(cfg)
-    engine = cfg.rollout.layout.tp if run_kind(cfg).generates else 1
+    colocated = evaluates or (run_kind(cfg).generates and cfg.rollout.placement == "colocated")
+    engine = cfg.rollout.layout.tp if colocated else 1
     smallest = math.lcm(engine, *(role.model_size for role in roles if role.ranks is None))
     last = max((role.ranks[-1] for role in roles if role.ranks), default=1)
     return -(-last // smallest) * smallest

@@ -131,7 +131,7 @@ def validate_evaluation(cfg: Config, world_size: int | None = None) -> None:
 
 def _world_problems(cfg: Config, world_size: int | None) -> Iterator[str]:
     tp, engine = cfg.rollout.layout.tp, cfg.rollout.engine
-    world = default_world_size(cfg) if world_size is None else world_size
+    world = default_world_size(cfg, evaluates=True) if world_size is None else world_size
     if world % tp:
         yield f"rollout.layout.tp={tp} does not divide the number of processes {world}; use a multiple of {tp} processes"
     for role in role_layouts(cfg):

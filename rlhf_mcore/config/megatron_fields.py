@@ -121,7 +121,8 @@ OWNED: dict[str, str] = {
     "adam_beta2": "optimizer.beta2 sets it",
     "adam_eps": "optimizer.eps sets it",
     "clip_grad": "optimizer.clip_grad sets it",
-    "optimizer": "it is AdamW, sharded by elements over data-parallel ranks; Megatron's Muon refuses such a distributed optimizer",
+    "optimizer": "optimizer.name sets it",
+    "sgd_momentum": "optimizer.momentum sets it",
     "loss_scale": "optimizer.loss_scale sets it",
     "initial_loss_scale": "optimizer.loss_scale.initial sets it",
     "min_loss_scale": "optimizer.loss_scale.minimum sets it",
@@ -161,6 +162,7 @@ OWNED: dict[str, str] = {
 }
 _OWNED_PREFIXES = {
     "mtp_": _OF_MODEL,
+    "muon_": "Muon is our own, by optimizer.name=muon and optimizer.momentum; Megatron's refuses the distributed optimizer",
     "mamba_": _OF_MODEL,
     "linear_": _OF_MODEL,
     "dsa_": _OF_MODEL,

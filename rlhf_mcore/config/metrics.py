@@ -198,8 +198,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Time and throughput": (
         Metric("timing/step_s", "the whole step", S, "steady", "rlhf-mcore report shows which phase has grown"),
-        Metric("timing/<phase>_s", "a phase of the step, such as generate, score, exchange, reference, values, update, sync", S),
-        Metric("timing/tokens_per_s", "response tokens learned from, of all ranks, per second without evaluation", "tokens/s"),
+        Metric("timing/<phase>_s", "a phase: generate, score, exchange, values, update, sync, save (after the step before)", S),
+        Metric("timing/tokens_per_s", "response tokens learned from, of all ranks, per second without evaluation, save", "tokens/s"),
         Metric("timing/prefix_hit", "prompt tokens that the engine's cache had", SHARE),
         Metric("timing/unix_time", "when the step ended, since the epoch", S),
         Metric("throughput/tflops", "operations of the models in the step, of all devices", "TFLOP/s"),

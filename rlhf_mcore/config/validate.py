@@ -261,10 +261,14 @@ def microbatch_problems(cfg: Config) -> Iterator[str]:
     longest, what = cfg.data.max_prompt_tokens + longest_response(cfg), _response_key(cfg)
     if cfg.reward.model.path is not None and max_new_tokens(cfg) > longest_response(cfg):
         longest, what = cfg.data.max_prompt_tokens + max_new_tokens(cfg), "evaluate.max_new_tokens"
-    multiples = [padded_to(role.layout) for role in role_layouts(cfg) if role.layout.cp > 1]
-    needed = max([-(-longest // multiple) * multiple for multiple in multiples], default=longest)
+    reasons = {
+        padded_to(role.layout): "context parallelism" if role.layout.cp > 1 else f"{role.name}.megatron.tp_comm_overlap"
+        for role in role_layouts(cfg)
+        if role.layout.cp > 1 or (value_of(cfg, f"{role.name}.megatron") or {}).get("tp_comm_overlap") is True
+    }
+    needed, why = max([(-(-longest // size) * size, why) for size, why in reasons.items()], default=(longest, ""))
     if cfg.trainer.max_tokens_per_microbatch < needed:
-        padded = "" if needed == longest else f", padded for context parallelism to {needed}"
+        padded = "" if needed == longest else f", padded for {why} to {needed}"
         yield (
             f"trainer.max_tokens_per_microbatch={cfg.trainer.max_tokens_per_microbatch} is less than "
             f"data.max_prompt_tokens + {what}={longest}{padded}; raise it to {needed} or more"

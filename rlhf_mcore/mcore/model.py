@@ -45,6 +45,7 @@ from rlhf_mcore.mcore.layers import (
     use_te,
 )
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
+from rlhf_mcore.mcore.momentum import Locate
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
@@ -92,10 +93,10 @@ class MegatronModel:
         """Every tensor of the model on this rank. See :func:`rlhf_mcore.mcore.weights.local_parameters`."""
         return local_parameters(self.chunks, self.groups.layout)
 
-    def add_optimizer(self, cfg: OptimizerConfig) -> None:
+    def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
         """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
         self.optimizer = Optimizer(
-            self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable
+            self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate
         )
 
     def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str], *, by_layer: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""Megatron's distributed AdamW with fp32 master weights: updates, and its state, named and placed, to be saved and filled in place.
+"""Megatron's distributed optimizer with fp32 master weights: updates, and its state, named and placed, to be saved and filled.
+
+AdamW steps them, or what is in ``momentum.py``.
 
 The optimizer shards the flat buffer of a model's gradients over data-parallel ranks without regard to the bounds of parameters; here
 a shard is a list of ranges of elements, each of one local parameter.
@@ -25,13 +27,14 @@ from torch.nn.utils import get_total_norm
 
 from rlhf_mcore.config.schema import OptimizerConfig, ScheduleConfig
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
+from rlhf_mcore.mcore.momentum import Locate, MatrixExchange, MomentumSteps, Stepped
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.mcore.weights import local_parameters
 from rlhf_mcore.parallel.collectives import all_gather_json
 from rlhf_mcore.platform import ModuleView, Platform
 from rlhf_mcore.residency.ledger import OPTIMIZER
 from rlhf_mcore.residency.sharing import Movable
-from rlhf_mcore.types import StateShard
+from rlhf_mcore.types import LocalParameter, StateShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,12 @@ class Optimizer:
         cfg: OptimizerConfig,
         overrides: Overrides | None = None,
         movable: Movable | None = None,
+        locate: Locate = lambda *_: [],
     ):
-        """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them."""
+        """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them.
+
+        ``locate`` finds the matrices of which Muon takes whole ones.
+        """
         self._chunks, self._groups, self._platform = chunks, groups, platform
         self._movable = movable or Movable()
         scale = cfg.loss_scale
@@ -92,6 +99,13 @@ class Optimizer:
             group["weight_decay"] = cfg.weight_decay * group["wd_mult"]
         config.grad_scale_func = self.megatron.scale_loss
         self._reader: Future[None] | None = None
+        self._momentum: MomentumSteps | None = None
+        if cfg.name != "adamw":
+            held = list(self._stepped_by_momentum(cfg.name, locate))
+            kind = torch.float32 if config.params_dtype == torch.float32 else torch.bfloat16
+            whole = groups.collection.intra_dist_opt
+            exchange = MatrixExchange(held, whole, kind, platform.device()) if cfg.name == "muon" else None
+            self._momentum = MomentumSteps(held, cfg.momentum, exchange)
 
     def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
         """Let ``read`` copy the state while the run goes on: what would change it waits (:meth:`wait_for_reader`)."""
@@ -122,7 +136,27 @@ class Optimizer:
                 parameters = part.get_parameters()
                 if parameters and part.config.clip_grad > 0.0:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+            if self._momentum is not None:
+                self._momentum.step()
             return StepOutcome(bool(self.megatron.step_with_ready_grads()), grad_norm)
+
+    def _stepped_by_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
+        """All ranges with SGD, those of matrices with Muon."""
+        groups = {
+            id(p): group for part in self._parts() for group in part.optimizer.param_groups for p in group["params"]
+        }
+        for part, parameter, span, stepped in self._ranges():
+            found = locate(parameter.name, parameter.shard, span.start, span.stop) if name == "muon" else []
+            if found or name == "sgd":
+                yield Stepped(stepped, part.optimizer.state[stepped], groups[id(stepped)], found)
+
+    def _ranges(self) -> Iterator[tuple[DistributedOptimizer, LocalParameter, range, Tensor]]:
+        """The optimizer, the local parameter, which of its elements this rank steps, and the flat fp32 tensor of these."""
+        local = {_place(one.tensor): one for one in local_parameters(self._chunks, self._groups.layout)}
+        for part in self._parts():
+            for param, stepped in _stepped(part):
+                held = part._get_model_param_range_map(param)["param"]
+                yield part, local[_place(param)], range(held.start, held.end), stepped
 
     def shards(self) -> list[StateShard]:
         """Views of this rank's part of the state: live ones, or of the host's copy where the state is not on the device.
@@ -130,16 +164,11 @@ class Optimizer:
         With 16-bit parameters the fp32 weights that Adam steps are ``master``. With fp32 parameters Adam steps the parameters
         themselves, so there is no ``master``. Moments that do not exist yet (before the first update) are made, as zeros.
         """
-        local = {
-            _place(parameter.tensor): parameter for parameter in local_parameters(self._chunks, self._groups.layout)
-        }
         found = []
-        for part in self._parts():
-            for param, stepped in _stepped(part):
-                held = part._get_model_param_range_map(param)["param"]
-                parameter, tensors = local[_place(param)], _tensors(part.optimizer, param, stepped)
-                current = {kind: self._movable.current(tensor) for kind, tensor in tensors.items()}
-                found.append(StateShard(parameter.name, parameter.shard, held.start, held.end, current))
+        for part, parameter, span, stepped in self._ranges():
+            tensors = _tensors(part.optimizer, parameter.tensor, stepped)
+            current = {kind: self._movable.current(tensor) for kind, tensor in tensors.items()}
+            found.append(StateShard(parameter.name, parameter.shard, span.start, span.stop, current))
         return found
 
     def is_finite(self) -> bool:
@@ -255,11 +284,11 @@ def _stepped(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _tensors(adam: torch.optim.Optimizer, param: Tensor, stepped: Tensor) -> dict[str, Tensor]:
     state = adam.state[stepped]
-    if "exp_avg" not in state:
+    if not state.keys() & {"exp_avg", "momentum"}:
         if _counts_per_parameter(adam):
             state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's Adam makes it
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
-    tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    tensors = {kind: state[kind] for kind in ("exp_avg", "exp_avg_sq", "momentum") if kind in state}
     if param.dtype != torch.float32:
         tensors["master"] = stepped.detach()
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())

@@ -52,6 +52,11 @@ class RowCounts:
     pairs: float
 
 
+def seconds_beside(timing: Mapping[str, float]) -> float:
+    """Of what is in ``timing/step_s`` and not part of making the step: its evaluation, and the save of the step before."""
+    return timing.get("timing/evaluate_s", 0.0) + timing.get("timing/save_s", 0.0)
+
+
 @dataclass(slots=True)
 class Throughput:
     """Adds up the work of phases until it is popped. ``peak_tflops`` of one device; None: there is no MFU."""
@@ -78,7 +83,7 @@ class Throughput:
                 found |= {f"throughput/{phase}_tokens_per_s": tokens / seconds} | self._rates(
                     f"{phase}_", flops, seconds
                 )
-        if work and (seconds := timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)) > 0:
+        if work and (seconds := timing["timing/step_s"] - seconds_beside(timing)) > 0:
             found |= self._rates("", sum(flops for _, flops in work.values()), seconds)
         return found
 

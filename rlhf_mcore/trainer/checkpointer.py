@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,9 @@ class RunCheckpointer:
     in_background: bool = False
     stop_on_failure: bool = True
     at_end: Callable[[], None] = lambda: None  # after the last commit of a run that comes to its end, on the first rank
-    show: Callable[[str], None] = lambda phase: None  # what is being done now, for the display
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: (
+        nullcontext()
+    )  # what is being done now: timed, shown
     progress: Callable[[str], None] = lambda text: None  # how far it is
     load_best: Callable[[], int | None] = lambda: None  # see ``end``; collective
     _flush: _Flush | None = field(default=None, init=False)
@@ -105,8 +108,11 @@ class RunCheckpointer:
             DivergedError: on every rank, when a model is not finite on any; whatever ``stop_on_failure`` is.
         """
         self.drain()
+        with self.phase("save"):
+            self._save(step, evaluation, decision)
+
+    def _save(self, step: int, evaluation: Mapping[str, float], decision: Decision) -> None:
         self._refuse_not_finite(step)
-        self.show("save")
         started = time.monotonic()
         # What ``latest`` and ``best`` name at the end is what others use: whole.
         whole = END in decision.reasons or decision.best
@@ -141,6 +147,10 @@ class RunCheckpointer:
         if self._flush is None:
             return
         flush, self._flush = self._flush, None
+        with self.phase("save"):
+            self._finish(flush)
+
+    def _finish(self, flush: _Flush) -> None:
         entries, error = flush.wait()
         try:
             try:

@@ -15,10 +15,10 @@ from rlhf_mcore.observability.alarms import AlarmBell
 from rlhf_mcore.observability.console import Console
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory, rollout_record, write_rollouts
-from rlhf_mcore.observability.throughput import Throughput
+from rlhf_mcore.observability.throughput import Throughput, seconds_beside
 from rlhf_mcore.observability.timers import Timers
 from rlhf_mcore.observability.watchdog import Watchdog
-from rlhf_mcore.parallel.collectives import gather_json
+from rlhf_mcore.parallel.collectives import broadcast_json, gather_json
 from rlhf_mcore.protocols import Tracker
 from rlhf_mcore.residency.sharing import DeviceSharing
 from rlhf_mcore.trainer.profiler import StepProfiler
@@ -53,10 +53,16 @@ class RunRecord:
     mark: Callable[[str], AbstractContextManager[None]] | None = None  # names what a device's own tools show
     heard: list[str] = field(default_factory=list)  # warnings on this rank that the first one has not shown yet
     samples_every: int = 0  # steps between responses that the display shows
-    # Gets every step's rollouts, on the first rank. Set on every rank or on none.
+    # Gets every step's rollouts, on the first rank. Set on every rank or on none: see ``listen``.
     on_rollouts: Callable[[int, Sequence[Mapping[str, Any]]], None] | None = None
     on_save: Callable[[int, Path], None] | None = None  # gets the step of a checkpoint that is whole, and its directory
     _tokens: float = 0.0  # that were trained on before the step that is being made
+
+    def listen(self, listener: Callable[[int, Sequence[Mapping[str, Any]]], None] | None) -> None:
+        """Let the first rank's ``listener`` have every step's rollouts, for which all ranks gather theirs. Collective."""
+        self.on_rollouts = (
+            (listener or (lambda step, records: None)) if broadcast_json(listener is not None, 0) else None
+        )
 
     def note(self, text: str) -> None:
         """Show a line that is not a metric."""
@@ -74,8 +80,11 @@ class RunRecord:
             self.profiler.begin(step)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase and show it. That one begins is progress, on every rank."""
+    def phase(self, name: str, *, of_step: bool = True) -> Iterator[None]:
+        """Time a phase and show it. That one begins is progress, on every rank.
+
+        ``of_step``: ``memory/*`` of a step has it too. What follows a step is not part of it: a resumed run has not done it.
+        """
         if self.watchdog is not None:
             self.watchdog.progress(name)
         if self.console is not None:
@@ -86,7 +95,7 @@ class RunRecord:
             if self.profiler is not None:
                 stack.enter_context(self.profiler.range(name))
             stack.enter_context(self.timers(name))
-            if self.memory is not None:
+            if self.memory is not None and of_step:
                 stack.enter_context(self.memory.phase(name))
             yield
 
@@ -116,14 +125,9 @@ class RunRecord:
                 self.on_rollouts(step, records)
 
     def _note_failures(self, step: int, scores: Sequence[Score]) -> None:
-        """One line for all ranks, with the first problem of the first rank that has one; and what other ranks have warned of."""
+        """One line for all ranks, with the first problem of the first rank that has one."""
         causes = [score.cause or score.failure for score in scores if score.failure is not None]
-        heard, self.heard[:] = self.heard[:MAX_HEARD], []
-        parts = gather_json([len(scores), len(causes), causes[:1], heard])
-        if self.console is not None:
-            for rank, part in enumerate(parts):
-                for text in part[3]:
-                    self.console.warning(rank, text)
+        parts = gather_json([len(scores), len(causes), causes[:1]])
         if first := [part[2][0] for part in parts if part[2]]:
             without, total = sum(part[1] for part in parts), sum(part[0] for part in parts)
             self.note(
@@ -158,13 +162,15 @@ class RunRecord:
         """Write and show a step's metrics with the time of its phases. Collective.
 
         ``timing/unix_time``: when the step ended, in seconds since the epoch. ``timing/tokens_per_s``: response tokens that the
-        step trained on, of all ranks, per second of the step without its evaluation. ``throughput/*``: see :class:`Throughput`.
+        step trained on, of all ranks, per second of the step without its evaluation and the save before it. ``throughput/*``: see
+        :class:`Throughput`.
         """
         if self.profiler is not None:
             self.profiler.end()
+        self._show_heard()
         timing = self.timers.pop()
         timing["timing/step_s"] = sum(timing.values())
-        made_in = timing["timing/step_s"] - timing.get("timing/evaluate_s", 0.0)
+        made_in = timing["timing/step_s"] - seconds_beside(timing)
         if "progress/tokens" in metrics and made_in > 0:
             timing[SPEED] = (metrics["progress/tokens"] - self._tokens) / made_in
         if self.throughput is not None:
@@ -180,6 +186,14 @@ class RunRecord:
             self.note(f"step {step}: {line}")
         if self.bell is not None:
             self.bell.check(step, everything)
+
+    def _show_heard(self) -> None:
+        """What other ranks have warned of."""
+        heard, self.heard[:] = self.heard[:MAX_HEARD], []
+        for rank, texts in enumerate(gather_json(heard)):
+            for text in texts:
+                if self.console is not None:
+                    self.console.warning(rank, text)
 
     def _alarms(self, metrics: Mapping[str, float]) -> Iterable[str]:
         return self.alarm.lines(metrics) if self.alarm is not None else ()

@@ -24,6 +24,7 @@ from rlhf_mcore.mcore.model_spec import load_spec  # noqa: E402
 from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
+from rlhf_mcore.roles.matrices import matrices_of  # noqa: E402
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel  # noqa: E402
 from rlhf_mcore.roles.policy import Actor  # noqa: E402
 from rlhf_mcore.types import TrainBatch  # noqa: E402
@@ -200,7 +201,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
     trainer = TrainerConfig(max_tokens_per_microbatch=settings.max_tokens, packing=settings.packing)
     chosen = settings.algorithm or algorithm()
     plan = MinibatchPlan(1000, settings.epochs, chosen.loss_aggregation, chosen.constant_length)
-    model.add_optimizer(cfg)
+    model.add_optimizer(cfg, matrices_of(spec.geometry))
     trained = TrainedModel(groups.layout, model, spec, trainer, optimizer=cfg, plan=plan, name="actor")
     return model, Actor(trained, TEMPERATURE, chosen)
 

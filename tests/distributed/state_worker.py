@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.schema import OptimizerConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.parallel.collectives import all_gather_json, reduce_sums, world_group
@@ -54,6 +55,8 @@ CIRCLES = {
     "gpt_oss": ("tp2_sp_pp2_ep2_etp1", "cp4_ep2", "tp2_sp_pp2_ep2_etp1"),
 }
 STEPS_BEFORE, BIAS_RATE = 2, 0.01
+MUON = ("qwen3_moe",)  # what Muon trains; AdamW the others
+LR, DECAY, MOMENTUM = 1e-2, 0.1, 0.9
 
 
 def main(directory: Path) -> None:
@@ -91,6 +94,8 @@ class World:
     def build(self, name: str, path: Path, layout: str, dtype: str = "fp32") -> tuple[MegatronModel, Actor]:
         make = moe_groups_of if layout in MOE_LAYOUTS else groups_of
         settings = Settings(dtype=dtype, max_tokens=48, expert_bias_rate=BIAS_RATE * (name == "deepseek_v3"))
+        if name in MUON:
+            settings.optimizer = OptimizerConfig("muon", MOMENTUM, LR, eps=1e-3, clip_grad=0.5, weight_decay=DECAY)
         return build(path, make(layout, self.groups), self.platform, settings)
 
     def files(self, model: MegatronModel, actor: Actor, companions: Path) -> RoleFiles:
@@ -134,6 +139,7 @@ def circle(world: World, name: str, layouts: tuple[str, ...]) -> dict[str, Any]:
         save(lambda path, write=write: write(path), saved[number + 1])
     found["after_the_circle"] = first_difference(weights(files, world.directory / f"{name}_again"), after)
     states = [assemble(path / "actor" / "training") for path in saved]
+    found["muon"] = of_slow_muon(saved[0] / "actor", world.directory / f"{name}_after" / "actor")
     found["moments"] = [first_difference(state, states[0]) for state in states]
     found["weights"] = [first_difference(weights_of(p / "actor"), weights_of(saved[0] / "actor")) for p in saved]
     found["files"] = [sorted(p.name for p in (path / "actor" / "training").iterdir()) for path in saved]
@@ -149,6 +155,23 @@ def sync(model: MegatronModel) -> dict[str, torch.Tensor]:
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
     PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
     return engine.tensors
+
+
+def of_slow_muon(before: Path, after: Path) -> dict[str, float]:
+    """By matrix, the largest relative difference between its update and one of the whole matrix, by the formulas of the papers."""
+    old, new = weights_of(before), weights_of(after)
+    first, second = (assemble(path / "training") for path in (before, after))
+    found = {}
+    for name in (key.removeprefix("momentum/") for key in first if key.startswith("momentum/")):
+        was, is_now = (state[f"momentum/{name}"].double() for state in (first, second))
+        direction = (is_now - MOMENTUM * was) + MOMENTUM * is_now  # the gradient, and Nesterov's momentum
+        matrix = direction / direction.norm()
+        for _ in range(5):
+            square = matrix @ matrix.T
+            matrix = 3.4445 * matrix - 4.7750 * square @ matrix + 2.0315 * square @ square @ matrix
+        expected = -LR * (0.2 * max(matrix.shape) ** 0.5 * matrix + DECAY * old[name].double())
+        found[name] = float((new[name].double() - old[name].double() - expected).norm() / expected.norm())
+    return found
 
 
 def moved_biases(before: Path, after: Path) -> list[float]:

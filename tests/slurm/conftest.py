@@ -21,7 +21,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         running.environment |= {
             "RLHF_MCORE_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
-            "RLHF_MCORE_GRACE_S": "3",
+            "RLHF_MCORE_GRACE_S": "10",
             "PATH": f"{ROOT / 'launch' / 'slurm'}:{running.environment['PATH']}",
         }
         yield running

@@ -33,7 +33,7 @@ from rlhf_mcore.types import ModelGeometry, Shard, StateShard
 
 STATE_INDEX = "index.json"
 MASTER, SECOND_MOMENT = "master", "exp_avg_sq"
-KINDS = (MASTER, "exp_avg", SECOND_MOMENT)
+KINDS = (MASTER, "exp_avg", SECOND_MOMENT, "momentum")
 _OF_ALL, _OF_SOME = 1, 2  # formats: of an index that covers all tensors of the model, and of one that declares which
 _REMEDY = "Resume from another checkpoint, or start from the weights alone (model.path)."
 
@@ -240,14 +240,15 @@ class StateReader:
         self._tensors = {name: self._parsed(name, entry, shapes[name]) for name, entry in stored.items()}
 
     def check_whole(self) -> None:
-        """Whether the files hold both moments of every tensor, each element once. Headers are read, no values.
+        """Whether the files hold both moments of AdamW, or momentum, of every tensor, each element once. Headers are read, no values.
 
         Raises:
             ConfigError: they do not.
         """
         shapes = hf_shapes(self._geometry)
         for name, stored in self._tensors.items():
-            if absent := [kind for kind in KINDS[1:] if kind not in stored.kinds]:
+            wanted = {"momentum"} if "momentum" in stored.kinds else {"exp_avg", SECOND_MOMENT}
+            if absent := sorted(wanted - set(stored.kinds)):
                 raise self._damaged(f"tensor {name}: no {absent[0]}")
             self._check_filled(name, shapes[name], [rectangle for _, rectangle in stored.regions])
         for _ in self.stored():
@@ -292,7 +293,9 @@ class StateReader:
                 "trained, or start from the weights alone (model.path)."
             )
         if kind not in self._tensors[name].kinds:
-            raise ConfigError(f"{self._path}: no {kind} of tensor {name}; was model.dtype another? {_REMEDY}")
+            raise ConfigError(
+                f"{self._path}: no {kind} of tensor {name}; was model.dtype or the optimizer another? {_REMEDY}"
+            )
         filled: list[Rectangle] = []
         for number, stored in self._tensors[name].regions:
             shared = wanted.intersection(stored)

@@ -119,8 +119,22 @@ class ScheduleConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with fp32 master weights, sharded over data-parallel ranks."""
+    """fp32 master weights and moments, sharded over data-parallel ranks."""
 
+    name: str = key(
+        "adamw",
+        "",
+        one_of(
+            adamw="",
+            muon="Muon for the matrices of the layers, AdamW for the rest",
+            sgd="with momentum",
+        ),
+        more="Muon orthogonalises the momentum of each of Hugging Face's matrices (queries, keys and values apart), whole in every "
+        "layout; its updates are as large as AdamW's ([arXiv 2502.16982](https://arxiv.org/abs/2502.16982)), so `lr` and "
+        "`weight_decay` are of the same size. Both have one moment where AdamW has two.",
+        is_fixed=True,
+    )
+    momentum: float = key(0.95, "`muon`, `sgd`: decay of the momentum; of `muon` it is Nesterov's", _BETA)
     lr: float = key(1e-6, "peak learning rate", AT_LEAST_0)
     beta1: float = key(0.9, "decay of the first moment", _BETA)
     beta2: float = key(0.999, "decay of the second moment", _BETA)
@@ -184,7 +198,7 @@ class ActorConfig:
     ranks: Optional[list[int]] = key(
         None, _RANKS, null="all", more="Roles on disjoint ranks are updated at the same time."
     )
-    optimizer: OptimizerConfig = group(OptimizerConfig, "AdamW, fp32 master weights, sharded over data-parallel ranks")
+    optimizer: OptimizerConfig = group(OptimizerConfig, "fp32 master weights, sharded over data-parallel ranks")
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
     freeze: list[str] = key(

@@ -106,7 +106,9 @@ class RolloutConfig:
         2,
         "CUDA, `colocated`: 2 discards the engine's weights, which the next sync writes anew; 1 keeps a copy in host memory",
         Range(1, 2),
-        more="1 takes as much pinned memory of the host as the engine's weights, and time to copy them.",
+        more="1 takes as much pinned memory of the host as the engine's weights, and time to copy them. The engines of rollouts are "
+        "the only ones that sleep: critic, reference and reward model are Megatron's, which `offload` of each takes off, and "
+        "a judge is a service elsewhere.",
         only_with="rollout.sleep",
     )
     order: str = key(

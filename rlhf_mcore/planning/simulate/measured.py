@@ -38,6 +38,7 @@ _NOT_TRAINING = (
     "sync",
     "drain",
     "evaluate",
+    "save",
     "step",
     "load_data",
     "build_model",

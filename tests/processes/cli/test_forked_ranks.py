@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_mcore.cli import forked_ranks
 from rlhf_mcore.cli.preflight import has_gpu
 from tests.commands import ROOT, finished
 
@@ -96,3 +97,16 @@ def test_a_process_with_a_thread_of_a_library_is_not_forked() -> None:
         [sys.executable, "-W", "ignore", "-c", WITH_A_THREAD], capture_output=True, text=True, cwd=ROOT
     )
     assert told.stdout.splitlines() == ["True False False", "False"], told.stderr
+
+
+def test_a_signal_in_the_middle_of_a_fork_meets_the_handler_that_is_set_there() -> None:
+    heard: list[str] = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("the agent's"))
+    try:
+        with forked_ranks._held_signals():
+            signal.raise_signal(signal.SIGUSR2)
+            signal.signal(signal.SIGUSR2, lambda *_: heard.append("the rank's"))
+            assert heard == []
+        assert heard == ["the rank's"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -424,5 +424,7 @@ def test_files_that_do_not_hold_what_the_index_says_are_refused(saved: Path) -> 
 
 
 def test_a_kind_that_was_not_saved_is_named(saved: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no master of tensor model.embed_tokens.weight; was model.dtype another"):
+    with pytest.raises(
+        ConfigError, match=r"no master of tensor model.embed_tokens.weight; was model.dtype or the optimizer another"
+    ):
         read_all(saved, ("master", "exp_avg"))

@@ -61,6 +61,7 @@ def test_who_needs_a_critic(workspace: Any, overrides: list[str], needed: bool) 
         ([], 1),
         (["actor.layout.tp=2", "actor.layout.pp=3", "rollout.layout.tp=4"], 12),
         (["actor.layout.tp=2", "rollout.layout.tp=2"], 2),
+        (["actor.layout.tp=2", "rollout.layout.tp=3", "rollout.placement=disaggregated"], 2),
         (["actor.layout.tp=2", "actor.layout.ep=3", "actor.layout.pp=2"], 12),
         (["actor.layout.tp=2", "actor.layout.ep=2", "actor.layout.etp=1"], 2),
         (["actor.layout.tp=2", "trainer.world_size=8"], 8),

@@ -84,4 +84,12 @@ def test_the_keys_that_a_run_which_resumes_cannot_change() -> None:
     algorithm = ("kind", "advantage", "policy_loss", "use_critic")
     groups = {"data": data, "algorithm": algorithm}
     keys = {f"{group}.{name}" for group, names in groups.items() for name in names}
-    assert {"seed", "model.dtype", "rollout.placement", "actor.freeze", *keys} == FIXED
+    keys |= {
+        "seed",
+        "model.dtype",
+        "rollout.placement",
+        "actor.freeze",
+        "actor.optimizer.name",
+        "critic.optimizer.name",
+    }
+    assert keys == FIXED

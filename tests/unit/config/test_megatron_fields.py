@@ -64,8 +64,12 @@ def test_communication_of_tensor_parallel_ranks_may_overlap_computation(workspac
         ("actor.megatron={cuda_graph_impl: local}", ["cuda_graph_impl='local'", "one shape"]),
         ("actor.megatron={tp_comm_overlap: true}", ["tp_comm_overlap=True", "actor.layout.sequence_parallel=true"]),
         (f"{OVERLAP} trainer.packing=false", ["tp_comm_overlap=True", "trainer.packing=true", "filled up"]),
+        (
+            f"{OVERLAP} trainer.max_tokens_per_microbatch=357 data.max_prompt_tokens=101",
+            ["trainer.max_tokens_per_microbatch=357", "padded for actor.megatron.tp_comm_overlap to 358", "raise it to 358"],
+        ),
         (f"{OVERLAP} model.layer_spec=local", ["tp_comm_overlap=True", "model.layer_spec=te"]),
-        ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "AdamW"]),
+        ("actor.megatron={optimizer: muon}", ["optimizer='muon'", "optimizer.name sets it"]),
         ("actor.megatron={no_sync_func: f}", ["no_sync_func='f'", "object of Python"]),
         ("actor.megatron={overlap_param_gather: true}", ["overlap_param_gather=True", "overlap_grad_reduce=true"]),
         ("actor.megatron={cp_comm_type: p2p}", ["cp_comm_type='p2p' has no effect", "actor.layout.cp=1"]),

@@ -21,8 +21,11 @@ from rlhf_mcore.own_processes import has_ended
 from rlhf_mcore.trainer.loop import Trainer
 from rlhf_mcore.trainer.record import RunRecord
 from tests.commands import wait_for
+from tests.unit.parallel.world import world
 
+__all__ = ["world"]
 NAN = float("nan")
+pytestmark = pytest.mark.usefixtures("world")  # what other ranks warn of is gathered
 
 
 def alarmed(values: list[dict[str, float]], cfg: AlarmsConfig | None = None) -> list[tuple[int, str]]:

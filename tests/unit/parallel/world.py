@@ -103,9 +103,17 @@ def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         world(group).reduce(tensor, op)
 
+    def gather(tensor: Tensor, out: list[Tensor] | None = None, group: Any = None, group_dst: int = 0) -> None:
+        for mine, theirs in zip(out or [], world(group).exchange(tensor), strict=out is not None):
+            mine.copy_(theirs)
+
+    def broadcast(tensor: Tensor, group: Any = None, group_src: int = 0) -> None:
+        tensor.copy_(world(group).exchange(tensor.clone())[group_src])
+
+    monkeypatch.setattr("rlhf_mcore.parallel.collectives.world_group", world)
     monkeypatch.setattr(dist, "get_rank", lambda group=None: world(group).rank())
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world(group).size())
-    for function in (all_to_all_single, all_gather, all_reduce):
+    for function in (all_to_all_single, all_gather, all_reduce, gather, broadcast):
         monkeypatch.setattr(dist, function.__name__, function)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Run:
     actor: Model = field(default_factory=Model)
     critic: Model = field(default_factory=lambda: Model("critic"))
     notes: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
     tidied: list[int] = field(default_factory=list)
     clock: float = 0.0
 
@@ -87,11 +89,18 @@ class Run:
             requests=SignalRequests(),
             after_commit=self.tidy,
             note=self.notes.append,
+            phase=self.phase,
             in_background=config.async_save,
             stop_on_failure=stop_on_failure,
         )
         made.begin()
         return made
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.phases.append(f"{name} begins")
+        yield
+        self.phases.append(f"{name} ends with {self.steps}")
 
     def tidy(self, step: int) -> None:
         self.tidied.append(step)
@@ -123,6 +132,7 @@ def test_saves_when_due_and_after_the_last_step(run: Run) -> None:
     made.after_step(100, {})
     assert run.steps[-1] == 100 and (run.directory / LATEST).readlink() == Path("checkpoint-100")
     assert run.tidied == [3, 6, 100]
+    assert run.phases[:4] == ["save begins", "save ends with [3]", "save begins", "save ends with [3, 6]"]
 
 
 def test_the_evaluation_of_the_step_goes_into_the_manifest(run: Run) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import pytest
 from rlhf_mcore.observability.reward_alarm import RewardAlarm
 from rlhf_mcore.observability.run_directory import RunDirectory
 from rlhf_mcore.observability.timers import Timers
-from rlhf_mcore.trainer.record import RunRecord
+from rlhf_mcore.trainer.record import MAX_HEARD, RunRecord
 from rlhf_mcore.types import Score
+from tests.unit.parallel.world import ThreadGroup, run_ranks
 from tests.unit.trainer.records import prompt, trajectory
 
 
@@ -34,6 +35,9 @@ class Log:
     def note(self, text: str) -> None:
         self.lines.append(("note", text))
 
+    def warning(self, rank: int, text: str) -> None:
+        self.lines.append(("warning", rank, text))
+
     def close(self) -> None: ...
 
 
@@ -49,6 +53,7 @@ def clock() -> Timers:
     return Timers(clock=lambda: float(next(seconds)))
 
 
+@pytest.mark.usefixtures("world")
 def test_a_step_is_written_and_shown_with_the_time_of_its_phases() -> None:
     log = Log()
     record = RunRecord(clock(), 1, tracker=log, console=log, wall_clock=lambda: 1.7e9)  # type: ignore[arg-type]
@@ -64,6 +69,7 @@ def test_a_step_is_written_and_shown_with_the_time_of_its_phases() -> None:
     assert log.lines[-1] == ("show", 5, {"timing/step_s": 0, "timing/unix_time": 1.7e9})
 
 
+@pytest.mark.usefixtures("world")
 def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
     record = RunRecord(clock(), 1)
     record.step(0, {"evaluate/accuracy": 0.25})
@@ -73,18 +79,20 @@ def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
     assert record.rewards == [0.5, 0.75]
 
 
-def test_tokens_per_second_are_those_of_the_step_without_its_evaluation() -> None:
+@pytest.mark.usefixtures("world")
+def test_tokens_per_second_are_those_of_the_step_without_evaluation_and_save() -> None:
     log = Log()
     record = RunRecord(clock(), 1, tracker=log)  # type: ignore[arg-type]
     record.recall([{"step": 3, "progress/tokens": 100.0}])  # the run was resumed
     for step, total in ((4, 400.0), (5, 1000.0)):
-        for name in ("generate", "evaluate", "update"):
+        for name in ("save", "generate", "evaluate", "update"):
             with record.phase(name):
                 pass
         record.step(step, {"progress/tokens": total})
     assert [line[2]["timing/tokens_per_s"] for line in log.lines] == [300 / 2, 600 / 2]
 
 
+@pytest.mark.usefixtures("world")
 def test_the_last_hundred_steps_are_told_with_loss_and_reward_and_when_they_ended() -> None:
     wall = iter(float(k) for k in range(1000, 2000))
     record = RunRecord(clock(), 1, wall_clock=lambda: next(wall))
@@ -98,6 +106,7 @@ def test_the_last_hundred_steps_are_told_with_loss_and_reward_and_when_they_ende
     assert json.dumps(list(record.recent), allow_nan=False)
 
 
+@pytest.mark.usefixtures("world")
 def test_the_best_models_evaluation_has_names_of_its_own_and_is_the_summarys() -> None:
     log = Log()
     record = RunRecord(clock(), 1, tracker=log)  # type: ignore[arg-type]
@@ -105,6 +114,43 @@ def test_the_best_models_evaluation_has_names_of_its_own_and_is_the_summarys() -
     record.final(9, 6, {"evaluate/accuracy": 0.75, "evaluate/accuracy/evaluate/x": 0.5})
     assert log.lines[-1] == ("log", 9, {"final/step": 6, "final/accuracy": 0.75, "final/accuracy/evaluate/x": 0.5})
     assert record.evaluations[9]["evaluate/accuracy"] == 0.75 and record.rewards == [0.5]
+
+
+@pytest.mark.usefixtures("rank_threads")
+@pytest.mark.parametrize("first_listens", [True, False])
+def test_who_listens_on_the_first_rank_alone_gets_the_rollouts_of_all(
+    directory: RunDirectory, first_listens: bool
+) -> None:
+    told: list[tuple[int, int, list[tuple[str, int]]]] = []
+
+    def rank(group: ThreadGroup) -> None:
+        number = group.rank()
+
+        def listener(step: int, records: Sequence[Mapping[str, Any]]) -> None:
+            told.append((number, step, [(record["prompt_id"], record["sample"]) for record in records]))
+
+        record = RunRecord(clock(), 0, directory=None if number else directory)
+        record.listen(listener if (number == 0) == first_listens else None)
+        record.rollouts(3, [trajectory(prompt(1 - number), number)], [Score(1.0)])
+
+    run_ranks(2, rank)
+    assert told == ([(0, 3, [("p0", 1), ("p1", 0)])] if first_listens else [])
+    assert list(directory.path.glob("rollouts/*")) == []
+
+
+@pytest.mark.usefixtures("rank_threads")
+def test_what_other_ranks_warn_of_is_shown_after_every_kind_of_step() -> None:
+    log = Log()
+
+    def rank(group: ThreadGroup) -> None:
+        record = RunRecord(clock(), 0, console=None if group.rank() else log)  # type: ignore[arg-type]
+        record.heard.extend(f"slow disk {number}" for number in range(group.rank() * 6))
+        record.step(1, {})
+        record.step(2, {})
+
+    run_ranks(2, rank)
+    warned = [line for line in log.lines if line[0] == "warning"]
+    assert warned == [("warning", 1, f"slow disk {number}") for number in range(MAX_HEARD)]
 
 
 @pytest.mark.usefixtures("world")
@@ -153,6 +199,7 @@ def test_responses_without_a_score_are_one_line_of_a_step() -> None:
     ]
 
 
+@pytest.mark.usefixtures("world")
 def test_a_jump_of_the_reward_is_told_also_after_a_resume() -> None:
     log = Log()
     record = RunRecord(clock(), 0, console=log, alarm=RewardAlarm(5.0, 4))  # type: ignore[arg-type]

@@ -1,0 +1,181 @@
+"""Optimizers with momentum alone, beside Megatron's AdamW: SGD, and Muon for the matrices of a model's layers.
+
+Megatron's own Muon refuses gradients and state that data-parallel ranks share element by element. Here shards stay as they are. For
+an update the ranks of a model exchange the momentum of Hugging Face's matrices: one of the ranks that hold a part of a matrix gets
+all of it, makes the update and sends the parts back ("Distributed Muon" of arXiv 2502.16982 gathers it on each of them). So the
+update is the same in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
+from rlhf_mcore.parallel.collectives import all_gather_json
+from rlhf_mcore.types import Shard
+
+_BUCKET = 1 << 26  # elements of a rank that are exchanged at a time
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPart:
+    """A rectangle of a matrix of a model's layers. ``name``: the matrix's, on all ranks; ``shape``: of all of it."""
+
+    name: str
+    shape: tuple[int, int]
+    start: tuple[int, int]
+    extent: tuple[int, int]
+    of: Callable[[Tensor], Tensor]  # the rectangle, as a view of the flat range of a parameter that holds it
+
+    @property
+    def numel(self) -> int:
+        return self.extent[0] * self.extent[1]
+
+
+# The matrices in elements ``start`` to ``stop`` of a local parameter (name, shard, start, stop); [] if it holds none.
+Locate = Callable[[str, Shard, int, int], list[MatrixPart]]
+
+
+@dataclass(slots=True)
+class Stepped:
+    """A flat range of a parameter, [n] fp32, that is stepped here; ``state`` and ``group`` are those of the optimizer that has it."""
+
+    tensor: Tensor
+    state: dict[str, Any]
+    group: dict[str, Any]
+    parts: list[MatrixPart]
+
+    def __post_init__(self) -> None:
+        if "momentum" not in self.state:
+            # Counted as torch's AdamW counts: a rank may hold matrices alone, and the count is one of the whole model.
+            self.state["step"] = torch.zeros((), dtype=torch.float32)
+            self.state["momentum"] = torch.zeros_like(self.tensor)
+
+
+class MomentumSteps:
+    """Steps of the ranges ``held``, which no other optimizer steps then. With ``exchange`` they are Muon's, else SGD's."""
+
+    def __init__(self, held: Sequence[Stepped], momentum: float, exchange: MatrixExchange | None):
+        self._held, self._momentum, self._exchange = held, momentum, exchange
+
+    def step(self) -> None:
+        """One update by the gradients, which are taken away. Collective over the model's ranks with ``exchange``."""
+        updates = []
+        for one in self._held:
+            grad, one.tensor.grad = one.tensor.grad, None
+            assert grad is not None
+            moving = one.state["momentum"].mul_(self._momentum).add_(grad)
+            updates.append(grad.add(moving, alpha=self._momentum) if self._exchange else moving)  # Nesterov's
+        if self._exchange is not None:
+            self._exchange(updates)
+        for one, update in zip(self._held, updates, strict=True):
+            lr, decay = one.group["lr"], one.group["weight_decay"]
+            one.tensor.mul_(1 - lr * decay).add_(update, alpha=-lr)
+            one.state["step"] += 1
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What is exchanged at a time."""
+
+    sent: list[tuple[int, MatrixPart]]  # this rank's ranges and their parts, by owner
+    given: list[int]  # elements for each rank
+    taken: list[int]  # elements from each rank
+    pieces: list[tuple[str, slice, slice]]  # of the matrices that this rank owns, in the order in which they come
+    owned: dict[str, tuple[int, int]]
+
+
+class MatrixExchange:
+    """Replaces flat ranges of matrices by those of their orthogonalised matrices, scaled."""
+
+    def __init__(self, held: Sequence[Stepped], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device):
+        """Collective over ``group``. ``dtype``: in which matrices travel and are orthogonalised."""
+        self._group, self._dtype, self._device = group, dtype, device
+        mine = [(number, part) for number, one in enumerate(held) for part in one.parts]
+        everyones = all_gather_json([[part.name, part.shape, part.start, part.extent] for _, part in mine], group)
+        shapes: dict[str, tuple[int, int]] = {}
+        holders: dict[str, list[int]] = {}
+        for rank, parts in enumerate(everyones):
+            for name, (rows, columns), *_ in parts:
+                shapes[name] = rows, columns
+                if rank not in (ranks := holders.setdefault(name, []))[-1:]:
+                    ranks.append(rank)
+        owners = _owners(shapes, holders, len(everyones))
+        self._buckets = []
+        for names in _buckets(shapes, _BUCKET * len(everyones)):
+            own = sorted(((n, p) for n, p in mine if p.name in names), key=lambda sent: owners[sent[1].name])
+            given, taken = [0] * len(everyones), [0] * len(everyones)
+            for _, part in own:
+                given[owners[part.name]] += part.numel
+            pieces = []
+            for rank, parts in enumerate(everyones):
+                for name, _, start, extent in parts:
+                    if name in names and owners[name] == dist.get_rank(group):
+                        taken[rank] += extent[0] * extent[1]
+                        down, across = (slice(s, s + e) for s, e in zip(start, extent, strict=True))
+                        pieces.append((name, down, across))
+            owned = {name: shapes[name] for name, *_ in pieces}
+            self._buckets.append(_Bucket(own, given, taken, pieces, owned))
+
+    def __call__(self, flats: Sequence[Tensor]) -> None:
+        """In place. Collective over the group."""
+        for bucket in self._buckets:
+            parts = [part.of(flats[number]).reshape(-1).to(self._dtype) for number, part in bucket.sent]
+            came = self._travel(parts, bucket.given, bucket.taken)
+            matrices = {n: torch.zeros(s, dtype=self._dtype, device=self._device) for n, s in bucket.owned.items()}
+            for (name, down, across), values in zip(
+                bucket.pieces, came.split(self._sizes(matrices, bucket)), strict=True
+            ):
+                target = matrices[name][down, across]
+                target.copy_(values.view_as(target))
+            for name, matrix in matrices.items():
+                matrices[name] = orthogonalized(matrix) * update_scale(*matrix.shape)
+            back = [matrices[name][down, across].reshape(-1) for name, down, across in bucket.pieces]
+            values_back = self._travel(back, bucket.taken, bucket.given)
+            for (number, part), values in zip(
+                bucket.sent, values_back.split([part.numel for _, part in bucket.sent]), strict=True
+            ):
+                target = part.of(flats[number])
+                target.copy_(values.view_as(target))
+
+    @staticmethod
+    def _sizes(matrices: dict[str, Tensor], bucket: _Bucket) -> list[int]:
+        return [matrices[name][down, across].numel() for name, down, across in bucket.pieces]
+
+    def _travel(self, parts: Sequence[Tensor], given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        """As bytes: gloo knows no bf16."""
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        sent = torch.cat([empty, *parts]).view(torch.uint8)
+        came = torch.empty(sum(taken) * self._dtype.itemsize, dtype=torch.uint8, device=self._device)
+        comes, goes = ([count * self._dtype.itemsize for count in counts] for counts in (taken, given))
+        dist.all_to_all_single(came, sent, comes, goes, group=self._group)
+        return came.view(self._dtype)
+
+
+def _owners(shapes: dict[str, tuple[int, int]], holders: dict[str, list[int]], num_ranks: int) -> dict[str, int]:
+    """For each matrix one of the ranks that hold a part of it, so that all have about equally much to compute."""
+    loads, owners = [0] * num_ranks, {}
+    cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
+    for name in sorted(shapes, key=lambda name: (-cost[name], name)):
+        owners[name] = min(holders[name], key=lambda rank: (loads[rank], rank))
+        loads[owners[name]] += cost[name]
+    return owners
+
+
+def _buckets(shapes: dict[str, tuple[int, int]], limit: int) -> list[set[str]]:
+    """Matrices of about ``limit`` elements together, the same on all ranks."""
+    found: list[set[str]] = []
+    size = limit
+    for name, (rows, columns) in sorted(shapes.items()):
+        if size >= limit:
+            found.append(set())
+            size = 0
+        found[-1].add(name)
+        size += rows * columns
+    return found
