@@ -191,7 +191,11 @@ class Fields:
     ) -> float | T:
         """A number from ``minimum`` to ``maximum``."""
         bounds = "" if math.isinf(minimum) and math.isinf(maximum) else f" from {minimum:g} to {maximum:g}"
-        return self._take(key, f"a number{bounds}", lambda value: _is_number(value, minimum, maximum), default)
+
+        def is_number(value: object) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
+
+        return self._take(key, f"a number{bounds}", is_number, default)
 
     def text(self, key: str, choices: Collection[str] = (), default: T = _REQUIRED) -> str | T:
         """A text, one of ``choices`` if they are given."""
@@ -280,10 +284,6 @@ def is_plain(text: str) -> bool:
 
 def _is_integer(value: object, minimum: int, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
-
-
-def _is_number(value: object, minimum: float, maximum: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:

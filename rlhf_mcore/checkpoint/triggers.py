@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -259,7 +259,12 @@ class Triggers:
         self.save_s.measured(seconds)
         self._saved_step = step
         self._mark = self._last_save = self.clock()
-        self._remove_request()
+        # The request is served, unless it was made again since it was seen.
+        path = self.run / SAVE_REQUEST
+        with suppress(FileNotFoundError):
+            if self._request is not None and path.stat().st_mtime_ns == self._request:
+                path.unlink()
+        self._request = None
 
     def not_saved(self, decision: Decision) -> None:
         """The save that was decided on has failed, and the run continues without it."""
@@ -315,10 +320,3 @@ class Triggers:
         except FileNotFoundError:
             self._request = None
         return self._request is not None
-
-    def _remove_request(self) -> None:
-        """The request is served, unless it was made again since it was seen."""
-        path = self.run / SAVE_REQUEST
-        if self._request is not None and path.exists() and path.stat().st_mtime_ns == self._request:
-            path.unlink()
-        self._request = None

@@ -35,7 +35,7 @@ COMMANDS = {
     "serve-reward": "score responses that runs send by HTTP",
     "evaluate": "score a model on held-out prompts, or two side by side",
     "report": "one HTML file about a run, or about several: health, curves, time, what the model writes",
-    "watch": "the same page in a browser while a run goes on",
+    "watch": "the same page in a browser during a run",
     "rollouts": "list, add, drain or remove the engines of a running job",
     "pin": "keep a checkpoint of a run under a name",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
@@ -44,7 +44,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hand the arguments after the command's name to the command. Returns the exit code."""
+    """Call the command with the arguments after its name. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if completion.ASKED in os.environ:
         completion.answer(COMMANDS)

@@ -33,5 +33,5 @@ def expected_kernels(has_gpu: bool) -> dict[str, str]:
 
 
 def check_expected(has_gpu: bool) -> Finding:
-    """A finding that says it."""
+    """A finding about it."""
     return Finding("kernels", "note", kernels_text(expected_kernels(has_gpu)).removeprefix("kernels: "))

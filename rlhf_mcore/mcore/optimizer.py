@@ -108,7 +108,7 @@ class Optimizer:
             self._momentum = MomentumSteps(held, cfg.momentum, exchange)
 
     def read_in_thread(self, read: Callable[[], None]) -> Future[None]:
-        """Let ``read`` copy the state while the run goes on: what would change it waits (:meth:`wait_for_reader`)."""
+        """Let ``read`` copy the state while the run continues: what would change it waits (:meth:`wait_for_reader`)."""
         self.wait_for_reader()
         self._reader = self._platform.in_thread(read)
         if (part := self._movable.parts.get(OPTIMIZER)) is not None:

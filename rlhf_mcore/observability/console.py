@@ -283,10 +283,10 @@ def _sample_lines(sample: tuple[int, str, str, float | None], room: int) -> list
     step, prompt, response, score = sample
     title = f"sample of step {step}" + (f", reward {score:.3g}" if score is not None else "")
     lines = [Text(title, style="bold")]
-    asked, said = (printable(text).strip() for text in (prompt, response))
+    asked, response = (printable(text).strip() for text in (prompt, response))
     if len(asked) > room:
         asked = f"…{asked[-room + 1 :]}"
-    for text, style in ((asked, "dim"), (said[: 2 * room], "")):
+    for text, style in ((asked, "dim"), (response[: 2 * room], "")):
         lines.append(Text(text, style=style))
     return lines
 

@@ -1,6 +1,6 @@
 """Whether a run is healthy: the verdicts of the rules on its metrics, each with what to do where one is broken.
 
-A rule speaks only where a run has reported its metric. The rules are in ``config/metric_rules.py``; docs/report.md is checked against
+A rule judges only where a run has reported its metric. The rules are in ``config/metric_rules.py``; docs/report.md is checked against
 them.
 """
 

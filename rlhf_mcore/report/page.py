@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -24,7 +24,12 @@ FORMAT = "rlhf_mcore.report"
 
 
 def content(runs: Sequence[RunData]) -> dict[str, Any]:
-    """What the page shows: the runs in the order given, with verdicts, and the keys in which their configurations differ."""
+    """What the page shows: the runs in the order given, with verdicts, and the keys in which their configurations differ.
+
+    Runs of one name are shown under their paths.
+    """
+    names = [run.name for run in runs]
+    runs = [replace(run, name=run.path) if names.count(run.name) > 1 else run for run in runs]
     return {
         "format": FORMAT,
         "version": __version__,

@@ -112,15 +112,12 @@ def read_sample(data: DataConfig, name: str, limit: int, scan_s: float | None = 
                 source, info = str(row.get("data_source") or "unknown"), mapping(row, "extra_info", place)
                 content = row.get(prompt_key)
                 prompt = Prompt(place, len(rows), [], _text(content), source, truth, extra_info=info)
-                rows.append(Row(place, prompt, isinstance(content, list) and _last_role(content) == "assistant"))
+                last = content[-1] if isinstance(content, list) and content else None
+                rows.append(Row(place, prompt, isinstance(last, dict) and last.get("role") == "assistant"))
             if deadline is not None and time.monotonic() > deadline:
                 break
     chosen = np.linspace(0, len(rows) - 1, min(limit, len(rows))).astype(int).tolist()
     return [rows[index] for index in chosen], Counter(row.prompt.data_source for row in rows)
-
-
-def _last_role(messages: list[Any]) -> str | None:
-    return messages[-1].get("role") if messages and isinstance(messages[-1], dict) else None
 
 
 def _text(prompt: Any) -> str:

@@ -70,7 +70,7 @@ class RoleFiles:
         """Copy everything into host memory that is kept for the next time. Collective over the world.
 
         Only weights that are put together from several ranks' or columns are copied here, and those that leave the device. The others
-        and the state of the optimizer, most of the bytes, are copied by a thread while the run goes on: the next update waits for
+        and the state of the optimizer, most of the bytes, are copied by a thread while the run continues: the next update waits for
         it, and before that come evaluation and generation.
 
         Returns what writes the copy: it needs no other rank, and may run in a thread of its own, until the next snapshot.

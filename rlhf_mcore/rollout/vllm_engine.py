@@ -347,7 +347,7 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
 
 
 def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> str | None:
-    """What to tell instead of what vLLM says of a start, where configuration is the cause."""
+    """The message in place of vLLM's about a start, where configuration is the cause."""
     if "larger than the available KV cache memory" in message or "for the cache blocks" in message:
         key = "gpu_memory_utilization" if on_cuda else "kv_cache_gib"
         return (
@@ -463,7 +463,7 @@ def _renew_sinks(model: Any) -> None:
 
 
 def _lost_layers(model: Any) -> set[str]:
-    """Layers that vLLM reloads and that nothing has reached, whatever its model says of their parameters."""
+    """Layers that vLLM reloads and that nothing has reached, whatever its model reports about their parameters."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     found = {name: get_layerwise_info(module) for name, module in model.named_modules()}

@@ -83,7 +83,10 @@ def _value(node: ast.expr, depth: int) -> Fraction:
             raise ValueError(f"{ast.unparse(node)[:40]!r} is no arithmetic")
     if isinstance(result, float) and not math.isfinite(result):
         raise OverflowError
-    return _bounded(Fraction(result))
+    value = Fraction(result)
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise OverflowError
+    return value
 
 
 def _digits(value: Fraction) -> int:
@@ -103,12 +106,6 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | float:
     if abs(exponent) * (bits - 1) > MAX_BITS:
         raise OverflowError
     return base ** int(exponent)
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise OverflowError
-    return value
 
 
 def _shown(value: Fraction) -> str:

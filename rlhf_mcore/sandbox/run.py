@@ -248,10 +248,6 @@ class Sandbox:
             theirs.close()
             return _supervise(running)
 
-    def _restart(self) -> None:
-        self.close()
-        self._start()
-
 
 @contextmanager
 def _closed_if_interrupted(*sandboxes: Sandbox) -> Iterator[None]:
@@ -302,7 +298,8 @@ class _Running:
         self, sandbox: Sandbox, program: Program, limits: Limits, stdin: bytes, channel: socket.socket | None = None
     ) -> None:
         if sandbox._process.poll() is not None:
-            sandbox._restart()
+            sandbox.close()
+            sandbox._start()
         self.sandbox, self.limits = sandbox, limits
         self.deadline = time.monotonic() + limits.deadline_s
         self.next_look = time.monotonic() + _LOOK_S

@@ -253,10 +253,8 @@ class SamplingAhead:
         group, sample = self._asked.pop(completion.request_id)
         check_completion(group.requests.pop(completion.request_id), completion)
         group.completions[sample] = completion
-        if not group.requests:
-            self._finish(group)
-
-    def _finish(self, group: Group) -> None:
+        if group.requests:
+            return
         samples = sorted(group.completions.items())
         asked = [(group.prompt, sample) for sample, _ in samples]
         group.trajectories = trajectories_of(asked, [completion for _, completion in samples], self._decode)

@@ -47,7 +47,7 @@ class FirstRank:
 
 
 def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
-    """Repeat ``turn`` until the first rank is "done". Engines that have replaced all others get weights where it says "publish".
+    """Repeat ``turn`` until the first rank is "done". Engines that have replaced all others get weights where it is "publish".
 
     Collective over the world.
     """

@@ -343,8 +343,8 @@ REASONS = {
     "train.colocate_critic_reward": _SAME_PROCESSES,
     "train.num_episodes": "depends on the number of rows: set trainer.num_steps to episodes x rows / rollout.batch_size",
     "vllm.num_engines": "there are world size / rollout.layout.tp engines here",
-    "vllm.sync_backend": "the bridge hands the weights over here",
-    "vllm.sync_with_ray": "the bridge hands the weights over here",
+    "vllm.sync_backend": "the bridge brings the weights to engines here",
+    "vllm.sync_with_ray": "the bridge brings the weights to engines here",
 }
 TABLE = Table("OpenRLHF", ROWS, JOINTS, DEFAULTS, REASONS)
 

@@ -176,17 +176,15 @@ class _Runner:
                     taken = self._branch(asked, condition, body, taken)
                     body = None
                 if child.type != "fi":
-                    taken = self._clause(child, taken)
+                    then = next((place for place, inner in enumerate(child.children) if inner.type == "then"), 0)
+                    tested = child.children[1:then]
+                    text = " ".join(map(source_of, tested)) or "else"
+                    taken = self._branch(text, tested, child.children[then + 1 :], taken)
             elif body is not None:
                 body.append(child)
             elif child.type != "if":
                 condition.append(child)
         return True
-
-    def _clause(self, node: Node, taken: bool) -> bool:
-        then = next((place for place, child in enumerate(node.children) if child.type == "then"), 0)
-        condition, body = node.children[1:then], node.children[then + 1 :]
-        return self._branch(" ".join(map(source_of, condition)) or "else", condition, body, taken)
 
     def _branch(self, asked: str, condition: Sequence[Node], body: Sequence[Node], taken: bool) -> bool:
         """Execute a branch if its condition holds and none was taken before. Returns whether one is taken now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -130,7 +130,7 @@ class Words:
 
     def text(self, node: Node) -> str:
         """A word as one text: an assigned value, a pattern, an operand."""
-        return self._limited(" ".join(value for part in self._joined(self._parts(node, quoted=True)) for value in part))
+        return self.joined_text(self._parts(node, quoted=True))
 
     def between(self, node: Node, start: int, end: int, *, quoted: bool) -> list[_Part]:
         """What stands between two bytes of a node: its children there, and the text between them, which has no node."""
@@ -149,9 +149,6 @@ class Words:
 
     def joined_text(self, parts: Sequence[_Part]) -> str:
         return self._limited("".join(" ".join(part.values) for part in parts))
-
-    def _joined(self, parts: Sequence[_Part]) -> Iterator[list[str]]:
-        yield ["".join(" ".join(part.values) for part in parts)]
 
     def _limited(self, text: str) -> str:
         if len(text) > MAX_VALUE:

@@ -459,7 +459,7 @@ REASONS = {
     ACTOR + "ppo_micro_batch_size": "the number per GPU is read; this one is deprecated there",
     ROLLOUT + "multi_turn": "conversations with tools are not supported",
     ROLLOUT + "mode": "the engine lives in the trainer's processes here",
-    ROLLOUT + "load_format": "the bridge hands the weights over here",
+    ROLLOUT + "load_format": "the bridge brings the weights to engines here",
     MODEL + "trust_remote_code": "code that comes with a model is never run here",
     MODEL + "lora_rank": "LoRA is not supported",
     "algorithm.filter_groups.metric": "prompts whose responses all have the same score are replaced here",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.planning.simulate.compare import Comparison, Row
-from rlhf_mcore.planning.simulate.schedule import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +38,8 @@ def draw(comparison: Comparison) -> bytes:
     lanes = figure.add_gridspec(len(rows) + 1, 2, height_ratios=[1.0] * len(rows) + [2.6])
     recorded = min(row.outcome.trace.running[-1][0] - row.outcome.trace.begin for row in rows)
     seconds = min(recorded, _STEPS * max(row.outcome.step_s for row in rows))
-    shown = [_from_begin(row.outcome.trace, seconds) for row in rows]
+    traces = [row.outcome.trace for row in rows]
+    shown = [[(at - t.begin, running) for at, running in t.running if 0 <= at - t.begin <= seconds] for t in traces]
     most = max(running for points in shown for _, running in points)
     for place, (row, points) in enumerate(zip(rows, shown, strict=True)):
         axes = figure.add_subplot(lanes[place, :])
@@ -52,11 +52,6 @@ def draw(comparison: Comparison) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     return content.getvalue()
-
-
-def _from_begin(trace: Trace, seconds: float) -> list[tuple[float, int]]:
-    """The numbers of running sequences of the first ``seconds`` that are shown."""
-    return [(at - trace.begin, running) for at, running in trace.running if 0 <= at - trace.begin <= seconds]
 
 
 def _lane(axes: Axes, row: Row, points: list[tuple[float, int]], seconds: float, most: int) -> None:

@@ -389,14 +389,11 @@ class Fleet:
                 except Exception as error:
                     problems.append(f"engine {engine.name}: {error}")
                     if process in engine.processes:  # else it has failed already
-                        self._fail_or_end(engine, str(error))
+                        try:
+                            self._fail(engine, str(error))
+                        except EnginesLost as lost:
+                            self._error = lost
         return problems
-
-    def _fail_or_end(self, engine: FleetEngine, reason: str) -> None:
-        try:
-            self._fail(engine, reason)
-        except EnginesLost as error:
-            self._error = error
 
     def resume(self) -> None:
         """Let those that were paused draw again."""

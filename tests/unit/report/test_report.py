@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import b64encode
+from dataclasses import replace
 from hashlib import sha256
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import DESCRIPTIONS
 from rlhf_mcore.config.metric_rules import RULES, Series
 from rlhf_mcore.report.health import verdicts
-from rlhf_mcore.report.page import page
+from rlhf_mcore.report.page import content, page
 from rlhf_mcore.report.run_data import different_keys, read_run
 from rlhf_mcore.report.server import ReportServer
 
@@ -118,6 +119,13 @@ def test_a_directory_above_is_told_which_one_was_meant(run: Path, capsys: pytest
     assert f"did you mean {run}?" in capsys.readouterr().err
     assert main([str(run), "--out", str(run)]) == 2 and "name a file" in capsys.readouterr().err
     assert main([str(run), "--rollouts", "-1"]) == 2 and "--rollouts -1 is out of range" in capsys.readouterr().err
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(run: Path) -> None:
+    other = read_run(run, 0)
+    same = replace(other, path="elsewhere/e")
+    assert [shown["name"] for shown in content([other, same])["runs"]] == [str(run), "elsewhere/e"]
+    assert content([other])["runs"][0]["name"] == "e"
 
 
 def test_configurations_are_compared_key_by_key() -> None:

@@ -183,7 +183,7 @@ def _placed(ranks: _Ranks, name: str, values: Sequence[Located], shape: Index) -
     for rank, value in enumerate(values):
         where = tuple(int(k) for k in (mesh == rank).nonzero()[0])
         if any(k for k, placement in zip(where, placements, strict=True) if isinstance(placement, Replicate)):
-            continue  # the first replica stands for the others
+            continue  # others hold what the first replica does
         held = _held(shape, placements, tuple(mesh.shape), where, name)
         local: Index = tuple(sum(length for _, length in axis) for axis in held)
         if value.shape != local and 0 not in local:
