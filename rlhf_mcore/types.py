@@ -7,7 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class ModelGeometry:
     delta_key_dim: int = 0
     delta_value_dim: int = 0
     delta_kernel: int = 0
+    mtp_layers: int = (
+        0  # behind the last layer, where they are trained with the model; numbered as if they were further ones
+    )
 
     @property
     def value_dim(self) -> int:
@@ -61,6 +64,16 @@ class ModelGeometry:
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def trunk(self) -> ModelGeometry:
+        """The model that samples a token at a time."""
+        return replace(self, mtp_layers=0)
+
+    @property
+    def mtp_numbers(self) -> range:
+        """Numbers of the MTP layers that are trained."""
+        return range(self.num_layers, self.num_layers + self.mtp_layers)
 
     @property
     def num_attention_layers(self) -> int:

@@ -15,7 +15,8 @@ from rlhf_mcore.algorithms.value_loss import ReturnNormalizer
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
 from rlhf_mcore.config.derive import offloaded_parts
-from rlhf_mcore.config.run_kinds import RunKind
+from rlhf_mcore.config.mtp_rules import MODES
+from rlhf_mcore.config.run_kinds import RunKind, run_kind
 from rlhf_mcore.config.schema import (
     ActorConfig,
     Config,
@@ -24,9 +25,11 @@ from rlhf_mcore.config.schema import (
     ReferenceConfig,
     RewardModelConfig,
 )
+from rlhf_mcore.families.mtp import MTP_KEY
 from rlhf_mcore.mcore.groups import GroupPool, build_groups
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model
 from rlhf_mcore.mcore.model_spec import ModelSpec, load_spec
+from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.mcore.overrides import Overrides
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.parallel.collectives import on_every_rank
@@ -138,6 +141,12 @@ class ModelBuilder:
             expert_bias_rate=cfg.moe.expert_bias_rate,
         )
         trained = None
+        if isinstance(cfg, ActorConfig) and cfg.mtp.mode in MODES:
+            spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=getattr(spec.hf_config, MTP_KEY)))
+            generates = run_kind(self.cfg).generates
+            temperature = self.cfg.rollout.sampling.temperature if generates else 1.0
+            alone = cfg.mtp.mode == "train"
+            options = replace(options, mtp=MTPLearning(alone, 1.0 if alone else cfg.mtp.loss_coef, temperature))
         if isinstance(cfg, ActorConfig) and cfg.freeze:
             trained = trained_names(spec.geometry, cfg.freeze)
             options = replace(

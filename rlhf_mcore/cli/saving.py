@@ -135,7 +135,7 @@ def build_checkpointer(
     for saved in models:
         # MTP layers predict tokens from hidden states, which a scalar head has no use for.
         has_tokens = saved.model.spec.geometry.head == "lm"
-        carried = on_every_rank(partial(CarriedTensors, saved.path)) if has_tokens else None
+        carried = on_every_rank(partial(CarriedTensors, saved.path, saved.model.spec.geometry)) if has_tokens else None
         if carried is not None and carried.types:
             record.note(carried.text(saved.name))
         files.append(RoleFiles(saved.name, saved.model, _exporter(cfg, saved, carried)))

@@ -151,6 +151,17 @@ def _read(file: Path, prefix: str, limits: Limits) -> Fields:
         raise ConfigError(f"{prefix} has no {file.name}; it is not a Hugging Face model directory") from error
 
 
+def tensor_names(folder: Path) -> set[str] | None:
+    """Names of the tensors of a model directory; None where it has none.
+
+    Raises:
+        ConfigError: a file is damaged.
+    """
+    if isfile(folder / INDEX_FILE):
+        return set(_read(folder / INDEX_FILE, str(folder), INDEX).table("weight_map"))
+    return set(_header(folder, SINGLE_FILE, {}).content) if isfile(folder / SINGLE_FILE) else None
+
+
 def _weight_problems(folder: Path, prefix: str) -> Iterator[str]:
     if isfile(folder / INDEX_FILE):
         yield from _index_problems(folder, prefix)

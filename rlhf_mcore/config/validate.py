@@ -34,6 +34,7 @@ from rlhf_mcore.config.keys import DESCRIPTIONS, value_of
 from rlhf_mcore.config.layouts import balance_problems, cut_problems, engine_problems, role_problems, world_problems
 from rlhf_mcore.config.megatron_fields import megatron_problems
 from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.config.mtp_rules import mtp_problems
 from rlhf_mcore.config.reward_rules import rule_problems, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
@@ -71,6 +72,7 @@ def validate(cfg: Config, world_size: int | None = None, *, check_files: bool = 
     if in_range and geometry is not None:
         problems += cut_problems("actor", cfg.actor.layout, geometry, "model.path")
         problems += balance_problems("actor", cfg.actor.moe, geometry, "model.path")
+        problems += mtp_problems(cfg, geometry)
     if kind.generates:
         problems += [*algorithm_problems(cfg), *rollout_problems(cfg), *reward_problems(cfg)]
         problems += [*_ray_problems(cfg), *prompt_problems(cfg), *role_problems(cfg, geometry if in_range else None)]

@@ -156,6 +156,15 @@ def sequence_ids(microbatch: Microbatch) -> tuple[Tensor, int]:
     return torch.arange(len(sizes)).repeat_interleave(sizes.cpu())[None], len(sizes)
 
 
+def one_later(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """In model layout, of every position what the next one of its sequence has, and zero at the last position of each."""
+    shifted = torch.zeros_like(values)
+    shifted[:, :-1] = values[:, 1:]
+    if microbatch.cu_seqlens is not None:
+        shifted[0, microbatch.cu_seqlens[1:].long().to(values.device) - 1] = 0
+    return shifted
+
+
 def to_model_layout(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """Flat token layout -> model layout: out[i] = values[i + 1] within a row, and zero at its last position."""
     shifted = torch.zeros_like(values)

@@ -38,6 +38,7 @@ class Dim:
 
 ONE = Dim("one", lambda g: 1)
 HIDDEN = Dim("hidden", lambda g: g.hidden_size)
+TWICE_HIDDEN = Dim("twice_hidden", lambda g: 2 * g.hidden_size)
 HEADS = Dim("heads", lambda g: g.num_heads)
 QUERIES = Dim("queries", lambda g: g.num_heads * g.head_dim)
 KV = Dim("kv", lambda g: g.num_kv_heads * g.head_dim)
@@ -72,7 +73,7 @@ Kind = Literal[
     "delta_by_head",
     "gated_qkv",
 ]
-Layers = Literal["all", "dense", "moe", "attention", "delta"]  # that have a parameter
+Layers = Literal["all", "dense", "moe", "attention", "delta", "mtp"]  # that have a parameter
 Spec = Literal["any", "local", "te"]  # layer specs that have it under a name: both, the local one, Transformer Engine's
 
 
@@ -271,6 +272,13 @@ SINKS = (
 OUTPUT_BIAS = (
     Rule(_MEGATRON + "self_attention.linear_proj.bias", "replicated", {_ATTENTION + "o_proj.bias": (HIDDEN,)}),
 )
+# Beside those of a layer of its kind, what an MTP layer has. Its embedding and output layer are those of the model.
+MTP = (
+    Rule(_MEGATRON + "enorm.weight", "replicated", {_LAYER + "enorm.weight": (HIDDEN,)}, "mtp"),
+    Rule(_MEGATRON + "hnorm.weight", "replicated", {_LAYER + "hnorm.weight": (HIDDEN,)}, "mtp"),
+    Rule(_MEGATRON + "eh_proj.weight", "column_parallel", {_LAYER + "eh_proj.weight": (HIDDEN, TWICE_HIDDEN)}, "mtp"),
+    Rule(_MEGATRON + "final_layernorm.weight", "replicated", {_LAYER + "shared_head.norm.weight": (HIDDEN,)}, "mtp"),
+)
 EXPERT_BIAS = (
     Rule(
         _MEGATRON + "mlp.router.expert_bias",
@@ -343,7 +351,9 @@ class Family:
     def layer_rules(self, geometry: ModelGeometry, layer: int, *, fused: bool = False) -> list[Rule]:
         """Rules of the parameters of one layer of a model; ``fused`` as Transformer Engine's layer spec names them."""
         is_moe, is_delta = geometry.layer_kind(layer)
-        kinds = ("all", "moe" if is_moe else "dense", "delta" if is_delta else "attention")
+        kinds = ["all", "moe" if is_moe else "dense", "delta" if is_delta else "attention"]
+        if layer >= geometry.num_layers:
+            kinds.append("mtp")
         specs = ("any", "te" if fused else "local")
         return [
             rule

@@ -3,6 +3,7 @@
 from rlhf_mcore.families.base import (
     DECODER,
     EXPERT_BIAS,
+    MTP,
     NORMED_HEAD_DIM,
     QKV_BIAS,
     Family,
@@ -15,7 +16,13 @@ from rlhf_mcore.families.mixture import SigmoidMixture
 FAMILY = Family(
     "glm4_moe",
     "Glm4Moe",
-    DECODER + QKV_BIAS + qk_norm(NORMED_HEAD_DIM) + experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts"),
+    DECODER
+    + QKV_BIAS
+    + qk_norm(NORMED_HEAD_DIM)
+    + experts("mlp")
+    + EXPERT_BIAS
+    + shared_expert("mlp.shared_experts")
+    + MTP,
     megatron={"add_qkv_bias": True},
     mixture=SigmoidMixture(),
     flags={"attention_bias": True, "norm_topk_prob": True},

@@ -12,6 +12,10 @@ from rlhf_mcore.foreign import Fields
 
 MTP_KEY = "num_nextn_predict_layers"  # of config.json
 _MAX_LAYERS = 64
+# Tensors of an MTP layer in files, and those of the model that they are.
+REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING_COPY = "mtp.embedding.weight"  # on the last pipeline stage, if that is not the first one
 
 
 def num_mtp_layers(hf_config: Fields) -> int:

@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
+from rlhf_mcore.mcore.weights import transformer_layers
 from rlhf_mcore.platform.megatron_versions import LayersOfSpec
 
 if not isinstance(multi_latent_attention.TELinear, type):
@@ -93,7 +94,7 @@ class Rotary(RotaryEmbedding):
 def set_frequencies(chunk: GPTModel, inv_freq: Tensor, scale: float) -> None:
     """Give all layers of a chunk the rotary frequencies [rope_head_dim / 2] of the Hugging Face model."""
     factor = scale if chunk.config.rope_type == "yarn" else None
-    for layer in chunk.decoder.layers:
+    for layer in transformer_layers(chunk):
         attention = layer.self_attention
         attention.rotary_pos_emb = Rotary(attention.rotary_pos_emb, inv_freq, factor)
 

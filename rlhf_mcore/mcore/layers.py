@@ -46,6 +46,7 @@ from rlhf_mcore.families.base import Family
 from rlhf_mcore.mcore.delta_net import delta_net_spec
 from rlhf_mcore.mcore.latent import LatentAttention, Rotary, local_attention_spec
 from rlhf_mcore.mcore.norms import NormedAdd, ProjectionNorm, RMSNorm
+from rlhf_mcore.mcore.weights import unwrap
 from rlhf_mcore.parallel.context import chunks_of, gather_context
 from rlhf_mcore.platform.megatron_versions import submodules_of
 
@@ -350,19 +351,30 @@ def decoder_spec(
     config: TransformerConfig, kind: str, family: Family, *, pp_rank: int, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk; ``kind`` is "te", "local" or "auto"."""
-    te = use_te(kind)
     first = get_transformer_layer_offset(config, vp_stage, pp_rank)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
-    build = _te_spec if te else _local_spec
-    if te:
-        from megatron.core.extensions.transformer_engine import TENorm
     kinds = [(_is_moe(config, number), _is_delta(config, number)) for number in numbers]
-    specs = {(moe, delta): build(config, family, moe=moe) for moe, delta in set(kinds)}
-    for (_, is_delta), spec in specs.items():
-        _adapt(spec.submodules, config, family)
-        if is_delta:
-            _use_delta_net(spec.submodules, te)
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=TENorm if te else RMSNorm)
+    specs = {(moe, delta): layer_spec(config, kind, family, moe=moe, delta=delta) for moe, delta in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[k] for k in kinds], layer_norm=norm_and_linear(kind)[0])
+
+
+def layer_spec(config: TransformerConfig, kind: str, family: Family, *, moe: bool, delta: bool = False) -> ModuleSpec:
+    """One layer: with experts, with a gated delta net."""
+    te = use_te(kind)
+    spec = (_te_spec if te else _local_spec)(config, family, moe=moe)
+    _adapt(spec.submodules, config, family)
+    if delta:
+        _use_delta_net(spec.submodules, te)
+    return spec
+
+
+def norm_and_linear(kind: str) -> tuple[type[torch.nn.Module], type[torch.nn.Module]]:
+    """A norm that stands alone, and a linear layer whose outputs are split."""
+    if not use_te(kind):
+        return RMSNorm, LocalSpecProvider().column_parallel_linear()
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    return TENorm, TEColumnParallelLinear
 
 
 def _use_delta_net(layer: TransformerLayerSubmodules, te: bool) -> None:
@@ -456,6 +468,6 @@ def _local_spec(config: TransformerConfig, family: Family, *, moe: bool) -> Modu
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
-    """The routers of a model's chunks, layer by layer."""
+    """The routers of a model's chunks, layer by layer; not those of MTP layers."""
     for chunk in chunks:
-        yield from (module for module in chunk.modules() if isinstance(module, Router))
+        yield from (module for module in unwrap(chunk).decoder.modules() if isinstance(module, Router))

@@ -18,12 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -35,6 +29,7 @@ from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.mcore.groups import ModelGroups, use_groups
 from rlhf_mcore.mcore.latent import set_frequencies
 from rlhf_mcore.mcore.layers import (
+    Router,
     ScalarHead,
     decoder_spec,
     defer_logits,
@@ -46,12 +41,12 @@ from rlhf_mcore.mcore.layers import (
 )
 from rlhf_mcore.mcore.model_spec import ModelSpec, transformer_config
 from rlhf_mcore.mcore.momentum import Locate
+from rlhf_mcore.mcore.mtp import MTPLearning, add_mtp_layers, mtp_loss, sum_embedding_gradients
 from rlhf_mcore.mcore.optimizer import Optimizer, StepOutcome
 from rlhf_mcore.mcore.overrides import Overrides
-from rlhf_mcore.mcore.weights import local_parameters, unwrap, weight_storage
+from rlhf_mcore.mcore.weights import local_parameters, mark_tensor_parallel, unwrap, weight_storage
 from rlhf_mcore.parallel.collectives import reduce_sums
 from rlhf_mcore.parallel.context import gather_context, local_places
-from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.parallel.logprobs import linear_logprobs
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
@@ -84,6 +79,7 @@ class MegatronModel:
     logit_chunk_tokens: int | None = None
     _has_stale_weights: bool = False  # with overlap_param_gather: updated, and not yet gathered
     movable: Movable = field(default_factory=Movable)  # what leaves the device between uses
+    mtp: MTPLearning | None = None  # of MTP layers, where they are trained
 
     @property
     def is_last_stage(self) -> bool:
@@ -95,8 +91,9 @@ class MegatronModel:
 
     def add_optimizer(self, cfg: OptimizerConfig, locate: Locate = lambda *_: []) -> None:
         """The weights must be loaded: master weights are copied from them. Collective over the model's ranks."""
+        alone = self.mtp is not None and self.mtp.alone
         self.optimizer = Optimizer(
-            self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate
+            self.chunks, self.config, self.groups, self.platform, cfg, self.overrides, self.movable, locate, alone
         )
 
     def share(self, sharing: DeviceSharing, name: str, kinds: Collection[str], *, by_layer: bool = False) -> None:
@@ -160,7 +157,11 @@ class MegatronModel:
         def compute(microbatch: Microbatch, outputs: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             value, metrics = loss(outputs, microbatch)
             # The schedule divides and scales the returned tensor in place, so what is recorded must be a copy.
-            return value, torch.zeros([], dtype=torch.int), {"loss": value.detach().clone(), **metrics}
+            metrics = {"loss": value.detach().clone(), **metrics}
+            if self.mtp is not None:
+                added, sums = mtp_loss(self, outputs, microbatch, self._packed(microbatch), self.mtp)
+                value, metrics = value + added, {**metrics, **sums}
+            return value, torch.zeros([], dtype=torch.int), metrics
 
         for chunk in self.chunks:
             chunk.train()
@@ -216,17 +217,24 @@ class MegatronModel:
         return reduce_sums({"balance": local}, self.groups.collection.intra_dist_opt)["balance"]
 
     def logprobs_and_entropy(
-        self, outputs: Tensor, microbatch: Microbatch, temperature: float, *, with_entropy: bool = True
+        self,
+        outputs: Tensor,
+        microbatch: Microbatch,
+        temperature: float,
+        *,
+        with_entropy: bool = True,
+        output_weight: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs of the next tokens, and entropies where wanted, at a sampling temperature: fp32 in the shape of its tokens.
 
         Where the microbatch's ``weights``, or its ``loss_mask``, are zero there are no logits, and both are zero. ``outputs``: of this
-        model, of the last stage.
+        model, of the last stage. ``output_weight``: of the output layer; None: the model's.
         """
         fields, labels = microbatch.fields, self._local(microbatch, microbatch.fields["labels"])
         chunk = unwrap(self.chunks[-1])
-        tied = chunk.share_embeddings_and_output_weights
-        weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        if (weight := output_weight) is None:
+            tied = chunk.share_embeddings_and_output_weights
+            weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
         hidden, flat = outputs.reshape(-1, outputs.size(-1)), labels.flatten()
         counted = fields.get("weights", fields.get("loss_mask"))
         places = None
@@ -268,7 +276,7 @@ class MegatronModel:
         self, microbatches: Sequence[Microbatch], on_outputs: Callable[..., Any], *, forward_only: bool
     ) -> list[Any]:
         layout, pgs = self.groups.layout, self.groups.collection
-        self.config.finalize_model_grads_func = _finalize
+        self.config.finalize_model_grads_func = partial(_finalize, self.mtp is not None)
         schedule = get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)
         communicator = P2PCommunicator(pp_group=pgs.pp, config=self.config) if layout.pp > 1 else None
         with use_groups(self.groups, self.platform):
@@ -289,29 +297,31 @@ class MegatronModel:
         self, on_outputs: Callable[..., Any], iterator: Iterator[Microbatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
         microbatch, device = next(iterator), self.platform.device()
-        packed = None
-        if microbatch.cu_seqlens is not None:
-            borders, longest = microbatch.cu_seqlens.to(device), microbatch.max_seqlen
-            padded = borders if self.groups.layout.cp > 1 else None  # what Transformer Engine cuts into chunks
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=borders,
-                cu_seqlens_kv=borders,
-                cu_seqlens_q_padded=padded,
-                cu_seqlens_kv_padded=padded,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            )
         output = chunk(
             input_ids=self._local(microbatch, microbatch.token_ids).to(device),
             position_ids=self._local(microbatch, microbatch.position_ids).to(device),
             attention_mask=None,
-            packed_seq_params=packed,
+            packed_seq_params=self._packed(microbatch),
             padding_mask=self._padding(microbatch, unwrap(chunk)).to(device) if self._balances else None,
         )
         if self.groups.layout.cp > 1 and self.spec.geometry.head != "lm" and unwrap(chunk).post_process:
             output = self._whole(microbatch, output.squeeze(-1)).unsqueeze(-1)
         return output, partial(on_outputs, microbatch)
+
+    def _packed(self, microbatch: Microbatch) -> PackedSeqParams | None:
+        if microbatch.cu_seqlens is None:
+            return None
+        borders, longest = microbatch.cu_seqlens.to(self.platform.device()), microbatch.max_seqlen
+        padded = borders if self.groups.layout.cp > 1 else None  # what Transformer Engine cuts into chunks
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
 
     @property
     def _balances(self) -> bool:
@@ -328,9 +338,13 @@ class MegatronModel:
         return mask.contiguous()
 
 
-def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+def _finalize(
+    copies_embedding: bool, chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+) -> None:
     """Reduce gradients. The losses are divided by the global count already, so the token count is not passed to Megatron."""
     finalize_model_grads(chunks, None, **kwargs)
+    if copies_embedding:
+        sum_embedding_gradients(chunks, kwargs["pg_collection"].embd)
 
 
 def scalar_outputs(outputs: Tensor, microbatch: Microbatch) -> Tensor:
@@ -354,6 +368,7 @@ class BuildOptions:
     logit_chunk_tokens: int | None = None  # None: as many as parallel/logprobs.py chooses
     expert_bias_rate: float = 0.0
     microbatch_tokens: int = 0  # the most of a training pass; for ``tp_comm_overlap``
+    mtp: MTPLearning | None = None
 
 
 def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, options: BuildOptions) -> MegatronModel:
@@ -391,8 +406,8 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         if options.freeze is not None:
             options.freeze(chunks)
         chunks = [_wrap(chunk.to(platform.device()), config, groups, options) for chunk in chunks]
-        for router in routers(chunks):
-            router._maintain_float32_expert_bias()
+        for module in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
+            module._maintain_float32_expert_bias()
         # Or Megatron would move it with every gradient, over its globals.
         config.moe_router_enable_expert_bias = False
     if options.trainable and options.overrides.wants("overlap_grad_reduce"):
@@ -408,6 +423,7 @@ def build_model(spec: ModelSpec, groups: ModelGroups, platform: Platform, option
         expert_bias_rate=options.expert_bias_rate if options.trainable else 0.0,
         overrides=options.overrides,
         logit_chunk_tokens=options.logit_chunk_tokens,
+        mtp=options.mtp,
     )
 
 
@@ -439,6 +455,9 @@ def _build_chunk(
         chunk.output_layer = ScalarHead(config, groups.collection.tp, has_bias=spec.geometry.head == "token")
     elif last:
         defer_logits(chunk.output_layer, groups.collection.tp)
+    if options.mtp is not None:
+        family = FAMILIES[spec.geometry.family]
+        add_mtp_layers(chunk, spec.geometry, groups, options.layer_spec, family, alone=options.mtp.alone)
     if spec.geometry.kv_lora_rank:
         set_frequencies(chunk, spec.inv_freq, spec.rope_scale)
     else:
@@ -446,29 +465,8 @@ def _build_chunk(
         set_window_frequencies(chunk, spec.window_inv_freq)
     if first and FAMILIES[spec.geometry.family].scales_embeddings:
         scale_embeddings(chunk.embedding, spec.geometry.hidden_size**0.5)
-    _mark_tensor_parallel(chunk)
+    mark_tensor_parallel(chunk)
     return chunk
-
-
-def _mark_tensor_parallel(chunk: GPTModel) -> None:
-    """Mark which weights are sharded over tensor-parallel ranks.
-
-    Megatron does it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
-    one rank's part only, and clipping is silently wrong.
-    """
-    for module in chunk.modules():
-        if (sinks := getattr(module, "softmax_offset", None)) is not None:
-            set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-        kinds = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-        dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
-        weight = getattr(module, "weight", None)
-        if dim is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(weight, True, dim, 1)
-    for name, parameter in chunk.named_parameters():
-        if is_expert(name) and name.rpartition(".")[2].startswith("bias"):
-            # Ranks that share tokens have different experts: nothing of these is summed over them, and the norm counts all.
-            parameter.sequence_parallel = False
-            parameter.tensor_model_parallel = True
 
 
 def _wrap(chunk: GPTModel, config: TransformerConfig, groups: ModelGroups, options: BuildOptions) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
@@ -42,12 +42,13 @@ class StepOutcome:
     """Of one update, the same on every rank of the model.
 
     ``grad_norm`` is that before clipping, NaN when the loss scaler found an overflow. ``finite`` is false when the gradient was NaN or
-    infinite without a loss scaler having asked for it.
+    infinite without a loss scaler having asked for it. ``norm_alone`` is that of the parameters whose gradient is clipped by itself.
     """
 
     updated: bool
     grad_norm: float
     finite: bool = True
+    norm_alone: float = math.nan
 
 
 class Optimizer:
@@ -63,12 +64,15 @@ class Optimizer:
         overrides: Overrides | None = None,
         movable: Movable | None = None,
         locate: Locate = lambda *_: [],
+        clips_alone: bool = False,
     ):
         """Collective over the model's ranks. The model's weights must be loaded: master weights are copied from them.
 
-        ``locate`` finds the matrices of which Muon takes whole ones.
+        ``locate`` finds the matrices of which Muon takes whole ones. ``clips_alone``: some parameters (``is_clipped_alone``), on some
+        rank of the model, are clipped by the norm of their own.
         """
         self._chunks, self._groups, self._platform = chunks, groups, platform
+        self._clips_alone = clips_alone
         self._movable = movable or Movable()
         scale = cfg.loss_scale
         settings = (overrides or Overrides()).build(
@@ -129,16 +133,40 @@ class Optimizer:
         with use_groups(self._groups, self._platform), torch.no_grad():
             if self.megatron.prepare_grads():
                 return StepOutcome(False, math.nan)
-            grad_norm = float(self.megatron.get_grad_norm())
-            if not math.isfinite(grad_norm):
-                return StepOutcome(False, grad_norm, finite=False)
+            norms = self._norms()
+            if not all(map(math.isfinite, norms)):
+                return StepOutcome(False, norms[0], finite=False)
             for part in self._parts():
-                parameters = part.get_parameters()
-                if parameters and part.config.clip_grad > 0.0:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+                for parameters, norm in zip(self._clipped_together(part), norms, strict=True):
+                    if parameters and part.config.clip_grad > 0.0:
+                        clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
             if self._momentum is not None:
                 self._momentum.step()
-            return StepOutcome(bool(self.megatron.step_with_ready_grads()), grad_norm)
+            updated = bool(self.megatron.step_with_ready_grads())
+            return StepOutcome(updated, norms[0], norm_alone=norms[-1])
+
+    def _norms(self) -> list[float]:
+        """Norms of the gradient, of parameters that are clipped together. Collective over the model's ranks."""
+        if not self._clips_alone:
+            return [float(self.megatron.get_grad_norm())]
+        counted: list[list[Tensor]] = [[], []]
+        for part in self._parts():
+            grads = part.get_main_grads_for_grad_norm()
+            for number, parameters in enumerate(self._clipped_together(part)):
+                mine = {id(parameter.grad) for parameter in parameters}
+                counted[number] += [grad for grad in grads if id(grad) in mine]
+        group = self._groups.collection.intra_dist_opt
+        return [float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) for grads in counted]
+
+    def _clipped_together(self, part: DistributedOptimizer) -> list[list[Tensor]]:
+        """What the optimizer steps: all of it, or what is clipped with the rest, and what is clipped by itself."""
+        if not self._clips_alone:
+            return [part.get_parameters()]
+        alone = {id(stepped) for param, stepped in _stepped(part) if getattr(param, "is_clipped_alone", False)}
+        parts: list[list[Tensor]] = [[], []]
+        for parameter in part.get_parameters():
+            parts[id(parameter) in alone].append(parameter)
+        return parts
 
     def _stepped_by_momentum(self, name: str, locate: Locate) -> Iterator[Stepped]:
         """All ranges with SGD, those of matrices with Muon."""

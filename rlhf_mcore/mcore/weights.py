@@ -5,14 +5,23 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 
-from rlhf_mcore.parallel.layout import ParallelLayout
+from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
+from rlhf_mcore.parallel.layout import ParallelLayout, is_expert
+from rlhf_mcore.platform.megatron_versions import MTP_INNER
 from rlhf_mcore.types import LocalParameter
 
 
@@ -23,10 +32,16 @@ def unwrap(chunk: torch.nn.Module) -> GPTModel:
     return chunk
 
 
+def transformer_layers(chunk: GPTModel) -> list[Any]:
+    """Those of a chunk, and those within its MTP layers."""
+    beyond = chunk.mtp.layers if hasattr(chunk, "mtp") else ()
+    return [*chunk.decoder.layers, *(getattr(layer, MTP_INNER) for layer in beyond)]
+
+
 def local_parameters(chunks: Iterable[torch.nn.Module], layout: ParallelLayout) -> list[LocalParameter]:
     """Every tensor of a model on this rank: parameters, and the buffers that are part of its state.
 
-    Layers are numbered over the whole model (by Megatron's ``layer_number``), experts within this rank.
+    Layers are numbered over the whole model (by Megatron's ``layer_number``), MTP layers behind them, experts within this rank.
     """
     rank = dist.get_rank()
     return [
@@ -40,7 +55,13 @@ def global_names(chunk: GPTModel) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Its own name, that in the whole model, and the tensor, of all that ``local_parameters`` has."""
     numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
     for name, tensor in itertools.chain(chunk.named_parameters(), _state_buffers(chunk)):
-        yield name, _global_name(name, numbers), tensor
+        if name == EMBEDDING and not chunk.pre_process:
+            yield name, EMBEDDING_COPY, tensor
+        elif found := re.match(rf"mtp\.layers\.(\d+)\.(?:{MTP_INNER}\.)?", name):
+            number = chunk.config.num_layers + int(found.group(1))
+            yield name, f"decoder.layers.{number}.{name[found.end() :]}", tensor
+        else:
+            yield name, _global_name(name, numbers), tensor
 
 
 def _state_buffers(chunk: GPTModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,3 +81,24 @@ def weight_storage(chunk: torch.nn.Module) -> list[Tensor]:
     if isinstance(chunk, DistributedDataParallel):
         return [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return [*chunk.parameters(), *chunk.buffers()]
+
+
+def mark_tensor_parallel(chunk: GPTModel) -> None:
+    """Mark which weights are sharded over tensor-parallel ranks.
+
+    Megatron does it while initialising weights, which is skipped here because they are loaded; without it the gradient norm counts
+    one rank's part only, and clipping is silently wrong.
+    """
+    for module in chunk.modules():
+        if (sinks := getattr(module, "softmax_offset", None)) is not None:
+            set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        kinds = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+        dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
+        weight = getattr(module, "weight", None)
+        if dim is not None and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)
+    for name, parameter in chunk.named_parameters():
+        if is_expert(name) and name.rpartition(".")[2].startswith("bias"):
+            # Ranks that share tokens have different experts: nothing of these is summed over them, and the norm counts all.
+            parameter.sequence_parallel = False
+            parameter.tensor_model_parallel = True

@@ -9,6 +9,7 @@ sequence parallelism (their section 4.2.2) the rest.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_mcore.config.schema import RecomputeConfig
@@ -47,7 +48,9 @@ def training_activations(
     layout, geometry = role.layout, role.geometry
     kept = computing = 0.0
     for chunk in range(layout.vpp or 1):
-        layers = layout.layers_of(geometry.num_layers, pp, chunk)
+        layers = [*layout.layers_of(geometry.num_layers, pp, chunk)]
+        if (pp, chunk) == (layout.pp - 1, (layout.vpp or 1) - 1):
+            layers += geometry.mtp_numbers
         kept += _chunk_bytes(role, layers, width, assumed)
         computing = max([computing, *(_computing_bytes(role, layer, tokens, width, assumed) for layer in layers)])
     in_flight = _in_flight(layout, pp, num_microbatches)
@@ -122,7 +125,7 @@ def _in_flight(layout: ParallelLayout, pp: int, num_microbatches: int) -> float:
     return min(2 * (stages - pp - 1) + (chunks - 1) * stages + 1, num_microbatches * chunks) / chunks
 
 
-def _chunk_bytes(role: PlannedRole, layers: range, width: int, assumed: Assumptions) -> float:
+def _chunk_bytes(role: PlannedRole, layers: Sequence[int], width: int, assumed: Assumptions) -> float:
     """Bytes a token that one microbatch leaves behind in the layers of a chunk, its input and output among them."""
     recompute = role.recompute
     whole = [_layer_bytes(role, layer, width, assumed) for layer in layers]

@@ -188,7 +188,7 @@ def num_devices(cfg: Config, world_size: int) -> int:
 
 def sync_plan(cfg: Config, actor: PlannedRole, world_size: int, ranks_per_node: int) -> Plan:
     """The plan of a sync, without a model and without an engine."""
-    geometry, layout = actor.geometry, actor.layout
+    geometry, layout = actor.geometry.trunk, actor.layout
     sources = trainer_places(stage_names(geometry, layout), geometry, layout)
     tp, shapes, devices = cfg.rollout.layout.tp, hf_shapes(geometry), num_devices(cfg, world_size)
     engines, first = num_engines(cfg, world_size), world_size if engines_apart(cfg) else 0

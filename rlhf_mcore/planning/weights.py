@@ -28,6 +28,9 @@ _PARAMETER_START, _BUCKET_END = 64, 128
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Modules of a layer in the order in which Megatron makes them.
 _MODULES = (
+    "enorm",
+    "hnorm",
+    "eh_proj",
     "input_layernorm",
     "core_attention",
     "linear_proj",
@@ -54,6 +57,7 @@ _MODULES = (
     "fc1",
     "fc2",
     "mlp_bda",
+    "final_layernorm",
 )
 
 
@@ -120,13 +124,14 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
     place = layout.coordinates(rank)
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
     numel = owned = 0
-    shares_embedding = geometry.tied_embeddings and layout.pp > 1
+    shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
+    shared = (_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)
     for held in chunk_tensors(geometry, layout, place["pp"]):
         chunk = [tensor for tensor in held if tensor.trained]
         apart = [tensor for tensor in chunk if layout.ep > 1 and is_expert(tensor.name)]
         rest = [tensor for tensor in chunk if not (layout.ep > 1 and is_expert(tensor.name))]
         for tensors, index, size in ((rest, dp_rank, layout.dp * layout.cp), (apart, expert_dp_rank, layout.expert_dp)):
-            buckets = list(_buckets(tensors, size, shares_embedding))
+            buckets = list(_buckets(tensors, size, shared if shares_embedding else ()))
             numel += sum(end - start for start, end, _ in buckets)
             owned += sum(_owned(bucket, index, size) for bucket in buckets)
     return numel, owned
@@ -135,11 +140,11 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
 _Bucket = tuple[int, int, list[tuple[int, int]]]  # start and end in the buffer, ranges of its parameters
 
 
-def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shares_embedding: bool) -> Iterator[_Bucket]:
+def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]) -> Iterator[_Bucket]:
     """The buckets of one buffer: the last parameter comes first, as gradients do."""
     unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int]]()
     for tensor in reversed(tensors):
-        alone = shares_embedding and tensor.name in (_EMBEDDING, _OUTPUT)
+        alone = tensor.name in shared
         if alone and ranges:
             end = _round_up(_round_up(ranges[-1][1], _PARAMETER_START), unit)
             yield start, end, ranges
@@ -182,6 +187,9 @@ def chunk_tensors(geometry: ModelGeometry, layout: ParallelLayout, pp: int) -> l
             tensors.insert(0, LocalTensor(first.mcore, _numel(first.mcore, geometry, grid)))
         if (pp, number) == end:
             tensors += [LocalTensor(rule.mcore, _numel(rule.mcore, geometry, grid)) for rule in last]
+            if geometry.mtp_layers and layout.num_stages > 1:
+                tensors.append(LocalTensor(_EMBEDDING, _numel(_EMBEDDING, geometry, grid)))
+            tensors += [tensor for layer in geometry.mtp_numbers for tensor in _tensors_of(geometry, layer, grid)]
         chunks.append(tensors)
     return chunks
 
@@ -198,6 +206,10 @@ class _Grid:
 @lru_cache(maxsize=1024)
 def _layer_tensors(geometry: ModelGeometry, kind: tuple[bool, bool], grid: _Grid) -> tuple[LocalTensor, ...]:
     layer = next(layer for layer in range(geometry.num_layers) if geometry.layer_kind(layer) == kind)
+    return _tensors_of(geometry, layer, grid)
+
+
+def _tensors_of(geometry: ModelGeometry, layer: int, grid: _Grid) -> tuple[LocalTensor, ...]:
     names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer)
     buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
@@ -228,7 +240,7 @@ def num_parameters(geometry: ModelGeometry) -> int:
 def active_parameters(geometry: ModelGeometry) -> int:
     """Elements that a token is multiplied with: all but the embedding and the experts that it does not go to."""
     _, last = outer_rules(geometry, tied_head=True)
-    return _count(last, geometry, geometry.experts_per_token)
+    return _count(last, geometry.trunk, geometry.experts_per_token)
 
 
 def model_flops(geometry: ModelGeometry) -> ModelFlops:
@@ -241,7 +253,9 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
     layers = [
-        rule for layer in range(geometry.num_layers) for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
+        rule
+        for layer in range(geometry.num_layers + geometry.mtp_layers)
+        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer)
     ]
     return sum((num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry) for rule in (*outer, *layers))
 
@@ -249,6 +263,7 @@ def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
 def checkpoint_bytes(role: PlannedRole) -> int:
     """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights; buffers in fp32."""
     geometry, state = role.geometry, 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
-    rules = (r for layer in range(geometry.num_layers) for r in FAMILIES[geometry.family].layer_rules(geometry, layer))
+    layers = range(geometry.num_layers + geometry.mtp_layers)
+    rules = (r for layer in layers for r in FAMILIES[geometry.family].layer_rules(geometry, layer))
     buffers = sum(rule.numel(geometry) for rule in rules if not rule.trained)
     return (num_parameters(geometry) - buffers) * (BYTES[role.dtype] + state) + buffers * _FP32

@@ -5,11 +5,14 @@ Everything else is the same code for both.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from megatron.core import __version__ as VERSION
 from megatron.core import parallel_state
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 
 SERIES = ("0.16", "0.19")  # those that the tests have run on; docs/compatibility.md has the results
 LOCKED = "0.16.1"
@@ -31,6 +34,19 @@ LATER_GLOBALS = {name: axis for name, axis in _LATER_GLOBALS.items() if hasattr(
 def submodules_of(layer: Any) -> Any:
     """The parts that the specification of an MLP, of a mixture or of its experts names: a ``ModuleSpec`` in 0.16, a partial later."""
     return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
+
+
+# The layer of a transformer within an MTP layer.
+MTP_INNER = "transformer_layer"
+if MTP_INNER not in {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}:
+    MTP_INNER = "mtp_model_layer"
+
+
+def mtp_submodules(inner: ModuleSpec, collection: Any, **parts: Any) -> MultiTokenPredictionLayerSubmodules:
+    """Parts of an MTP layer with the layer ``inner``, which 0.16 builds with the groups of its globals, not all of which are set."""
+    if MTP_INNER == "transformer_layer":
+        inner = ModuleSpec(inner.module, {**inner.params, "pg_collection": collection}, inner.submodules)
+    return MultiTokenPredictionLayerSubmodules(**parts, **{MTP_INNER: inner})
 
 
 class LayersOfSpec:

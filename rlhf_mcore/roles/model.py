@@ -306,10 +306,15 @@ class TrainedModel(RoleModel):
             outcome = self.model.step(lr)
         self.num_updates += 1
         self.num_bad = 0 if outcome.finite else self.num_bad + 1
+        mtp_nll, mtp_tokens = sums.pop("mtp_nll", None), sums.pop("mtp_tokens", 0.0)
         named = objective.metrics(sums, max(float(num_tokens), 1.0))
+        if mtp_nll is not None:
+            named[f"{self.name}/mtp_loss"] = mtp_nll / max(mtp_tokens, 1.0)
         if self.model.aux_loss_coef:
             named[f"{self.name}/load_balance"] = self.model.load_balance()
         optimizer = {"grad_norm": outcome.grad_norm, "lr": lr, "skipped_updates": float(not outcome.updated)}
+        if self.model.mtp is not None and self.model.mtp.alone:
+            optimizer["mtp_grad_norm"] = outcome.norm_alone
         return named | {f"{self.name}/{key}": value for key, value in optimizer.items()}
 
     def _all_ranks(self, holds: bool) -> bool:

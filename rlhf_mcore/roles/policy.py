@@ -47,9 +47,9 @@ class Reference:
         if mine is None or new is None:
             return
         with new.movable.use(WEIGHTS), mine.movable.use(WEIGHTS, writes=True):
-            for parameter, source in zip(mine.local_parameters(), new.local_parameters(), strict=True):
-                assert parameter.name == source.name, (parameter.name, source.name)
-                parameter.tensor.copy_(source.tensor)
+            sources = {source.name: source.tensor for source in new.local_parameters()}  # MTP layers may be beside them
+            for parameter in mine.local_parameters():
+                parameter.tensor.copy_(sources[parameter.name])
 
 
 @dataclass(frozen=True, slots=True)

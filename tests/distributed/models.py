@@ -284,11 +284,14 @@ def pack(directory: Path, seed: int = 0) -> None:
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
 
 
-def add_mtp_layer(directory: Path, layers: int = 4) -> dict[str, torch.Tensor]:
-    """Give a saved model of ``layers`` layers an MTP layer, as DeepSeek-V3 and GLM-4.5 have it, in bf16. Returns its tensors."""
+def add_mtp_layer(directory: Path, layers: int = 4, count: int = 1) -> dict[str, torch.Tensor]:
+    """Give a saved model of ``layers`` layers an MTP layer, as DeepSeek-V3 and GLM-4.5 have it, in bf16. Returns its tensors.
+
+    ``count``: which MTP layer of the model it is.
+    """
     path, config = directory / "model.safetensors", directory / "config.json"
     held = load_file(path)
-    last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    last, prefix = f"model.layers.{layers - 1}.", f"model.layers.{layers + count - 1}."
     hidden, vocabulary = held["model.norm.weight"].numel(), held["model.embed_tokens.weight"]
     made = {prefix + name.removeprefix(last): tensor for name, tensor in held.items() if name.startswith(last)}
     made |= {f"{prefix}{name}.weight": held["model.norm.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
@@ -296,5 +299,5 @@ def add_mtp_layer(directory: Path, layers: int = 4) -> dict[str, torch.Tensor]:
     made[f"{prefix}eh_proj.weight"] = torch.zeros(hidden, 2 * hidden)
     made = {name: (tensor + torch.randn_like(tensor) * 0.1).bfloat16() for name, tensor in made.items()}
     save_file({**held, **made}, path, metadata={"format": "pt"})
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": count}))
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig,
 from rlhf_mcore.mcore.groups import GroupPool, ModelGroups, build_groups  # noqa: E402
 from rlhf_mcore.mcore.model import BuildOptions, MegatronModel, build_model  # noqa: E402
 from rlhf_mcore.mcore.model_spec import load_spec  # noqa: E402
+from rlhf_mcore.mcore.mtp import MTPLearning  # noqa: E402
 from rlhf_mcore.mcore.overrides import Overrides  # noqa: E402
 from rlhf_mcore.parallel.layout import ParallelLayout  # noqa: E402
 from rlhf_mcore.platform import Platform, current_platform  # noqa: E402
@@ -167,6 +168,7 @@ class Settings:
     megatron: dict[str, Any] = field(default_factory=dict)
     epochs: int = 1
     logit_chunk_tokens: int | None = None
+    mtp: MTPLearning | None = None
 
 
 def algorithm(aggregation: str = "token") -> AlgorithmConfig:
@@ -182,6 +184,8 @@ def algorithm(aggregation: str = "token") -> AlgorithmConfig:
 
 def build(path: Path, groups: ModelGroups, platform: Platform, settings: Settings) -> tuple[MegatronModel, Actor]:
     spec = load_spec(path)
+    if settings.mtp is not None:
+        spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=spec.hf_config.num_nextn_predict_layers))
     options = BuildOptions(
         settings.dtype,
         "local",
@@ -193,6 +197,7 @@ def build(path: Path, groups: ModelGroups, platform: Platform, settings: Setting
         Overrides("actor.megatron", settings.megatron),
         logit_chunk_tokens=settings.logit_chunk_tokens,
         expert_bias_rate=settings.expert_bias_rate,
+        mtp=settings.mtp,
     )
     model = build_model(spec, groups, platform, options)
     load(model.local_parameters(), spec.geometry, HFReader(path))

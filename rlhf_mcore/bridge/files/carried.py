@@ -12,9 +12,11 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.tensor_files import CODES, FileShard, ShardFiles, TensorTypes
+from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import read_config
-from rlhf_mcore.families.mtp import MTP_KEY, mtp_tensors, num_mtp_layers
+from rlhf_mcore.families.mtp import MTP_KEY, REPEATED, mtp_tensors, num_mtp_layers
+from rlhf_mcore.types import ModelGeometry
 
 _BLOCK_BYTES = 16 * 2**20
 
@@ -22,17 +24,24 @@ _BLOCK_BYTES = 16 * 2**20
 class CarriedTensors:
     """Those of MTP layers: a model is trained without them, and its directories keep them.
 
+    Where ``geometry`` has MTP layers they are trained. ``copies`` are those of their tensors that repeat another one of the model:
+    they are saved with its values.
+
     Raises:
         ConfigError: one has a dtype that weights do not have.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, geometry: ModelGeometry | None = None):
         self.directory = Path(directory)
         self._hf_config = read_config(self.directory, str(directory))
         reader = HFReader(self.directory)
-        self.types: TensorTypes = {
-            name: (_dtype(reader, name), reader.shape(name)) for name in mtp_tensors(reader.names, self._hf_config)
-        }
+        names, self.copies = mtp_tensors(reader.names, self._hf_config), dict[str, str]()
+        self._some = bool(names)
+        if geometry is not None and geometry.mtp_layers:
+            repeated = {f"model.layers.{i}.{of}": name for i in geometry.mtp_numbers for of, name in REPEATED.items()}
+            self.copies = {name: repeated[name] for name in names if name in repeated}
+            names = sorted(set(names) - hf_shapes(geometry).keys() - self.copies.keys())
+        self.types: TensorTypes = {name: (_dtype(reader, name), reader.shape(name)) for name in names}
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +58,7 @@ class CarriedTensors:
     @property
     def config_updates(self) -> dict[str, Any]:
         """Keys of a saved config.json that differ: one that names layers whose tensors are not there, as transformers writes it."""
-        return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self.types else {}
+        return {MTP_KEY: 0} if num_mtp_layers(self._hf_config) and not self._some else {}
 
     def write(self, directory: Path, shard: FileShard) -> Path:
         """Write a file of some of these tensors, made durable, and return its path. Needs no other rank.

@@ -79,6 +79,8 @@ class Exporter:
         dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
         order, self._carried = list(self._types), carried
+        copies = carried.copies if carried is not None else {}
+        self._types |= {name: self._types[source] for name, source in copies.items()}
         beside = carried.types if carried is not None else {}
         self._types |= beside
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
@@ -92,7 +94,7 @@ class Exporter:
             for shard in self.shards
             for tensor in shard.tensors
             if tensor not in beside
-            for part in _parts(tensor, *self._types[tensor], bucket_bytes)
+            for part in _parts(tensor, copies.get(tensor, tensor), *self._types[tensor], bucket_bytes)
         }
         self._parts = {name: part for (rank, name), part in parts.items() if rank == group.rank()}
         plan = build_plan(
@@ -191,9 +193,13 @@ class Exporter:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Whole rows of a file's tensor, from ``row`` on, which are assembled, written and forgotten together."""
+    """Whole rows of a file's tensor, from ``row`` on, which are assembled, written and forgotten together.
+
+    ``source`` is the tensor of the model that it has the values of.
+    """
 
     tensor: str
+    source: str
     dtype: torch.dtype
     row: int
     shape: tuple[int, ...]
@@ -209,15 +215,15 @@ class _Part:
     def place(self, rank: int) -> Place:
         """What the plan knows of it."""
         start = (self.row, *(0 for _ in self.shape[1:]))
-        piece = Piece(self.tensor, start, self.shape, 0, contiguous_strides(self.shape))
+        piece = Piece(self.source, start, self.shape, 0, contiguous_strides(self.shape))
         return Place(self.name, (piece,), (rank,), prod(self.shape))
 
 
-def _parts(tensor: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[_Part]:
+def _parts(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[_Part]:
     """All rows of a tensor, at least one at a time."""
     step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
     for row in range(0, shape[0], step):
-        yield _Part(tensor, dtype, row, (min(step, shape[0] - row), *shape[1:]))
+        yield _Part(tensor, source, dtype, row, (min(step, shape[0] - row), *shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

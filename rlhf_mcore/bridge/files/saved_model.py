@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.state_files import (
     MASTER,
     SECOND_MOMENT,
+    STATE_INDEX,
     StateReader,
     check_scalars,
     value_problem,
@@ -23,7 +25,10 @@ from rlhf_mcore.bridge.files.transfer import WEIGHT_DTYPES
 from rlhf_mcore.bridge.map.rectangles import Rectangle
 from rlhf_mcore.bridge.map.rules import hf_shapes
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import read_geometry
+from rlhf_mcore.config.model_files import read_config, read_geometry
+from rlhf_mcore.families.mtp import num_mtp_layers
+from rlhf_mcore.foreign import INDEX, read_json
+from rlhf_mcore.types import ModelGeometry
 
 _MAX_THREADS = min(8, os.cpu_count() or 1)
 
@@ -40,7 +45,7 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
         ConfigError: a tensor is missing, of another shape or stored twice, a value is not finite, or the state is one that no
             optimizer can have come to. The message names file and tensor.
     """
-    geometry = read_geometry(weights)
+    geometry = _trained_geometry(weights, training)
     reader = HFReader(weights)
     reader.check_index()
     for name, shape in hf_shapes(geometry).items():
@@ -56,6 +61,18 @@ def check_saved_model(weights: Path, training: Path | None, *, values: bool = Tr
         state.check_whole()
     if values:
         _check_values(reader, sorted(hf_shapes(geometry)), state)
+
+
+def _trained_geometry(weights: Path, training: Path | None) -> ModelGeometry:
+    """With the MTP layers of config.json, where the optimizer's index has one of their tensors."""
+    geometry = read_geometry(weights)
+    count = num_mtp_layers(read_config(weights, str(weights)))
+    if training is None or not count:
+        return geometry
+    index = read_json(training / STATE_INDEX, limits=INDEX, remedy="choose another checkpoint")
+    names = index.object("tensors").content
+    first = f"model.layers.{geometry.num_layers}."
+    return replace(geometry, mtp_layers=count) if any(name.startswith(first) for name in names) else geometry
 
 
 def _check_values(reader: HFReader, names: Sequence[str], state: StateReader | None) -> None:

@@ -27,6 +27,7 @@ from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rectangles import Rectangle, contiguous_strides, gaps, of_interval, whole
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.families.mtp import EMBEDDING_COPY
 from rlhf_mcore.foreign import INDEX, Fields, read_json
 from rlhf_mcore.parallel.collectives import gather_json
 from rlhf_mcore.types import ModelGeometry, Shard, StateShard
@@ -82,8 +83,10 @@ def regions(held: Sequence[Piece], begin: int, end: int) -> list[Region]:
 def writes(name: str, geometry: ModelGeometry, shard: Shard) -> bool:
     """Whether a rank writes the state of its part of a parameter: of tensor-parallel replicas the first does.
 
-    A tied embedding has two owners under pipeline parallelism; the first stage writes it.
+    An embedding that the last stage needs too has two owners under pipeline parallelism; the first stage writes it.
     """
+    if name == EMBEDDING_COPY:
+        return False
     held = pieces(name, geometry, shard)
     if name == "output_layer.weight" and any(piece.hf_name == "model.embed_tokens.weight" for piece in held):
         return False

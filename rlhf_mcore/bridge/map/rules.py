@@ -15,6 +15,7 @@ from rlhf_mcore.bridge.map.rectangles import contiguous_strides
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
 from rlhf_mcore.families.base import Rule
+from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.parallel.layout import is_expert
 from rlhf_mcore.types import ModelGeometry, Shard
 
@@ -25,7 +26,7 @@ def hf_shapes(geometry: ModelGeometry, *, trained: bool = False) -> Shapes:
     """Name and shape of every Hugging Face tensor of a model, or of those that are ``trained``, in the order of the network."""
     first, last = outer_rules(geometry)
     found = first.shapes(geometry)
-    for layer in range(geometry.num_layers):
+    for layer in range(geometry.num_layers + geometry.mtp_layers):
         for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
             if trained and not rule.trained:
                 continue
@@ -134,7 +135,7 @@ def find_rule(geometry: ModelGeometry, name: str) -> tuple[Rule, int, int]:
 
 @cache
 def _find_rule(family: str, head: str, name: str) -> tuple[Rule, int, int]:
-    generic, layer, expert = name, 0, 0
+    generic, layer, expert = EMBEDDING if name == EMBEDDING_COPY else name, 0, 0
     if found := re.match(r"decoder\.layers\.(\d+)\.", name):
         layer = int(found.group(1))
         generic = "decoder.layers.{i}." + name[found.end() :]

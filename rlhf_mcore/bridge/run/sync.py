@@ -158,7 +158,8 @@ class PlannedBridge:
             return pieces(parameter.name, geometry, parameter.shard)
 
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
-        shapes = hf_shapes(geometry)
+        shapes = hf_shapes(geometry.trunk)  # an engine samples a token at a time
+        parameters = [p for p in parameters if all(piece.hf_name in shapes for piece in pieces_of(p))]
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings

@@ -189,6 +189,33 @@ class MoEConfig:
 
 
 @dataclass
+class MTPConfig:
+    """Layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5)."""
+
+    mode: str = key(
+        "keep",
+        "what is done with the MTP layers of `model.path`",
+        one_of(
+            keep="not trained; checkpoints hold them as they are",
+            train="they learn the responses; their loss changes nothing else",
+            joint="with `algorithm.kind: sft`: all of the model learns from their loss too",
+        ),
+        more="Their loss is the negative log-likelihood of the tokens of responses, each with the weight that it has in the loss of "
+        "the model, predicted one token earlier. It is reported as `actor/mtp_loss` and is not part of `loss/total`. With `train` "
+        "hidden states, embedding and output layer are taken as they are, and the gradient of MTP layers is clipped by its own norm: "
+        "the rest of the model gets the same update as with `keep`. MTP layers take part in no load balancing.",
+        is_fixed=True,
+    )
+    loss_coef: float = key(
+        0.1,
+        "factor of the loss of MTP layers, which is a mean over them",
+        ABOVE_0,
+        more="Megatron's `mtp_loss_scaling_factor`.",
+        only_with="actor.mtp.mode=joint",
+    )
+
+
+@dataclass
 class ActorConfig:
     """The policy being trained."""
 
@@ -201,6 +228,7 @@ class ActorConfig:
     optimizer: OptimizerConfig = group(OptimizerConfig, "fp32 master weights, sharded over data-parallel ranks")
     recompute: RecomputeConfig = group(RecomputeConfig, "compute instead of activation memory")
     moe: MoEConfig = group(MoEConfig)
+    mtp: MTPConfig = group(MTPConfig)
     freeze: list[str] = key(
         [],
         "Hugging Face names, or patterns as `model.layers.0.*`, of weights that are not trained",

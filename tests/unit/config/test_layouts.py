@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import validate
@@ -269,3 +271,76 @@ def test_a_head_with_several_labels_is_not_a_number(scorer: Any, key: str, label
 def test_a_balancing_loss_of_a_critic_without_experts(workspace: Any) -> None:
     problem = only(check(PPO, "critic.moe.aux_loss_coef=0.1"))
     assert problem == "critic.moe.aux_loss_coef=0.1, but model.path has no experts; set it to 0"
+
+
+def write_mtp_model(workspace: Any, **changes: Any) -> None:
+    """GLM-4.5 whose config.json names an MTP layer, of which nothing is there."""
+    workspace.write_hf_config(
+        architectures=["Glm4MoeForCausalLM"],
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        routed_scaling_factor=1.0,
+        attention_bias=True,
+        **{"num_nextn_predict_layers": 1, **changes},
+    )
+
+
+def test_mtp_layers_can_be_kept_whatever_the_model_is(workspace: Any) -> None:
+    write_mtp_model(workspace)
+    assert check("actor.mtp.mode=keep", "actor.layout.cp=2", world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "words"),
+    [
+        (
+            {"num_nextn_predict_layers": 0},
+            [],
+            ["has no MTP layers (config.json: num_nextn_predict_layers); set it to keep"],
+        ),
+        ({"tie_word_embeddings": True}, [], ["one weight for embedding and output layer"]),
+        ({}, ["actor.layout.cp=2"], ["actor.mtp.mode=train is not supported with actor.layout.cp=2"]),
+        (
+            {},
+            ["actor.recompute.granularity=full", "actor.recompute.method=block"],
+            ["method=uniform and num_layers=1 only"],
+        ),
+        (
+            {},
+            ["actor.layout.pp=2", "actor.megatron={overlap_grad_reduce: true}"],
+            ["actor.layout.pp=2 is not supported with actor.megatron.overlap_grad_reduce"],
+        ),
+        (
+            {},
+            ["actor.mtp.mode=joint"],
+            ["changes the gradient of the policy, and is for algorithm.kind=sft; set it to train"],
+        ),
+        ({}, ["actor.mtp.loss_coef=0.3"], ["no effect with actor.mtp.mode=train"]),
+    ],
+)
+def test_what_trained_mtp_layers_do_not_go_together_with(
+    workspace: Any, model: Any, overrides: list[str], words: list[str]
+) -> None:
+    write_mtp_model(workspace, **model)
+    problems = check("actor.mtp.mode=train", *overrides, world_size=2)
+    assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def test_a_family_without_mtp_layers_that_can_be_trained_is_named(workspace: Any) -> None:
+    workspace.write_hf_config(**QWEN_MOE)
+    problem = only(check("actor.mtp.mode=train"))
+    assert (
+        "family qwen3_moe, whose MTP layers cannot be trained, only those of deepseek_v3, glm4_moe; set it to keep"
+        in problem
+    )
+
+
+def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) -> None:
+    write_mtp_model(workspace)
+    save_file({"model.layers.4.enorm.weight": np.ones(4)}, workspace.root / "model" / "model.safetensors")
+    found = [problem for problem in check("actor.mtp.mode=train") if "MTP" in problem]
+    assert "names 1 MTP layers in config.json, but 35 of their tensors are not there" in only(found)
+    assert "model.layers.4.eh_proj.weight" in only(found)

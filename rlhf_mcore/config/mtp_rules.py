@@ -1,0 +1,74 @@
+"""Whether MTP layers can be trained: of this model, in this layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
+from rlhf_mcore.config.model_files import read_config, tensor_names
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.families import FAMILIES
+from rlhf_mcore.families.mtp import MTP_KEY, num_mtp_layers
+from rlhf_mcore.types import ModelGeometry
+
+MODES = ("train", "joint")  # in which they are
+
+
+def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
+    """Problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
+    mode, kind, layout, recompute = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout, cfg.actor.recompute
+    if mode not in MODES:
+        return
+    name, keep = f"actor.mtp.mode={mode}", "set it to keep"
+    if kind.head != "lm":
+        yield f"{name}: with algorithm.kind={kind.name} the model predicts no tokens; {keep}"
+        return
+    if mode == "joint" and kind.generates:
+        yield f"{name} changes the gradient of the policy, and is for algorithm.kind=sft; set it to train"
+    if layout.cp > 1:
+        yield f"{name} is not supported with actor.layout.cp={layout.cp}; {keep}, or actor.layout.cp to 1"
+    if recompute.granularity == "full" and (recompute.method != "uniform" or recompute.num_layers != 1):
+        yield (
+            f"{name}: Megatron recomputes MTP layers with actor.recompute.method=uniform and num_layers=1 only, found "
+            f"{recompute.method} and {recompute.num_layers}; change these, or {keep}"
+        )
+    overrides = cfg.actor.megatron or {}
+    if overrides.get("overlap_grad_reduce") and layout.pp > 1:
+        yield f"{name} with actor.layout.pp={layout.pp} is not supported with actor.megatron.overlap_grad_reduce; remove that"
+    if overrides.get("tp_comm_overlap"):
+        yield f"{name} is not supported with actor.megatron.tp_comm_overlap; remove that"
+    yield from _model_problems(cfg.model.path, geometry, f"{name}: model.path={cfg.model.path}", keep)
+
+
+def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) -> Iterator[str]:
+    family = FAMILIES[geometry.family]
+    if not any(rule.layers == "mtp" for rule in family.rules):
+        known = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
+        yield f"{prefix} is of family {family.name}, whose MTP layers cannot be trained, only those of {', '.join(known)}; {keep}"
+        return
+    count = num_mtp_layers(read_config(path, path))
+    if count == 0:
+        yield f"{prefix} has no MTP layers (config.json: {MTP_KEY}); {keep}"
+    elif geometry.tied_embeddings:
+        yield f"{prefix} has one weight for embedding and output layer, which is not supported; {keep}"
+    else:
+        try:
+            names = tensor_names(Path(path))
+        except ConfigError:  # reported with the model
+            names = None
+        whole = replace(geometry, mtp_layers=count)
+        needed = {
+            tensor
+            for layer in whole.mtp_numbers
+            for rule in family.layer_rules(whole, layer)
+            for expert in range(whole.num_experts if "{k}" in rule.mcore else 1)
+            for tensor in rule.shapes(whole, layer, expert)
+        }
+        if missing := sorted(needed - names) if names is not None else []:
+            yield FileProblem(
+                f"{prefix} names {count} MTP layers in config.json, but {len(missing)} of their tensors are not there "
+                f"({shortened(missing, 2)}), as where transformers has saved it; use the directory of its authors, or {keep}"
+            )

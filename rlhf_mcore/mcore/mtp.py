@@ -1,0 +1,145 @@
+"""MTP layers of a trained model (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2): how they are built, and their loss.
+
+Megatron-core's own block, behind the last layer of the last pipeline stage. The k-th layer makes of the hidden state of token i, and
+of the embedding of token i + k, a hidden state from which the model's output layer predicts token i + k + 1. Megatron's forward pass
+is not used for it: it needs the logits of all tokens. The block is run where the loss of a microbatch is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
+from torch import Tensor
+
+from rlhf_mcore.data.collate import one_later
+from rlhf_mcore.families.base import Family
+from rlhf_mcore.mcore.groups import ModelGroups
+from rlhf_mcore.mcore.layers import layer_spec, norm_and_linear
+from rlhf_mcore.mcore.weights import unwrap
+from rlhf_mcore.platform.megatron_versions import mtp_submodules
+from rlhf_mcore.types import Microbatch, ModelGeometry
+
+if TYPE_CHECKING:
+    from rlhf_mcore.mcore.model import MegatronModel, Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class MTPLearning:
+    """``alone``: nothing but MTP layers learns from their loss, and their gradient is clipped by its own norm.
+
+    Otherwise the loss counts ``coef`` times and all of the model learns from it. ``temperature`` is that of the sampler.
+    """
+
+    alone: bool = True
+    coef: float = 1.0
+    temperature: float = 1.0
+
+
+def add_mtp_layers(
+    chunk: GPTModel, geometry: ModelGeometry, groups: ModelGroups, kind: str, family: Family, *, alone: bool
+) -> None:
+    """Give the last chunk of a model its MTP layers, and where it is not the first one an embedding too, a copy of the first one's.
+
+    Called for every chunk before it is wrapped. ``kind`` of layers, as of ``decoder_spec``.
+    """
+    if geometry.mtp_layers and groups.layout.num_stages > 1 and chunk.pre_process:
+        chunk.embedding.word_embeddings.weight.shared_embedding = True  # a bucket of its own, cut alike on both stages
+    if not geometry.mtp_layers or not chunk.post_process:
+        return
+    config = copy.copy(chunk.config)
+    config.mtp_num_layers = geometry.mtp_layers
+    # Megatron does not tell these layers which tokens are padding, so their experts are not balanced.
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
+    if not chunk.pre_process:
+        chunk.embedding = LanguageModelEmbedding(
+            config,
+            chunk.vocab_size,
+            chunk.max_sequence_length,
+            position_embedding_type="rope",
+            tp_group=groups.collection.tp,
+        )
+        weight = chunk.embedding.word_embeddings.weight
+        weight.shared = weight.shared_embedding = True  # the norm of the gradient counts the first one
+    norm, linear = norm_and_linear(kind)
+    layers = []
+    for number in geometry.mtp_numbers:
+        inner = layer_spec(config, kind, family, moe=geometry.is_moe_layer(number))
+        parts = mtp_submodules(inner, groups.collection, enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm)
+        layers.append(ModuleSpec(MultiTokenPredictionLayer, submodules=parts))
+    chunk.mtp = MultiTokenPredictionBlock(
+        config, MultiTokenPredictionBlockSubmodules(layers), chunk.vp_stage, groups.collection
+    )
+    for parameter in chunk.mtp.parameters():
+        parameter.is_clipped_alone = alone
+
+
+def sum_embedding_gradients(chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) -> None:
+    """Add up the gradients of the embedding and of its copy, so that both learn alike. ``group``: first and last pipeline stage."""
+    for chunk in map(unwrap, chunks):
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None and group.size() > 1 and hasattr(embedding.word_embeddings.weight, "main_grad"):
+            dist.all_reduce(embedding.word_embeddings.weight.main_grad, group=group)
+
+
+def mtp_loss(
+    model: MegatronModel, outputs: Tensor, microbatch: Microbatch, packed: PackedSeqParams | None, learning: MTPLearning
+) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood of the tokens that MTP layers predict, and its sum with their number.
+
+    ``outputs``: hidden states [b, T, h] behind the last norm, of the last stage. A token has the weight (``microbatch.fields``) that
+    it has in the loss of the model. The loss is the mean over layers of the weighted sums. No sequence sees another one.
+    """
+    chunk, config, tp = unwrap(model.chunks[-1]), model.config, model.groups.collection.tp
+    device, count = outputs.device, len(chunk.mtp.layers)
+    hidden = outputs.transpose(0, 1).to(config.params_dtype)
+    weight = chunk.output_layer.weight
+    if learning.alone:
+        # Recomputed layers have gradients only where their input has.
+        hidden, weight = hidden.detach().requires_grad_(), weight.detach()
+    if config.sequence_parallel:
+        hidden = scatter_to_sequence_parallel_region(hidden, group=tp)
+    latent = model.spec.geometry.kv_lora_rank > 0  # such attention makes its rotation itself
+    found = chunk.mtp(
+        input_ids=microbatch.token_ids.to(device),
+        position_ids=microbatch.position_ids.to(device),
+        hidden_states=hidden,
+        attention_mask=None,
+        rotary_pos_emb=None if latent else chunk.rotary_pos_emb(microbatch.max_seqlen, packed_seq=packed is not None),
+        packed_seq_params=packed,
+        embedding=partial(_embed, chunk.embedding, learning.alone),
+    )
+    labels, weights = microbatch.fields["labels"], microbatch.fields["weights"]
+    loss, nll, tokens = outputs.new_zeros(()), outputs.new_zeros(()), 0
+    for states in found.chunk(1 + count, dim=0)[1:]:
+        if config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False, group=tp)
+        labels, weights = one_later(labels, microbatch), one_later(weights, microbatch)
+        shifted = replace(microbatch, fields={"labels": labels, "weights": weights})
+        logprobs, _ = model.logprobs_and_entropy(
+            states.transpose(0, 1), shifted, learning.temperature, with_entropy=False, output_weight=weight
+        )
+        loss = loss - (logprobs * weights.to(device)).sum() * (learning.coef / count)
+        nll = nll - logprobs.detach().sum()  # zero where nothing counts
+        tokens += int((weights != 0).sum())
+    return loss, {"mtp_nll": nll, "mtp_tokens": torch.tensor(float(tokens))}
+
+
+def _embed(embedding: torch.nn.Module, alone: bool, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    found: Tensor = embedding(input_ids=input_ids, position_ids=position_ids)
+    return found.detach() if alone else found
