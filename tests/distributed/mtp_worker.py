@@ -22,11 +22,13 @@ from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
 from rlhf_mcore.mcore.mtp import MTPLearning
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.planning.inputs import PlannedRole
 from rlhf_mcore.platform import Platform
 from rlhf_mcore.roles.policy import Actor, SupervisedActor
 from rlhf_mcore.roles.role_files import RoleFiles
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
+from tests.distributed.planning_worker import compare_state
 from tests.distributed.setting import (
     TEMPERATURE,
     Settings,
@@ -275,7 +277,9 @@ def circle(directory: Path, name: str, groups: dict[str, ModelGroups], platform:
     options: dict[str, Any] = {"bucket_bytes": 20_000, "verify": "digest", "poison": True}
     PlannedBridge(model.local_parameters(), geometry, engine, world_group(), **options).sync(0)
     synced = first_difference(engine.tensors, {name: all_of_model[name] for name in hf_shapes(geometry.trunk)})
-    found: dict[str, Any] = {"synced": synced, "uninterrupted": train(actor, reference), "resumed": {}}
+    role = PlannedRole("actor", geometry, model.groups.layout, True, "fp32")
+    found: dict[str, Any] = {"synced": synced, "bytes": compare_state(model, actor, role)["state"]}
+    found |= {"uninterrupted": train(actor, reference), "resumed": {}}
     for number, layout in enumerate(CIRCLE):
         model, actor = build(saved[number] / "actor", moe_groups_of(layout, groups), platform, settings)
         files = files_of(model, actor)
