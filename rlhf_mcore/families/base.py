@@ -298,6 +298,10 @@ def shared_expert(block: str, gate: str = "") -> tuple[Rule, ...]:
     return (*mlp, Rule(_MEGATRON + shared + "gate_weight", "replicated", names, "moe")) if gate else mlp
 
 
+# Of DeepSeek-V3 and its cousins.
+SIGMOID_EXPERTS = experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts") + MTP
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One model family.

@@ -1,12 +1,12 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437), and its cousins Moonlight and Kimi-K2: latent attention, sigmoid routing."""
 
-from rlhf_mcore.families.base import EXPERT_BIAS, LATENT_DECODER, MTP, Family, experts, shared_expert
+from rlhf_mcore.families.base import LATENT_DECODER, SIGMOID_EXPERTS, Family
 from rlhf_mcore.families.mixture import SigmoidMixture
 
 FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3",
-    LATENT_DECODER + experts("mlp") + EXPERT_BIAS + shared_expert("mlp.shared_experts") + MTP,
+    LATENT_DECODER + SIGMOID_EXPERTS,
     latent=True,
     mixture=SigmoidMixture(),
     flags={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
