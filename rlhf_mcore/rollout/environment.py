@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DEBUG_VARIABLE = "RLHF_MCORE_DEBUG"  # set: vLLM logs as it likes
 
@@ -91,6 +92,19 @@ def private_shared_memory() -> Iterator[None]:
         MessageQueue.create_from_process_group = staticmethod(create_queue)
         for segment in segments:
             segment.unlink(missing_ok=True)
+
+
+@contextmanager
+def unchanged_classes() -> Iterator[None]:
+    """Around the construction of an engine that compiles nothing: classes of transformers stay what they are.
+
+    vLLM runs some models by transformers' own modules (0.32: OLMo-2). To compile them it changes their class for the whole process,
+    which afterwards cannot make such a model without vLLM.
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    with mock.patch.object(Base, "_decorate_for_torch_compile", lambda model: None):
+        yield
 
 
 @contextmanager

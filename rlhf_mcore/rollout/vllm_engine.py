@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
-from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory
+from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -336,7 +336,8 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     try:
-        llm = llm_class(**options)
+        with nullcontext() if on_cuda else unchanged_classes():
+            llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
         if (problem := _problem(str(error), options, cfg, on_cuda=on_cuda)) is None:
             raise
