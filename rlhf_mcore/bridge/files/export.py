@@ -81,6 +81,9 @@ class Exporter:
         order, self._carried = list(self._types), carried
         copies = carried.copies if carried is not None else {}
         self._types |= {name: self._types[source] for name, source in copies.items()}
+        parts = {
+            name: list(_parts(name, copies.get(name, name), *self._types[name], bucket_bytes)) for name in self._types
+        }
         beside = carried.types if carried is not None else {}
         self._types |= beside
         sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in self._types.items()}
@@ -89,20 +92,15 @@ class Exporter:
         self._mine = [shard for shard in mine if shard.tensors[0] not in beside]
         self._mine_beside = [shard for shard in mine if shard.tensors[0] in beside]
         self._images: list[FileImage] | None = None
-        parts = {
-            (shard.rank, part.name): part
-            for shard in self.shards
-            for tensor in shard.tensors
-            if tensor not in beside
-            for part in _parts(tensor, copies.get(tensor, tensor), *self._types[tensor], bucket_bytes)
-        }
-        self._parts = {name: part for (rank, name), part in parts.items() if rank == group.rank()}
+        writers = {name: shard.rank for shard in self.shards for name in shard.tensors}
+        self._parts = {part.name: part for name in parts if writers[name] == group.rank() for part in parts[name]}
+        dtypes = {part.name: part.dtype for name in order for part in parts[name]}
         plan = build_plan(
-            describe_sources(parameters, pieces_of, group),
-            [part.place(rank) for (rank, _), part in parts.items()],
+            [_in_parts(place, parts) for place in describe_sources(parameters, pieces_of, group)],
+            [part.place(writers[name]) for name in parts for part in parts[name]],
             element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
-            order=order,
+            order=list(dtypes),
         )
         self._rank_plan = plan.rank_view(group.rank())
         self._straight: list[_Straight] = []
@@ -193,7 +191,7 @@ class Exporter:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Whole rows of a file's tensor, from ``row`` on, which are assembled, written and forgotten together.
+    """Whole rows of a file's tensor, from ``row`` on: to the plan a tensor of its own, so its pieces come one after the other.
 
     ``source`` is the tensor of the model that it has the values of.
     """
@@ -213,10 +211,11 @@ class _Part:
         return self.row * prod(self.shape[1:])
 
     def place(self, rank: int) -> Place:
-        """What the plan knows of it."""
-        start = (self.row, *(0 for _ in self.shape[1:]))
-        piece = Piece(self.source, start, self.shape, 0, contiguous_strides(self.shape))
-        return Place(self.name, (piece,), (rank,), prod(self.shape))
+        """Where it is assembled."""
+        whole = Piece(
+            f"{self.source}[{self.row}]", (0,) * len(self.shape), self.shape, 0, contiguous_strides(self.shape)
+        )
+        return Place(self.name, (whole,), (rank,), prod(self.shape))
 
 
 def _parts(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[_Part]:
@@ -224,6 +223,20 @@ def _parts(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...],
     step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
     for row in range(0, shape[0], step):
         yield _Part(tensor, source, dtype, row, (min(step, shape[0] - row), *shape[1:]))
+
+
+def _in_parts(place: Place, parts: Mapping[str, Sequence[_Part]]) -> Place:
+    """The same, in coordinates of parts."""
+    held = []
+    for piece in place.pieces:
+        first, end = piece.start[0], piece.start[0] + piece.shape[0]
+        for part in parts[piece.hf_name]:
+            low, high = max(first, part.row), min(end, part.row + part.shape[0])
+            if low < high:
+                start, shape = (low - part.row, *piece.start[1:]), (high - low, *piece.shape[1:])
+                offset = piece.offset + (low - first) * piece.strides[0]
+                held.append(Piece(part.name, start, shape, offset, piece.strides))
+    return replace(place, pieces=tuple(held))
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,7 @@ def check_narrow_experts(tp: int, directory: Path) -> str:
         **sizes, head_dim=32, vocab_size=97, num_hidden_layers=1, architectures=["GptOssForCausalLM"]
     ).save_pretrained(path)
     cfg = RolloutConfig(layout=RolloutLayoutConfig(tp=tp), kv_cache_gib=0.02)
-    return error_of(build_engine, cfg, EngineModel(str(path), str(path), "fp32", MAX_MODEL_LEN, seed=0, shapes={}))
+    return error_of(build_engine, cfg, EngineModel(str(path), str(directory), "fp32", MAX_MODEL_LEN, seed=0, shapes={}))
 
 
 def long_prompts(count: int) -> list[Prompt]:
