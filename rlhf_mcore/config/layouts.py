@@ -45,7 +45,9 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
         yield FileProblem(
             "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
         )
-    if cfg.rollout.engine == "vllm" and _has_stacked_experts(geometry) and geometry.num_kv_heads % tp:
+    family = FAMILIES.get(geometry.family, UNSUPPORTED)
+    keeps_heads = family.has_stacked_experts or family.norm_of_projections
+    if cfg.rollout.engine == "vllm" and keeps_heads and geometry.num_kv_heads % tp:
         yield (
             f"rollout.layout.tp={tp}: vLLM does not repeat the num_key_value_heads={geometry.num_kv_heads} of model.path; "
             f"choose a divisor of {geometry.num_kv_heads}"

@@ -65,8 +65,9 @@ FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads")
 FAMILIES = (*(x for x in (*models.MODELS, *models.MOE_MODELS) if "rope" not in x and "yarn" not in x), *FURTHER)
 EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads")
 IN_BF16 = ("deepseek_v3_heads",)  # vLLM's kernels of latent attention have no other dtype on a CPU
-# vLLM does not repeat the two heads of keys of gpt-oss.
-MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4) if (model, tp) != ("gpt_oss", 4))
+# vLLM does not repeat two heads of keys.
+NOT_BY_FOUR = ("gpt_oss", "olmo2")
+MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4) if tp < 4 or model not in NOT_BY_FOUR)
 # Layouts that do not wait for the whole matrix, of models that share their layouts with others, and of experts.
 FEW_DENSE_LAYOUTS = ("tp2_dp2_sp", "pp2_vpp2_dp2", "tp2_pp2", "tp4", "pp4")
 FEW_EXPERT_LAYOUTS = ("ep4_dp4", "tp2_sp_ep2_etp1_dp2", "tp2_sp_pp2_ep2_etp1", "pp2_ep2_dp2_uneven")

@@ -22,6 +22,7 @@ QWEN_MOE = {
     "norm_topk_prob": True,
 }
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 6, "sliding_window": 8}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
 DELTA_NETS = {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
 
@@ -75,6 +76,7 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             ["actor.layout.tp=2 does not divide linear_num_key_heads=3", "divisor of 3"],
         ),
         (GPT_OSS, ["rollout.layout.tp=4"], 4, ["rollout.layout.tp=4: vLLM does not repeat", "choose a divisor of 2"]),
+        (OLMO2, ["rollout.layout.tp=4"], 4, ["rollout.layout.tp=4: vLLM does not repeat", "choose a divisor of 2"]),
         (QWEN_MOE, ["actor.layout.ep=2"], 3, ["ep*etp=2*1=2", "3 ranks of a pipeline stage"]),
         (QWEN_MOE, ["actor.layout.ep=2", "actor.layout.etp=3"], 6, ["actor.layout.etp=3", "40"]),
         (QWEN_MOE, ["actor.layout.tp=2"], 2, ["sequence_parallel=False", "actor.layout.tp=2", "set it to true"]),
