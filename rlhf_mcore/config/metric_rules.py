@@ -183,7 +183,8 @@ RULES = (
         0.1,
         _plain,
         "mean difference of a token's logprob between the engine that sampled it and the trainer",
-        "compare dtypes and kernels of both (rlhf-mcore doctor); correct by algorithm.rollout_correction",
+        "compare dtypes and kernels of both (rlhf-mcore doctor); where engines sample ahead, the policy's own steps are in it: lower "
+        "trainer.max_staleness or the learning rate; correct by algorithm.rollout_correction",
         alarm_steps=3,
     ),
     Rule(

@@ -93,7 +93,8 @@ def test_an_alarm_is_one_line_with_the_remedy_and_asks_for_what_its_rule_names()
         rung.check(step, {"reward/mean": 0.5, "rollout/logprob_diff_mean": 0.3})
     assert notes == [
         "step 4: alarm: engine against trainer (rollout/logprob_diff_mean) at 0.3, in trouble from 0.1: compare dtypes and kernels of "
-        "both (rlhf-mcore doctor); correct by algorithm.rollout_correction"
+        "both (rlhf-mcore doctor); where engines sample ahead, the policy's own steps are in it: lower trainer.max_staleness or the "
+        "learning rate; correct by algorithm.rollout_correction"
     ]
     rung.check(15, {"reward/mean": 0.0})
     assert notes[1:] == ["step 15: alarm: reward/mean is 0: the bound of alarms.rules is: below 0.1"]
