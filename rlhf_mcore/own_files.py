@@ -22,6 +22,18 @@ def shown_path(path: str | Path) -> str:
         return os.fspath(path)
 
 
+def check_output(option: str, path: Path) -> None:
+    """Before a file that a user has named is made or replaced: a device, such as ``/dev/stdout``, or a link would be gone then.
+
+    Raises:
+        ConfigError: it is something else than a regular file, or in no directory that can be written.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError(f"{option} {path} is no regular file, and nothing else is replaced; name a file")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: {path.parent} is no directory that can be written; name a file in another")
+
+
 def own_directory(path: Path) -> Path:
     """Make a directory, unless it is there, and return it. The parent's names may be links, its own may not.
 

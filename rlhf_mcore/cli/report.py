@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from rlhf_mcore.cli.progress import working
         from rlhf_mcore.observability.files import write_atomically
+        from rlhf_mcore.own_files import check_output
         from rlhf_mcore.report.page import page
         from rlhf_mcore.report.run_data import read_run
 
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = args.out or args.run[0] / "report.html"
         if args.out is None and not args.run[0].is_dir():
             read_run(args.run[0], 0)  # which tells what is missing
-        if out.is_dir() or not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: a directory, or in none; name a file")
+        check_output("--out", out)
         with working("reading", len(args.run)) as begin:
             runs = []
             for run in args.run:

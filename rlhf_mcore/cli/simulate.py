@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from rlhf_mcore.cli.arguments import command_parser, examples
 from rlhf_mcore.cli.plan import device_and_assumptions
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.own_files import check_output
 from rlhf_mcore.planning.inputs import GPUS
 
 if TYPE_CHECKING:
@@ -154,11 +154,9 @@ def _checked(args: argparse.Namespace) -> list[int]:
         bounds = []
     if not bounds or not all(1 <= bound <= 64 for bound in bounds):
         raise ConfigError(f"--staleness {args.staleness} is no list of bounds from 1 to 64, as in --staleness 1,2,4")
-    for path in (args.json, args.png):
-        if path and (path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise ConfigError(
-                f"{path} cannot be written: it is a directory, or in none that is writable; correct the path"
-            )
+    for option, path in (("--json", args.json), ("--png", args.png)):
+        if path is not None:
+            check_output(option, path)
     return bounds
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -66,7 +67,10 @@ def write_atomically(path: Path, content: bytes, mode: int | None = None) -> Non
 
     Raises:
         FullDiskError: it does not fit.
+        ConfigError: there is a device, a pipe or a socket of that name.
     """
+    if os.path.lexists(path) and stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR):
+        raise ConfigError(f"{path} is no regular file, and one is written here; move it away")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC

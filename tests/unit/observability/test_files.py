@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.observability.files import json_line, write_atomically
+from rlhf_mcore.own_files import check_output
 
 
 def test_json_lines_are_strict() -> None:
@@ -21,6 +23,20 @@ def test_json_lines_are_strict() -> None:
 def test_values_that_json_does_not_know_are_made_plain() -> None:
     record = {"a": torch.tensor(0.5), "b": np.float32(2), "c": np.array([1, 2]), "d": Decimal("1.5"), "e": (1, None)}
     assert json.loads(json_line(record)) == {"a": 0.5, "b": 2.0, "c": [1, 2], "d": "1.5", "e": [1, None]}
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    """``--out /dev/null`` by root: after a rename the machine would have no /dev/null any more."""
+    pipe, link = tmp_path / "pipe", tmp_path / "stdout"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match="pipe is no regular file"):
+        write_atomically(pipe, b"")
+    for path in (pipe, link, tmp_path):
+        with pytest.raises(ConfigError, match=f"--out {path} is no regular file, and nothing else is replaced"):
+            check_output("--out", path)
+    assert pipe.is_fifo() and link.is_symlink()
+    check_output("--out", tmp_path / "new")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
