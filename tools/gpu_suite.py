@@ -7,7 +7,7 @@
 
 The machine needs torch >= 2.10, transformers, Python 3.11 or 3.12 and no network. Unpack the archive there and run the command in it.
 Without vLLM its parts are skipped by name, and transformers generates. Every part is a process of its own with its own time limit, so
-one that fails hides no other. ``--device cpu`` runs the same code on tiny sizes.
+one that fails hides no other. Without a GPU, or with ``--device cpu``, the same code runs on tiny sizes.
 """
 
 from __future__ import annotations
@@ -541,10 +541,23 @@ def _is_packed(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if "__pycache__" in member.name or member.name.endswith(".pyc") else member
 
 
+def _device(parser: argparse.ArgumentParser, wanted: str | None) -> str:
+    if absent := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        parser.error(f"{' and '.join(absent)} must be installed here; the archive has the other packages")
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        parser.error("--device cuda: torch finds no CUDA device; leave it out for tiny sizes on the CPU")
+    if wanted is None and not has_gpu:
+        print("no CUDA device: every part runs on tiny sizes on the CPU", file=sys.stderr, flush=True)
+    return wanted or ("cuda" if has_gpu else "cpu")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda where there is one)")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="results and logs (default: gpu_suite)")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="write the archive instead")
@@ -552,6 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.pack is not None:
         return pack(args.pack)
+    args.device = _device(parser, args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.part is not None:
         part, folder = (

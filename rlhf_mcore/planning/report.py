@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import TextWrapper
 
 from rlhf_mcore.planning.inputs import GIB
 from rlhf_mcore.planning.plan import RolePlan, RunPlan
+
+COLUMNS = 80
 
 
 def as_text(plan: RunPlan) -> str:
@@ -48,36 +51,23 @@ def _head(plan: RunPlan) -> Iterator[str]:
 
 
 def _roles(plan: RunPlan) -> list[str]:
-    header = (
-        "model",
-        "parameters",
-        "layout",
-        "recompute",
-        "microbatches",
-        "bubble",
-        "weights",
-        "grads",
-        "masters",
-        "moments",
-    )
-    rows = []
-    for role in plan.roles:
-        state, share = role.state, role.cut
-        held = [state.weights, state.gradients, state.masters, state.moments]
-        rows.append(
-            (
-                role.name,
-                f"{role.parameters / 1e9:.2f} B" if role.parameters >= 1e8 else f"{role.parameters / 1e6:.2f} M",
-                _layout(role),
-                role.recompute if role.trained else "-",
-                f"{share.num_microbatches} of {plan.work.microbatch_tokens}",
-                f"{share.bubble:.0%}",
-                *(gib(size) for size in held),
-            )
+    cut = [
+        (
+            role.name,
+            f"{role.parameters / 1e9:.2f} B" if role.parameters >= 1e8 else f"{role.parameters / 1e6:.2f} M",
+            _layout(role),
+            role.recompute if role.trained else "-",
+            f"{role.cut.num_microbatches} of {plan.work.microbatch_tokens}",
+            f"{role.cut.bubble:.0%}",
         )
-    lines = [*table(header, rows), "(weights to moments: GiB on the first rank)"]
+        for role in plan.roles
+    ]
+    states = [(role.name, role.state) for role in plan.roles]
+    held = [(name, *map(gib, (one.weights, one.gradients, one.masters, one.moments))) for name, one in states]
+    lines = table(("model", "parameters", "layout", "recompute", "microbatches", "bubble"), cut)
+    lines += ["", *table(("on the first rank (GiB)", "weights", "grads", "masters", "moments"), held)]
     away = [f"{role.name}: {', '.join(role.offload)}" for role in plan.roles if role.offload]
-    return [*lines, f"(on the device only while they are used: {'; '.join(away)})"] if away else lines
+    return [*lines, *_wrapped(f"(on the device only while they are used: {'; '.join(away)})", 1)] if away else lines
 
 
 def _layout(role: RolePlan) -> str:
@@ -87,34 +77,40 @@ def _layout(role: RolePlan) -> str:
 
 
 def _memory(plan: RunPlan) -> list[str]:
-    rows = []
-    for phase in plan.phases:
+    rows = [(p.phase, gib(p.total), gib(p.available), str(p.rank)) for p in plan.phases]
+    head, *lines = table(("memory (GiB)", "needed", "there", "rank"), rows)
+    width, found = max(map(len, (head, *lines))) + 2, [f"{head}  biggest parts"]
+    for line, phase in zip(lines, plan.phases, strict=True):
         parts = ", ".join(f"{name} {gib(size)}" for name, size in phase.biggest())
         sign = "" if phase.fits else "  <-- does not fit"
-        rows.append((phase.phase, gib(phase.total), gib(phase.available), str(phase.rank), "  " + parts + sign))
-    lines = table(("memory (GiB)", "needed", "there", "on rank", "  biggest parts"), [(*row[:4], "") for row in rows])
-    width = max(map(len, lines))
-    lines[0] = lines[0].replace("  biggest parts", "").ljust(width) + "  biggest parts"
-    return [lines[0], *(line.ljust(width) + row[4] for line, row in zip(lines[1:], rows, strict=True))]
+        found += _wrapped(f"{line.ljust(width)}{parts}{sign}", width)
+    return found
 
 
 def _traffic(plan: RunPlan) -> Iterator[str]:
     sync = plan.sync
     if sync is not None:
-        yield (
+        yield from _wrapped(
             f"sync        {gib(sync.received)} GiB to the busiest rank ({gib(sync.imported)} from other nodes), "
             f"{gib(sync.received_total)} in all, {gib(sync.local_total)} stay where they are; "
             f"{sync.num_buckets} buckets, {gib(sync.buffers)} GiB of buffers"
         )
     saved = sum(role.checkpoint_bytes for role in plan.roles)
-    yield f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB"
+    yield from _wrapped(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
     if not plan.kv_tokens:
         return
     longest = plan.work.prompt_tokens + plan.work.response_tokens
-    yield f"cache       {plan.kv_tokens} tokens an engine: about {plan.kv_tokens / longest:.0f} sequences of the expected length"
+    sequences = f"about {plan.kv_tokens / longest:.0f} sequences of the expected length"
+    yield from _wrapped(f"cache       {plan.kv_tokens} tokens an engine: {sequences}")
 
 
-def _time(plan: RunPlan) -> Iterator[str]:
+def _time(plan: RunPlan) -> list[str]:
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in plan.seconds.items())
     ahead = ", generation meanwhile" if plan.samples_ahead else ""
-    yield f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts"
+    return _wrapped(f"step        about {plan.step_s:.1f} s ({parts}{ahead}); an estimate, good for comparing layouts")
+
+
+def _wrapped(text: str, indent: int = 12) -> list[str]:
+    """Lines of a terminal of 80 columns, the further ones indented."""
+    words = TextWrapper(COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return words.wrap(text)

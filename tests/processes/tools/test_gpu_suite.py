@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tarfile
+from argparse import ArgumentParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,16 @@ def test_parts_that_fail_or_take_too_long_or_cannot_run_hide_no_other(suite: Any
     assert "25 minutes are over" in suite.run_part(late, "cpu", tmp_path, 5)[0][1]
 
 
+def test_a_device_that_is_not_there_is_refused(suite: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    parser = ArgumentParser()
+    with pytest.raises(SystemExit, match="2"):
+        suite._device(parser, "cuda")
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+    assert suite._device(parser, None) == suite._device(parser, "cpu") == "cpu"
+    assert "tiny sizes on the CPU" in capsys.readouterr().err
+
+
 def test_saves_and_moves_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--device", "cpu", "--only", "offload", "save", "--out", "found"]
     done = finished(command, tmp_path)
@@ -54,7 +65,7 @@ def test_all_parts_on_the_cpu_out_of_the_archive(suite: Any, tmp_path: Path) -> 
     assert suite.pack(tmp_path / "suite.tar.gz") == 0
     with tarfile.open(tmp_path / "suite.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
-    command = [sys.executable, "tools/gpu_suite.py", "--device", "cpu", "--out", "found"]
+    command = [sys.executable, "tools/gpu_suite.py", "--out", "found"]  # on a CPU where there is no GPU
     done = finished(command, tmp_path / "suite", {**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 0, done.stdout
     assert set(verdicts(done.stdout)) == {part.name for part in suite.PARTS}

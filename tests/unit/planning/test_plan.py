@@ -113,6 +113,7 @@ def test_a_trained_model_leaves_the_device_as_far_as_is_necessary() -> None:
     tight = planned("Qwen2.5-7B", 8, *AUTO[1:], "actor.offload=always", "rollout.gpu_memory_utilization=0.6")
     assert tight.fits and "actor weights" not in tight.phases[0].parts
     assert tight.phases[-1].phase == "actor save" and tight.phases[-1].parts["actor weights"] == 2 * parameters
+    assert max(map(len, as_text(tight).splitlines())) <= 80
     assert "actor.offload" not in as_text(tight) and "actor: gradients, optimizer, weights" in as_text(tight)
     for key in ("rollout.sleep=false", "rollout.engine=hf", "rollout.placement=disaggregated"):
         assert planned("Qwen2.5-7B", 8, *AUTO, key).roles[0].offload == (), key
@@ -158,6 +159,7 @@ def test_what_does_not_fit_is_named_with_its_biggest_parts() -> None:
     assert lines[0].startswith("generate needs 1")
     assert "its biggest parts: actor moments 56.7, actor gradients 28.4, actor masters 28.4" in refusal(plan)
     assert as_text(plan).splitlines()[0].endswith("does not fit")
+    assert max(map(len, as_text(plan).splitlines())) <= 80
     assert as_json(plan)["fits"] is False
 
 
