@@ -38,7 +38,7 @@ from rlhf_mcore.config.mtp_rules import mtp_problems
 from rlhf_mcore.config.reward_rules import rule_problems, service_problems
 from rlhf_mcore.config.rollout_rules import rollout_problems
 from rlhf_mcore.config.run_kinds import run_kind
-from rlhf_mcore.config.schema import Config, LoggingConfig
+from rlhf_mcore.config.schema import Config, LoggingConfig, OptimizerConfig
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.schema.run import wanted_trackers
 from rlhf_mcore.config.tokenizer_files import own_tokenizer_problems
@@ -120,15 +120,19 @@ def unused_problems(cfg: Config) -> Iterator[str]:
     """Keys that somebody has set, and that have no effect with what another key is."""
     default = Config()
     for key, description in DESCRIPTIONS.items():
-        owner, _, wanted = description.only_with.partition("=")
-        if not owner or not run_kind(cfg).reads(key) or (value := value_of(cfg, key)) == value_of(default, key):
+        if not run_kind(cfg).reads(key) or (value := value_of(cfg, key)) == value_of(default, key):
             continue
-        found = value_of(cfg, owner)
-        if _is_misspelled(owner, found) or _is_misspelled(key, value):
-            continue  # which is another problem
-        if found != wanted if wanted else found == 0:
-            cure = f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
-            yield f"{key}={value} has no effect with {owner}={found}; remove it, or {cure}"
+        while description.only_with:
+            owner, _, wanted = description.only_with.partition("=")
+            found, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
+            if _is_misspelled(owner, found) or _is_misspelled(key, value):
+                break  # which is another problem
+            if found != wanted if wanted else found == 0:
+                cure = (
+                    f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
+                )
+                yield f"{key}={value} has no effect with {owner}={found}; remove it, or {cure}"
+                break
 
 
 def _is_misspelled(key: str, value: Any) -> bool:
@@ -235,6 +239,11 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
         lr, min_lr = optimizer.lr, optimizer.schedule.min_lr
         if run_kind(cfg).reads(f"{role}.optimizer") and min_lr > lr:
             yield f"{role}.optimizer.schedule.min_lr={min_lr:g} is above {role}.optimizer.lr={lr:g}; lower it"
+        unused = {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}.get(optimizer.name, ())
+        for name in unused if run_kind(cfg).reads(f"{role}.optimizer") else ():
+            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig, name):
+                shown = f"{role}.optimizer.{name}={value:g}"
+                yield f"{shown} has no effect with {role}.optimizer.name={optimizer.name}; remove it, or change that"
     if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= cfg.trainer.num_steps]:
         yield (
             f"trainer.profile.steps: {shortened(beyond, separator=', ')} is no step of the run; "

@@ -78,6 +78,17 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
             ["=357", "max_new_tokens=357", "padded for context parallelism to 360", "raise it to 360"],
         ),
         (["actor.layout.ep=2"], 2, ["actor.layout.ep=2", "no experts", "set it to 1"]),
+        (["actor.optimizer.momentum=0.9"], None, ["optimizer.momentum=0.9 has no effect with", "optimizer.name=adamw"]),
+        (["actor.optimizer={name: sgd, eps: 1e-6}"], None, ["actor.optimizer.eps=1e-06 has no effect", "name=sgd"]),
+        (["actor.optimizer.name=lion"], None, ["actor.optimizer.name='lion'", "adamw, muon, sgd"]),
+        (
+            ["rollout.placement=disaggregated", "rollout.sleep_level=1"],
+            None,
+            [
+                "rollout.sleep_level=1 has no effect with rollout.placement=disaggregated",
+                "set rollout.placement=colocated",
+            ],
+        ),
         (["actor.layout.ep=0"], None, ["actor.layout.ep=0", "at least 1"]),
         (["actor.layout.etp=2"], 2, ["actor.layout.etp=2", "actor.layout.tp=1", "null"]),
         (["actor.moe.aux_loss_coef=0.1"], None, ["actor.moe.aux_loss_coef=0.1", "no experts", "0"]),
