@@ -119,9 +119,8 @@ def dry_run(
     unconverted = patch.object(torch.nn.Module, "_apply", lambda module, function, recurse=True: module)
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
     one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
-    fused = patch.multiple(mlp, bias_swiglu_impl=_swiglu, weighted_bias_swiglu_impl=_weighted_swiglu)
     scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scattered)
-    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, fused, scattered, counted:
+    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, scattered, counted:
         model = build_model(spec, groups, platform, options)
         model.config.variable_seq_lengths = False
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
@@ -133,7 +132,8 @@ def dry_run(
         for chunk in model.chunks:
             _stand_in(chunk)
         before, counted.peak = counted.live, counted.live
-        model.forward_backward(microbatches, loss(model))
+        with patch.multiple(mlp, bias_swiglu_impl=_swiglu, weighted_bias_swiglu_impl=_weighted_swiglu):
+            model.forward_backward(microbatches, loss(model))
         activations = counted.peak - before
         model.optimizer.megatron.get_grad_norm = lambda: 1.0  # which is a number, and not a shape
         model.step(1e-6)

@@ -11,6 +11,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rlhf_mcore.platform import cpu_kernels
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467) over the last dimension, computed in fp32.
@@ -27,6 +29,8 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if cpu_kernels.has_kernel(x) and self.weight.dtype == x.dtype:
+            return cpu_kernels.rms_norm(x, 1.0 + self.weight if self._zero_centered else self.weight, self.eps)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         if self._zero_centered:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhf_mcore.platform import ModuleView, Platform
+from rlhf_mcore.platform import ModuleView, Platform, cpu_kernels
 
 _CPU = torch.device("cpu")
 
@@ -188,7 +188,9 @@ class CpuPlatform(Platform):
             RuntimeError: the installed Megatron-core is of a minor version that this list was not made for.
         """
         from megatron.core.distributed import param_and_grad_buffer
+        from megatron.core.models.common.embeddings import rope_utils
         from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.transformer import mlp
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
         from rlhf_mcore.platform.megatron_versions import LOCKED, SERIES, VERSION, is_supported
@@ -211,6 +213,10 @@ class CpuPlatform(Platform):
         # What DDP and the distributed optimizer do with their flat buffers, of which a rank's part is a view.
         param_and_grad_buffer.dist_reduce_scatter_func = _reduce_scatter_part
         param_and_grad_buffer.dist_all_gather_func = _all_gather_parts
+        # What transformers compute beside matrix products, where Megatron has kernels for CUDA or operations one by one.
+        mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = cpu_kernels.swiglu, cpu_kernels.weighted_swiglu
+        if not hasattr(plain := rope_utils._apply_rotary_pos_emb_bshd, "__wrapped__"):
+            rope_utils._apply_rotary_pos_emb_bshd = cpu_kernels.rotation(plain)
         if not moe_utils.HAVE_TE:
             # Routers ask whether it is None; without Transformer Engine it is not even that.
             moe_utils.te_general_gemm = None

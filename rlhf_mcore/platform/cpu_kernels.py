@@ -1,0 +1,139 @@
+"""Norm, gated activation and rotation in fp32 on a CPU, in blocks of tokens that stay in its cache until all operations are done.
+
+Plain torch reads and writes all tokens in memory once per operation, and keeps what each has made for the backward pass. Here it is
+the inputs alone. Other dtypes take the plain way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_BLOCK_BYTES = 2**18  # of the largest tensor of an operation; a core's cache holds several
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether ``x`` is computed here."""
+    return x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension, all in fp32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    found: Tensor = _RMSNorm.apply(x.reshape(-1, x.size(-1)), weight, eps)
+    return found.view(x.shape)
+
+
+def swiglu(x: Tensor, bias: Tensor | None = None, *args: Any) -> Tensor:
+    """silu(a) * b of [..., (a, b)]: Megatron's ``bias_swiglu_impl``, whose further arguments are of other devices."""
+    x = x if bias is None else x + bias
+    if not has_kernel(x):
+        a, b = x.chunk(2, dim=-1)
+        return F.silu(a) * b
+    found: Tensor = _SwiGLU.apply(x.reshape(-1, x.size(-1)))
+    return found.view(*x.shape[:-1], found.size(-1))
+
+
+def weighted_swiglu(x: Tensor, bias: Tensor | None, weights: Tensor, *args: Any) -> Tensor:
+    """The same times ``weights`` [..., 1]: Megatron's ``weighted_bias_swiglu_impl``."""
+    return (swiglu(x, bias) * weights).to(x.dtype)
+
+
+def rotation(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Megatron's rotation of heads by their places. ``plain``: its own, for other dtypes, a part of a head, and numbers in turn."""
+
+    @wraps(plain)
+    def rotate(t: Tensor, freqs: Tensor, *turns: bool, mscale: float = 1.0, **kinds: bool) -> Tensor:
+        """``t`` [s, b, heads, dim]; ``freqs`` [s, 1, 1, dim], whose halves are the same."""
+        if not has_kernel(t) or t.size(-1) != freqs.size(-1) or any(turns) or any(kinds.values()):
+            return plain(t, freqs, *turns, mscale=mscale, **kinds)
+        angles = freqs[..., : freqs.size(-1) // 2]
+        found: Tensor = _Rotation.apply(t, angles.cos() * mscale, angles.sin() * mscale)
+        return found
+
+    return rotate
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Of rows. With n = x / rms(x): dL/dx = (g w - n mean(g w n)) / rms(x), dL/dw = sum over rows of g n."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = torch.empty_like(x), x.new_empty(len(x), 1)
+        for rows, to, by in _blocks(x, out, scale):
+            torch.mean(rows * rows, -1, keepdim=True, out=by).add_(eps).rsqrt_()
+            torch.mul(rows, by, out=to).mul_(weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        out, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+        for rows, g, to, by in _blocks(x, grad, out, scale):
+            normed = rows * by
+            grad_weight += torch.mul(g, normed, out=to).sum(0)
+            mean = torch.mv(to, weight).div_(x.size(1))
+            torch.mul(g, weight, out=to).addcmul_(normed, mean[:, None], value=-1).mul_(by)
+        return out, grad_weight, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = x.new_empty(len(x), x.size(1) // 2)
+        for rows, to in _blocks(x, out):
+            a, b = rows.chunk(2, dim=1)
+            torch.mul(F.silu(a), b, out=to)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        [x] = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for rows, g, to in _blocks(x, grad, out):
+            (a, b), (to_a, to_b) = rows.chunk(2, dim=1), to.chunk(2, dim=1)
+            torch.mul(F.silu(a), g, out=to_b)
+            torch.ops.aten.silu_backward.grad_input(g * b, a, grad_input=to_a)
+        return out
+
+
+class _Rotation(torch.autograd.Function):
+    """Of the pairs (a, b) of a head's halves, whose gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    for rows, to, c, s in _blocks(x, out, cos, sin):
+        (a, b), (to_a, to_b) = rows.chunk(2, dim=-1), to.chunk(2, dim=-1)
+        torch.mul(a, c, out=to_a).addcmul_(b, s, value=-1)
+        torch.mul(b, c, out=to_b).addcmul_(a, s)
+    return out
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of tensors with as many rows those of a block after the other; the first tensor is the largest."""
+    rows = max(_BLOCK_BYTES // (tensors[0].element_size() * max(math.prod(tensors[0].shape[1:]), 1)), 1)
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
