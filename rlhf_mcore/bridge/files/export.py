@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.hf_files import COMPANIONS, INDEX, SHARD_BYTES, companion_files, copy_companions
+from rlhf_mcore.bridge.files.parts import Part, assembled, assembled_bytes, parts_of, plan_parts, spans
 from rlhf_mcore.bridge.files.tensor_files import (
     FileImage,
     FileLayout,
@@ -32,10 +33,8 @@ from rlhf_mcore.bridge.files.tensor_files import (
     write_index,
 )
 from rlhf_mcore.bridge.map.describe import describe_sources, wire_dtypes
-from rlhf_mcore.bridge.map.pieces import Piece, Place
-from rlhf_mcore.bridge.map.rectangles import contiguous_strides
+from rlhf_mcore.bridge.map.pieces import Piece
 from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
-from rlhf_mcore.bridge.plan.build import build_plan
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.bridge.run.endpoints import Destinations, LiveSources, Sources
 from rlhf_mcore.bridge.run.execute import Executor
@@ -78,11 +77,11 @@ class Exporter:
         self._companions, self._config_updates, self._group = companions, config_updates, group
         dtypes = wire_dtypes(parameters, pieces_of, group)
         self._types = {name: (dtypes[name], shape) for name, shape in hf_shapes(geometry).items()}
-        order, self._carried = list(self._types), carried
+        self._carried = carried
         copies = carried.copies if carried is not None else {}
         self._types |= {name: self._types[source] for name, source in copies.items()}
         parts = {
-            name: list(_parts(name, copies.get(name, name), *self._types[name], bucket_bytes)) for name in self._types
+            name: list(parts_of(name, copies.get(name, name), *self._types[name], bucket_bytes)) for name in self._types
         }
         beside = carried.types if carried is not None else {}
         self._types |= beside
@@ -94,14 +93,7 @@ class Exporter:
         self._images: list[FileImage] | None = None
         writers = {name: shard.rank for shard in self.shards for name in shard.tensors}
         self._parts = {part.name: part for name in parts if writers[name] == group.rank() for part in parts[name]}
-        dtypes = {part.name: part.dtype for name in order for part in parts[name]}
-        plan = build_plan(
-            [_in_parts(place, parts) for place in describe_sources(parameters, pieces_of, group)],
-            [part.place(writers[name]) for name in parts for part in parts[name]],
-            element_sizes={name: dtype.itemsize for name, dtype in dtypes.items()},
-            bucket_bytes=bucket_bytes,
-            order=list(dtypes),
-        )
+        plan = plan_parts(describe_sources(parameters, pieces_of, group), parts, writers, bucket_bytes)
         self._rank_plan = plan.rank_view(group.rank())
         self._straight: list[_Straight] = []
         if sources is None:
@@ -109,6 +101,7 @@ class Exporter:
             sources = LiveSources(flats)
             self._rank_plan, self._straight = _split(self._rank_plan, flats, self._parts)
         self._pinned = sources.device.type == "cuda"
+        dtypes = {part.name: part.dtype for tensor in parts.values() for part in tensor}
         self._executor = Executor(self._rank_plan, sources, dtypes, GroupLinks(group))
 
     @property
@@ -122,14 +115,7 @@ class Exporter:
     @property
     def assembled_bytes(self) -> int:
         """Most bytes of unfinished tensors that this rank has in memory at a time while it writes files."""
-        sizes = {name: prod(part.shape) * part.dtype.itemsize for name, part in self._parts.items()}
-        first, last = _spans(self._rank_plan)
-        held = most = 0
-        for bucket in self._rank_plan.buckets:
-            held += sum(sizes[name] for name in first.get(bucket.index, ()))
-            most = max(most, held)
-            held -= sum(sizes[name] for name in last.get(bucket.index, ()))
-        return most
+        return assembled_bytes(self._rank_plan, self._parts)
 
     def save(self, directory: Path) -> None:
         """Write the directory, whole or not at all. Collective over the group."""
@@ -190,56 +176,6 @@ class Exporter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Whole rows of a file's tensor, from ``row`` on: to the plan a tensor of its own, so its pieces come one after the other.
-
-    ``source`` is the tensor of the model that it has the values of.
-    """
-
-    tensor: str
-    source: str
-    dtype: torch.dtype
-    row: int
-    shape: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.tensor}[{self.row}]"
-
-    @property
-    def first_element(self) -> int:
-        return self.row * prod(self.shape[1:])
-
-    def place(self, rank: int) -> Place:
-        """Where it is assembled."""
-        whole = Piece(
-            f"{self.source}[{self.row}]", (0,) * len(self.shape), self.shape, 0, contiguous_strides(self.shape)
-        )
-        return Place(self.name, (whole,), (rank,), prod(self.shape))
-
-
-def _parts(tensor: str, source: str, dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> Iterator[_Part]:
-    """All rows of a tensor, at least one at a time."""
-    step = max(limit_bytes // (prod(shape[1:]) * dtype.itemsize), 1)
-    for row in range(0, shape[0], step):
-        yield _Part(tensor, source, dtype, row, (min(step, shape[0] - row), *shape[1:]))
-
-
-def _in_parts(place: Place, parts: Mapping[str, Sequence[_Part]]) -> Place:
-    """The same, in coordinates of parts."""
-    held = []
-    for piece in place.pieces:
-        first, end = piece.start[0], piece.start[0] + piece.shape[0]
-        for part in parts[piece.hf_name]:
-            low, high = max(first, part.row), min(end, part.row + part.shape[0])
-            if low < high:
-                start, shape = (low - part.row, *piece.start[1:]), (high - low, *piece.shape[1:])
-                offset = piece.offset + (low - first) * piece.strides[0]
-                held.append(Piece(part.name, start, shape, offset, piece.strides))
-    return replace(place, pieces=tuple(held))
-
-
-@dataclass(frozen=True, slots=True)
 class _Straight:
     """Elements of a file's tensor that follow each other there, and that the rank that writes them has."""
 
@@ -248,23 +184,18 @@ class _Straight:
     elements: Tensor  # a view of a parameter: these elements in row-major order
 
 
-def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, _Part]) -> tuple[RankPlan, list[_Straight]]:
+def _split(plan: RankPlan, flats: Mapping[str, Tensor], parts: Mapping[str, Part]) -> tuple[RankPlan, list[_Straight]]:
     """A plan without the parts whose rows this rank has: these are written from where they are, not assembled first."""
-    assembled = {
-        copy.buffer for b in plan.buckets for p in b.phases for m in (*p.receives, *p.sends) for copy in m.copies
-    }
-    for target in (copy.destination for bucket in plan.buckets for copy in bucket.local):
-        if target.strides != contiguous_strides(target.shape):
-            assembled.add(target.buffer)
+    kept = assembled(plan)
     straight, buckets = [], []
     for bucket in plan.buckets:
         for copy in bucket.local:
             source, target = copy.source, copy.destination
-            if target.buffer not in assembled:
+            if target.buffer not in kept:
                 part, flat = parts[target.buffer], flats[source.buffer]
                 elements = flat.as_strided(source.shape, source.strides, flat.storage_offset() + source.offset)
                 straight.append(_Straight(part.tensor, part.first_element + target.offset, elements))
-        buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in assembled]))
+        buckets.append(replace(bucket, local=[copy for copy in bucket.local if copy.destination.buffer in kept]))
     return replace(plan, buckets=buckets), straight
 
 
@@ -279,7 +210,7 @@ class _FileDestinations(Destinations):
         directory: Path,
         shards: Sequence[FileShard],
         types: TensorTypes,
-        parts: Mapping[str, _Part],
+        parts: Mapping[str, Part],
         plan: RankPlan,
     ):
         self.error: OSError | None = None
@@ -287,7 +218,7 @@ class _FileDestinations(Destinations):
         self._flats: dict[str, Tensor] = {}
         # Layers are alike: memory of parts that are written serves the next ones of their size, and need not be cleared again.
         self._room: dict[int, list[Tensor]] = defaultdict(list)
-        self._first, self._last = _spans(plan)
+        self._first, self._last = spans(plan)
         self._files: ShardFiles | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -336,7 +267,7 @@ class _FileDestinations(Destinations):
 class _MemoryDestinations(Destinations):
     """All parts of this rank's files, at their places in memory."""
 
-    def __init__(self, images: Sequence[FileImage], parts: Mapping[str, _Part]):
+    def __init__(self, images: Sequence[FileImage], parts: Mapping[str, Part]):
         self._whole = {name: image.layout.flat(image.body, name) for image in images for name in image.layout.types}
         self._flats = {
             name: self._whole[part.tensor][part.first_element : part.first_element + prod(part.shape)]
@@ -353,19 +284,3 @@ class _MemoryDestinations(Destinations):
         for part in parts:
             there = self._whole[part.tensor][part.first_element : part.first_element + part.elements.numel()]
             there.view(part.elements.shape).copy_(part.elements, non_blocking=True)
-
-
-def _spans(plan: RankPlan) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    """For each bucket the buffers that it begins, and those that it completes."""
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for bucket in plan.buckets:
-        for name in bucket.destination_buffers:
-            first.setdefault(name, bucket.index)
-            last[name] = bucket.index
-    begins: dict[int, list[str]] = {}
-    ends: dict[int, list[str]] = {}
-    for name in first:
-        begins.setdefault(first[name], []).append(name)
-        ends.setdefault(last[name], []).append(name)
-    return begins, ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,40 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.models import Model, trainer_layout
 from rlhf_mcore.bridge.files import tensor_files
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import INDEX, SINGLE
+from rlhf_mcore.bridge.files.parts import assembled_bytes, parts_of, plan_parts
 from rlhf_mcore.bridge.files.tensor_files import cut_into_shards
+from rlhf_mcore.bridge.map.layouts import stage_names, trainer_places
+from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.types import LocalParameter, Shard
+from tests.commands import ROOT
 from tests.difference import first_difference
 from tests.unit.bridge.geometry import hf_tensors, mcore_tensors
 from tests.unit.bridge.sources import Averages
 from tests.unit.bridge.test_transfer import GEOMETRY
+
+
+def test_a_layers_experts_in_one_tensor_are_never_in_memory_together() -> None:
+    """gpt-oss-120b on 64 ranks: 128 experts of 2880 x 5760 in bf16 are 4.2 GB, and a bucket of 256 MiB is eight of them."""
+    geometry = read_geometry(ROOT / "configs" / "models" / "gpt-oss-120b")
+    layout = trainer_layout(Model("gpt-oss-120b", geometry), 64, tp=4, pp=2, ep=8)
+    held = trainer_places(stage_names(geometry, layout, fused=True), geometry, layout)
+    sizes = {name: 2 * prod(shape) for name, shape in hf_shapes(geometry).items()}
+    assert max(sizes.values()) == 128 * 2880 * 5760 * 2
+    writers = {name: shard.rank for shard in cut_into_shards(sizes, 64, 4 * 2**30) for name in shard.tensors}
+    bucket = 256 * 2**20
+    parts = {n: list(parts_of(n, n, torch.bfloat16, shape, bucket)) for n, shape in hf_shapes(geometry).items()}
+    plan = plan_parts(held, parts, writers, bucket)
+    for rank in sorted(set(writers.values()))[::7]:
+        mine = {part.name: part for name, tensor in parts.items() if writers[name] == rank for part in tensor}
+        most = assembled_bytes(plan.rank_view(rank), mine)
+        assert 0 < most <= bucket
 
 
 def float_tensors() -> dict[str, torch.Tensor]:
