@@ -36,11 +36,11 @@ class Row:
     name: str
     what: str
     at_least: bool = False
-    needs: str = ""  # an argument that it cannot measure its ratio without
+    needs: str = ""  # an argument, or a command before, that it cannot measure its ratio without
 
 
 ROWS = (
-    Row("vs_trl", "a step by TRL's, wall"),
+    Row("vs_trl", "a step by TRL's, wall", needs="launch/setup.sh --with bench"),
     Row("step_overhead", "a step by its parts alone"),
     Row("packing", "useful tokens/s, packed by padded, times the padded fill", at_least=True),
     Row("balance", "fill of microbatches", at_least=True),

@@ -31,6 +31,7 @@ from typing import Any
 from benchmarks.common import report
 
 ROOT = Path(__file__).resolve().parents[1]
+TRL = ROOT / ".venv" / "bench"
 SAMPLES, PROMPT_TOKENS, WARM_UP = 8, 16, 2
 MARK = "BENCHMARK_SIDE"
 
@@ -66,6 +67,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a run, after warm-up")
     parser.add_argument("overrides", nargs="*", help="of our configuration, as a.b=c", default=[])
     args = parser.parse_args()
+    if not TRL.is_dir():
+        print(f"TRL is not installed; ./launch/setup.sh --with bench does it\nvs_trl nan goal {ROWS['small'].goal:g}")
+        return
     rounds, steps = (1, 4) if args.quick else (args.rounds, args.steps)
     found: dict[str, Any] = {}
     for name in args.rows:
@@ -218,7 +222,7 @@ def trl(responses: int, tokens: int, steps: int) -> None:
 def measured(directory: Path, side: str, command: list[str], steps: int) -> dict[str, Any]:
     """Seconds of a step: by the clock, and of the processors."""
     threads = "1" if side == "ours" else "2"
-    extra = [] if side == "ours" else [str(ROOT / ".venv" / "bench"), str(ROOT / ".venv" / "oracles")]
+    extra = [] if side == "ours" else [str(TRL), str(ROOT / ".venv" / "oracles")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *extra]),

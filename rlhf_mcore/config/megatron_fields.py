@@ -32,8 +32,8 @@ _SOURCES = {
 _OF_MODEL = "config.json of the model sets it"
 _CONSTANT = "it cannot be changed"
 _GRAPHS = (
-    "Megatron's graphs replay one shape, one layout of sequences and one number of microbatches, and fail at any other; here "
-    "microbatches differ in all three"
+    "Megatron's graphs replay one shape, one layout of sequences and, with pipelines, one number of microbatches, and fail at any "
+    "other; here microbatches differ in all three"
 )
 _STATE = "checkpoints hold fp32 moments and masters on the device's own optimizer; this one's state is stored otherwise"
 # Field: which key sets it, or why it cannot be set. What begins with a prefix of _OWNED_PREFIXES is in it too.
