@@ -188,10 +188,15 @@ def _reward_model(values: Values) -> dict[str, Any]:
     return {"reward.model.path": path(values["reward.model_name_or_path"]), "reward.rules": []}
 
 
+_MUON = (
+    "set actor.optimizer.name=muon by hand, with a learning rate as for AdamW: updates are scaled in another way here"
+)
+
+
 def adam(values: Values) -> dict[str, Any]:
     """Nothing to set, if the one value is "adam"."""
     if list(values.values()) != ["adam"]:
-        raise Lost("AdamW is the only optimizer")
+        raise Lost(_MUON)
     return {}
 
 
@@ -314,7 +319,7 @@ DEFAULTS = {
 }
 _SAME_PROCESSES = "all models and engines share the processes here"
 REASONS = {
-    "actor.muon": "AdamW is the only optimizer",
+    "actor.muon": _MUON,
     "algo.dynamic_filtering_range": "prompts whose responses all have the same score are replaced here",
     "algo.kl.horizon": "see algorithm.kl.controller.gain",
     "critic": "see the keys of critic",
@@ -435,7 +440,7 @@ _SUPERVISED_REASONS = {
     "logger": "metrics go to metrics.jsonl and TensorBoard here",
     "loss": "pairs are distinguished by the sigmoid of the difference (Bradley and Terry) here",
     "model": "see the keys of model",
-    "muon": "AdamW is the only optimizer",
+    "muon": _MUON,
     "train.max_epochs": "depends on the number of rows: set trainer.num_steps to epochs x rows / train.batch_size",
 }
 SFT = Table(
