@@ -116,7 +116,11 @@ def _plan_described(args: argparse.Namespace, cfg: Config, gpu: GpuType, assumed
 
 
 def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, Assumptions]:
-    """The device and the assumptions with the user's changes."""
+    """The device and the assumptions with the user's changes.
+
+    Raises:
+        ConfigError: there is no such number, or it cannot have that value.
+    """
     gpu, assumed = GPUS[name], Assumptions()
     for change in changes:
         key, _, text = change.partition("=")
@@ -126,12 +130,16 @@ def device_and_assumptions(name: str, changes: Sequence[str]) -> tuple[GpuType, 
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"--set {change!r} is not of the form NAME=NUMBER, as in --set reserve_bytes=2e9")
-        if key in _RATES:
-            gpu = replace(gpu, **{key: type(getattr(gpu, key))(number)})
-        elif key in _ASSUMED:
-            assumed = replace(assumed, **{key: type(getattr(assumed, key))(number)})
-        else:
+        if key not in _RATES + _ASSUMED:
             raise ConfigError(f"--set {key}: no such number; there are: {', '.join(_RATES + _ASSUMED)}")
+        value = type(getattr(gpu if key in _RATES else assumed, key))(number)
+        is_share = key in _ASSUMED and key not in ("reserve_bytes", "expert_imbalance")
+        if value < 0 or (value == 0 and key != "reserve_bytes") or (is_share and value > 1):
+            bounds = "from 0 on" if key == "reserve_bytes" else "above 0 and at most 1" if is_share else "above 0"
+            raise ConfigError(f"--set {change} is out of range; give a number {bounds}")
+        gpu, assumed = (
+            (replace(gpu, **{key: value}), assumed) if key in _RATES else (gpu, replace(assumed, **{key: value}))
+        )
     return gpu, assumed
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf_mcore.cli import plan
+from rlhf_mcore.cli.plan import device_and_assumptions
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "configs" / "models" / "Qwen2.5-7B"
@@ -58,6 +59,10 @@ def test_numbers_of_the_device_can_be_set(run_yaml: str, capsys: pytest.CaptureF
     assert plan.main([run_yaml, "--set", "bandwith=1"]) == 2
     assert "there are: memory_bytes" in capsys.readouterr().err
     assert plan.main([run_yaml, "--set", "per_node"]) == 2
+    for change in ("per_node=0", "network_bytes_per_s=-1", "train_efficiency=40", "reserve_bytes=-5"):
+        assert plan.main([run_yaml, "--set", change]) == 2
+        assert f"--set {change} is out of range; give a number " in capsys.readouterr().err.splitlines()[-1]
+    assert device_and_assumptions("H100", ["reserve_bytes=0", "expert_imbalance=2"])[1].expert_imbalance == 2.0
 
 
 @pytest.mark.parametrize(
