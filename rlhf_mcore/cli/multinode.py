@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return nodes.run(args.interface)
     except (ConfigError, OSError) as error:
         return exit_codes.report_of_tool(error)
+    except KeyboardInterrupt:  # while the nodes meet: later it is passed on to them
+        print("\ninterrupted before any process was started", file=sys.stderr)
+        return exit_codes.INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

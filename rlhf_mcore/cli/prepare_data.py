@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -57,9 +58,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0, 1)")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give a share from 0 to less than 1, as 0.05")
     return value
 
 

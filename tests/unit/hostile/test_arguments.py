@@ -131,3 +131,22 @@ def test_an_agent_writes_into_the_run_directory_only(
     error = capsys.readouterr().err
     assert ("use plain names" if len(arguments) > 1 or ".." in arguments[0] else "is a link") in error
     assert sorted(place.parent.rglob("*")) == before
+
+
+def test_ctrl_c_while_nodes_meet_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("subprocess.run", interrupted)
+    assert multinode.main(["--hosts", "a,b", "run.yaml"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted before any process was started\n"
+
+
+@pytest.mark.parametrize("share", ["5%", "nan", "1"])
+def test_a_share_that_is_none(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["prepare-data", "rows.jsonl", "--out", "out", "--eval-share", share])
+    told = f"argument --eval-share: {share} is out of range; give a share from 0 to less than 1, as 0.05\n"
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(told)
