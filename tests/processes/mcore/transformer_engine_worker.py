@@ -1,0 +1,156 @@
+"""Builds models of Transformer Engine's layers in fake worlds: one line per model and layout, with what the map misses.
+
+Transformer Engine's Python is its own; its C extension and its Triton kernels, which only run on a GPU, are names without content.
+So what a layer's parameters are called, their shapes, and what Megatron hands to its constructor are as they are on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+
+PLACES = ("INPUT", "WEIGHT", "OUTPUT")
+EXTENSION = {
+    "DType": ["kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"],
+    "FP8FwdTensors": [f"GEMM{number}_{place}" for number in (1, 2, 3) for place in PLACES],
+    "FP8BwdTensors": [f"GRAD_{place}{number}" for number in (1, 2, 3) for place in ("OUTPUT", "INPUT")],
+}
+KERNELS = ("mhc", "pad", "permutation", "cross_entropy", "grouped_dbias_dscales")
+VOCABULARY = ("embedding.word_embeddings.", "output_layer.")  # of 97 tokens, which Megatron pads
+CUDNN = 91801  # 9.18.1, as the extension tells it
+HOPPER = (9, 0)
+
+
+class _Empty(types.ModuleType):
+    """A module in which every name exists, and nothing is done."""
+
+    def __init__(self, name: str, **names: Any):
+        super().__init__(name)
+        self.__spec__, self.__path__ = ModuleSpec(name, None), []
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, MagicMock(name=name))
+
+
+class _Device:
+    """``torch.cuda`` as a module asks it while it is constructed."""
+
+    is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: "cpu")
+    get_device_capability = staticmethod(lambda device=None: HOPPER)
+    get_device_properties = staticmethod(lambda device=None: types.SimpleNamespace(major=HOPPER[0], minor=HOPPER[1]))
+    Stream = Event = MagicMock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch(types.ModuleType):
+    """torch with that device; tensors stay on the host."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _Device()
+        for name in ("empty", "zeros", "ones", "full", "tensor"):
+            setattr(self, name, self._on_host(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, device=None, **named: make(
+            *args, **named, device="cpu" if "cuda" in str(device) else device
+        )
+
+
+def import_transformer_engine(folder: str) -> None:
+    """Before Megatron is imported, which looks for it once."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its package then looks for no libraries
+    extension = {name: IntEnum(name, {key: k for k, key in enumerate(keys)}) for name, keys in EXTENSION.items()}
+    sys.modules["transformer_engine_torch"] = _Empty("transformer_engine_torch", **extension)
+    for name in ("onnxscript", "onnx", "onnxscript.onnx_types", "onnxscript.ir"):
+        sys.modules[name] = _Empty(name)
+    for name in ("", *(f".{kernel}" for kernel in KERNELS)):
+        full = f"transformer_engine.pytorch.triton{name}"
+        sys.modules[full] = _Empty(full)
+    sys.path.append(folder)
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda framework: None
+    import transformer_engine.pytorch
+    import transformer_engine.pytorch.cpp_extensions as extensions
+
+    extensions.get_cudnn_version = lambda: CUDNN
+    sys.path.remove(folder)  # where another package brings a module called tests
+    seen = _Torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine") and getattr(module, "torch", None) is torch:
+            module.torch = seen  # type: ignore[attr-defined]
+
+
+def missed(name: str, directory: Path, layout: Any) -> dict[str, int]:
+    """Tensor of the checkpoint -> elements that no rank of the layout holds, by the map; ``parameter`` -> what is not in it."""
+    from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+    from rlhf_mcore.config.schema import RecomputeConfig
+    from rlhf_mcore.mcore.dry_run import fake_world
+    from rlhf_mcore.mcore.groups import build_groups
+    from rlhf_mcore.mcore.model import BuildOptions, build_model
+    from rlhf_mcore.mcore.model_spec import load_spec
+    from rlhf_mcore.platform import current_platform
+
+    spec = load_spec(directory)
+    held = {hf_name: np.zeros(shape, bool) for hf_name, shape in hf_shapes(spec.geometry).items()}
+    outside: dict[str, int] = {}
+    for rank in range(layout.world_size):
+        with fake_world(rank, layout.world_size):
+            groups = build_groups(layout)
+            assert groups is not None
+            options = BuildOptions("fp32", "te", RecomputeConfig(), True, False, 0)
+            for parameter in build_model(spec, groups, current_platform(), options).local_parameters():
+                found = pieces(parameter.name, spec.geometry, parameter.shard)
+                more = parameter.tensor.numel() - sum(piece.numel for piece in found)
+                if more and not parameter.name.startswith(VOCABULARY):
+                    outside[f"{parameter.name} of rank {rank}"] = more
+                for piece in found:
+                    ends = zip(piece.start, piece.shape, strict=True)
+                    held[piece.hf_name][tuple(slice(start, start + size) for start, size in ends)] = True
+    return {hf_name: int((~filled).sum()) for hf_name, filled in held.items() if not filled.all()} | outside
+
+
+def main(folder: str, wanted: Sequence[str]) -> None:
+    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, a model of tests/distributed/models.py and its layout."""
+    import_transformer_engine(folder)
+    from rlhf_mcore.mcore.layers import HAVE_TE
+    from rlhf_mcore.parallel.layout import ParallelLayout
+    from tests.distributed import models
+
+    assert HAVE_TE
+    with TemporaryDirectory() as directory:
+        for order in wanted:
+            name, _, sizes = order.partition(":")
+            axes = {key: int(size) for key, _, size in (each.partition("=") for each in sizes.split(",") if each)}
+            world = axes.pop("world", 1)
+            path = Path(directory) / name
+            if not path.is_dir():
+                models.make(name, path)
+            print(json.dumps([order, missed(name, path, ParallelLayout(world, **axes))]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
