@@ -31,6 +31,7 @@ def worker(rows_per_rank: int, rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    gc.freeze()  # as a run's ranks do (cli/rank.py)
     found: dict[int, list[float]] = {}
     for growth in GROWTH:
         step = _step(rows_per_rank * growth * dist.get_world_size())

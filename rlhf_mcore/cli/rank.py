@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -87,6 +88,7 @@ def in_world(cfg: Config, collective_timeout: timedelta) -> Iterator[Process]:
     platform = current_platform()
     platform.setup_process(int(os.environ["LOCAL_RANK"]), cfg.trainer.threads_per_rank)
     connect(platform.collective_backend, collective_timeout)
+    gc.freeze()  # what is imported lives as long as the process: no collection in the middle of a step looks at it
     try:
         reporter = Reporter()
         with Watchdog(cfg.trainer.watchdog_s, watcher=reporter if reporter.is_heard else None) as watchdog:
