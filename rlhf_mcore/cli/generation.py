@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge, SyncsParts, TrainedWeights
 from rlhf_mcore.cli.run_context import Data, RunContext
@@ -93,7 +93,7 @@ def _colocated(
     sharing = record.memory or DeviceSharing(run.platform)
     sharing.settle()
     record.progress(f"{cfg.rollout.engine}: its libraries, the model, the cache")
-    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry)))
+    engine = build_engine(cfg.rollout, EngineModel.of(cfg, run.dtype, hf_shapes(actor.model.spec.geometry.trunk)))
     record.progress("the bridge of weights to it")
     run.stack.enter_context(_closed_at_end(engine))
     sharing.sleep_level = cfg.rollout.sleep_level
@@ -241,7 +241,9 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
         model = actor.model.model
         assert model is not None, "config.validate keeps actor.ranks from these"
         pgs = model.groups.collection
-        gatherer = Gatherer(model.local_parameters(), model.spec.geometry, pgs.tp, pgs.pp, pgs.tp_ep)
+        geometry = model.spec.geometry
+        held = of_trunk(model.local_parameters(), geometry)
+        gatherer = Gatherer(held, geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     if cfg.bridge.method == "gather":
         assert gatherer is not None
         return GatherBridge(gatherer, target)
@@ -263,7 +265,10 @@ def _build_bridge(cfg: Config, actor: Actor, target: WeightTarget) -> WeightBrid
 def _trained_weights(cfg: Config, actor: Actor, bridge: SyncsParts, target: WeightTarget) -> WeightBridge:
     if not cfg.actor.freeze:
         return bridge
-    return TrainedWeights(bridge, target, trained_names(actor.model.spec.geometry, cfg.actor.freeze))
+    geometry = actor.model.spec.geometry
+    sent = hf_shapes(geometry.trunk)
+    names = [name for name in trained_names(geometry, cfg.actor.freeze) if name in sent]
+    return TrainedWeights(bridge, target, names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_mcore.bridge.files.carried import CarriedTensors
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.saved_model import check_saved_model
-from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.files.transfer import Gatherer
+from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.data.examples import example_batch
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -106,7 +107,10 @@ def alone(
     trunk = {name: tensor for name, tensor in found.items() if name not in expected}
     without, actor = build(path, groups, platform, Settings(**settings))
     plain = learn(actor, reference)
+    pgs, geometry = model.groups.collection, model.spec.geometry
+    sent = Gatherer(of_trunk(model.local_parameters(), geometry), geometry, pgs.tp, pgs.pp, pgs.tp_ep)
     return {
+        "sent": any_rank(all_gather_json(first_difference(sent, trunk))),
         "metrics": metrics,
         "plain": plain,
         "trunk": any_rank(all_gather_json(first_difference(gatherer(without), trunk, tolerance=1e-7))),

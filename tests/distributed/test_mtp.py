@@ -36,6 +36,7 @@ def test_the_policy_learns_the_same_as_without_mtp_layers(findings: Any, case: s
     assert found["metrics"].pop(norm) == pytest.approx(found["plain"].pop(norm), rel=1e-6)
     assert {name: value for name, value in found["metrics"].items() if name not in OWN} == found["plain"]
     assert found["trunk"] == "" and found["copies"] == ""
+    assert found["sent"] == "", "what an engine that loads whole tensors is sent"
 
 
 @pytest.mark.parametrize("layout", JOINT)

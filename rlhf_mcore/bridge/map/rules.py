@@ -17,7 +17,7 @@ from rlhf_mcore.families import FAMILIES, HEADS, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.families.mtp import EMBEDDING, EMBEDDING_COPY
 from rlhf_mcore.parallel.layout import is_expert
-from rlhf_mcore.types import ModelGeometry, Shard
+from rlhf_mcore.types import LocalParameter, ModelGeometry, Shard
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -80,6 +80,12 @@ def pieces(name: str, geometry: ModelGeometry, shard: Shard) -> list[Piece]:
         assert shard.size == 1, "the part of an expert is whole"
         return [_of_stack(name, shape, expert) for name, shape in shapes.items()]
     return list(_SPLITS[rule.kind](shapes, geometry, shard))
+
+
+def of_trunk(parameters: Iterable[LocalParameter], geometry: ModelGeometry) -> list[LocalParameter]:
+    """Those of the model that samples a token at a time: what engines are sent."""
+    shapes = hf_shapes(geometry.trunk)
+    return [p for p in parameters if all(held.hf_name in shapes for held in pieces(p.name, geometry, p.shard))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from rlhf_mcore.bridge.map.describe import describe_destinations, describe_sourc
 from rlhf_mcore.bridge.map.layouts import spread_order
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.map.reload import watching
-from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk, pieces
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter, trace
 from rlhf_mcore.bridge.plan.build import Plan, build_plan
 from rlhf_mcore.bridge.plan.rank_plan import RankPlan
@@ -158,8 +158,7 @@ class PlannedBridge:
             return pieces(parameter.name, geometry, parameter.shard)
 
         assert verify != "full" or gatherer is not None, "verify='full' compares with what a gatherer yields"
-        shapes = hf_shapes(geometry.trunk)  # an engine samples a token at a time
-        parameters = [p for p in parameters if all(piece.hf_name in shapes for piece in pieces_of(p))]
+        shapes, parameters = hf_shapes(geometry.trunk), of_trunk(parameters, geometry)
         self._target, self._verify, self._gatherer, self._poison = target, verify, gatherer, poison
         self._bucket_bytes, self._nodes = bucket_bytes, nodes
         self._is_tied = geometry.tied_embeddings
