@@ -22,6 +22,8 @@ EACH_KIND = [
     "gpt_oss:world=2,ep=2",
     "deepseek_v3:world=4,tp=2,ep=2,sequence_parallel=1",
     "deepseek_v3_direct:",
+    "deepseek_v3:world=4,tp=2,pp=2,mtp=1",
+    "glm4_moe:world=2,ep=2,mtp=1",
     "gemma3_text:world=4,tp=2,cp=2",
     "olmo2:world=2,tp=2",
     "qwen3_next:world=4,tp=2,ep=2,sequence_parallel=1",

@@ -11,6 +11,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -28,7 +29,7 @@ EXTENSION = {
     "FP8BwdTensors": [f"GRAD_{place}{number}" for number in (1, 2, 3) for place in ("OUTPUT", "INPUT")],
 }
 KERNELS = ("mhc", "pad", "permutation", "cross_entropy", "grouped_dbias_dscales")
-VOCABULARY = ("embedding.word_embeddings.", "output_layer.")  # of 97 tokens, which Megatron pads
+VOCABULARY = ("embedding.word_embeddings.", "output_layer.", "mtp.embedding.")  # of 97 tokens, which Megatron pads
 CUDNN = 91801  # 9.18.1, as the extension tells it
 HOPPER = (9, 0)
 
@@ -104,7 +105,7 @@ def import_transformer_engine(folder: str) -> None:
             module.torch = seen  # type: ignore[attr-defined]
 
 
-def missed(name: str, directory: Path, layout: Any) -> dict[str, int]:
+def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
     """Tensor of the checkpoint -> elements that no rank of the layout holds, by the map; ``parameter`` -> what is not in it."""
     from rlhf_mcore.bridge.map.rules import hf_shapes, pieces
     from rlhf_mcore.config.schema import RecomputeConfig
@@ -112,16 +113,20 @@ def missed(name: str, directory: Path, layout: Any) -> dict[str, int]:
     from rlhf_mcore.mcore.groups import build_groups
     from rlhf_mcore.mcore.model import BuildOptions, build_model
     from rlhf_mcore.mcore.model_spec import load_spec
+    from rlhf_mcore.mcore.mtp import MTPLearning
     from rlhf_mcore.platform import current_platform
 
     spec = load_spec(directory)
+    if with_mtp:
+        spec = replace(spec, geometry=replace(spec.geometry, mtp_layers=spec.hf_config.num_nextn_predict_layers))
+    mtp = MTPLearning() if with_mtp else None
     held = {hf_name: np.zeros(shape, bool) for hf_name, shape in hf_shapes(spec.geometry).items()}
     outside: dict[str, int] = {}
     for rank in range(layout.world_size):
         with fake_world(rank, layout.world_size):
             groups = build_groups(layout)
             assert groups is not None
-            options = BuildOptions("fp32", "te", RecomputeConfig(), True, False, 0)
+            options = BuildOptions("fp32", "te", RecomputeConfig(), True, False, 0, mtp=mtp)
             for parameter in build_model(spec, groups, current_platform(), options).local_parameters():
                 found = pieces(parameter.name, spec.geometry, parameter.shard)
                 more = parameter.tensor.numel() - sum(piece.numel for piece in found)
@@ -134,7 +139,7 @@ def missed(name: str, directory: Path, layout: Any) -> dict[str, int]:
 
 
 def main(folder: str, wanted: Sequence[str]) -> None:
-    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, a model of tests/distributed/models.py and its layout."""
+    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, a model of tests/distributed/models.py and its layout; ``mtp=1``: with a trained MTP layer."""
     import_transformer_engine(folder)
     from rlhf_mcore.mcore.layers import HAVE_TE
     from rlhf_mcore.parallel.layout import ParallelLayout
@@ -146,10 +151,13 @@ def main(folder: str, wanted: Sequence[str]) -> None:
             name, _, sizes = order.partition(":")
             axes = {key: int(size) for key, _, size in (each.partition("=") for each in sizes.split(",") if each)}
             world = axes.pop("world", 1)
-            path = Path(directory) / name
+            with_mtp = bool(axes.pop("mtp", 0))
+            path = Path(directory) / f"{name}{with_mtp}"
             if not path.is_dir():
                 models.make(name, path)
-            print(json.dumps([order, missed(name, path, ParallelLayout(world, **axes))]), flush=True)
+                if with_mtp:
+                    models.add_mtp_layer(path)
+            print(json.dumps([order, missed(path, ParallelLayout(world, **axes), with_mtp)]), flush=True)
 
 
 if __name__ == "__main__":
