@@ -139,7 +139,7 @@ def missed(directory: Path, layout: Any, with_mtp: bool) -> dict[str, int]:
 
 
 def main(folder: str, wanted: Sequence[str]) -> None:
-    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, a model of tests/distributed/models.py and its layout; ``mtp=1``: with a trained MTP layer."""
+    """``wanted``: MODEL:KEY=SIZE,KEY=SIZE, of tests/distributed/models.py and its layout; ``mtp=1``: with a trained MTP layer."""
     import_transformer_engine(folder)
     from rlhf_mcore.mcore.layers import HAVE_TE
     from rlhf_mcore.parallel.layout import ParallelLayout
