@@ -10,7 +10,7 @@ from rlhf_mcore.bridge.plan.rank_plan import DEPTH
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import ActivationBytes, forward_activations, training_activations
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, engine_tp, engines_apart, num_engines, rank_share
-from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
+from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, num_parameters, state_bytes, weights_of_pass
 from rlhf_mcore.residency.ledger import GRADIENTS, KINDS, OPTIMIZER, WEIGHTS
 
@@ -117,10 +117,16 @@ def kv_tokens(inputs: PlanInputs) -> int:
     rollout = inputs.cfg.rollout
     if rollout.engine == "hf":
         rows = inputs.cfg.trainer.prompts_per_step * rollout.sampling.n // num_engines(inputs.cfg, inputs.world_size)
-        return min(rollout.max_num_seqs, max(rows, 1)) * _longest(inputs)
+        return min(rollout.max_num_seqs, max(rows, 1)) * (_longest(inputs) + state_tokens(inputs))
     budget = int(rollout.gpu_memory_utilization * inputs.gpu.memory_bytes) - _engine_weights(inputs)
     budget -= _prefill_bytes(inputs)
     return max(0, budget // _kv_bytes(inputs))
+
+
+def state_tokens(inputs: PlanInputs) -> int:
+    """Tokens of that cache which the states of a sequence's gated delta nets are as large as."""
+    width = BYTES[inputs.dtype]
+    return -(-state_bytes_per_sequence(inputs.roles[0].geometry, engine_tp(inputs.cfg), width) // _kv_bytes(inputs))
 
 
 def _longest(inputs: PlanInputs) -> int:
@@ -139,7 +145,7 @@ def _prefill_bytes(inputs: PlanInputs) -> int:
 def _generate(inputs: PlanInputs, rank: int) -> PhaseMemory:
     rank, beside = _beside_engine(inputs, rank)
     parts = beside | _engine(inputs, GENERATE)
-    longest, problem, tokens = _longest(inputs), "", kv_tokens(inputs)
+    longest, problem, tokens = _longest(inputs) + state_tokens(inputs), "", kv_tokens(inputs)
     if tokens < longest:
         problem = (
             f"rollout.gpu_memory_utilization={inputs.cfg.rollout.gpu_memory_utilization:g} leaves room for {tokens} tokens of "

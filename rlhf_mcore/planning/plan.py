@@ -20,7 +20,7 @@ from rlhf_mcore.planning.inputs import (
     roles_of,
     workload,
 )
-from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes
+from rlhf_mcore.planning.memory import GENERATE, SYNC, PhaseMemory, kv_tokens, phases, pinned_bytes, state_tokens
 from rlhf_mcore.planning.sync import SyncBytes, estimate_seconds, num_devices, plan_sync
 from rlhf_mcore.planning.timing import phase_seconds
 from rlhf_mcore.planning.weights import StateBytes, checkpoint_bytes, num_parameters, state_bytes
@@ -56,6 +56,7 @@ class RunPlan:
     work: Workload
     seconds: dict[str, float]
     engine_devices: int = 0  # beside the trainer's, which are ``world_size``
+    state_tokens: int = 0  # of cache, as much as which a sequence's gated delta nets take
     samples_ahead: bool = False  # trainer.max_staleness: responses are drawn while the trainer learns
 
     @property
@@ -101,6 +102,7 @@ def make_plan(
         inputs.work,
         phase_seconds(inputs, sync_s),
         num_devices(cfg, world_size) - world_size,
+        state_tokens(inputs) if generates else 0,
         generates and cfg.trainer.max_staleness > 0,
     )
 

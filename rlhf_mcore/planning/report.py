@@ -99,7 +99,7 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
     yield from _wrapped(f"checkpoint  {gib(saved)} GiB; pinned host memory of a rank {gib(plan.pinned_bytes)} GiB")
     if not plan.kv_tokens:
         return
-    longest = plan.work.prompt_tokens + plan.work.response_tokens
+    longest = plan.work.prompt_tokens + plan.work.response_tokens + plan.state_tokens
     sequences = f"about {plan.kv_tokens / longest:.0f} sequences of the expected length"
     yield from _wrapped(f"cache       {plan.kv_tokens} tokens an engine: {sequences}")
 

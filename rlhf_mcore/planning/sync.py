@@ -7,7 +7,7 @@ value heads replicated where there are fewer of them than ranks, the vocabulary 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -55,6 +55,18 @@ def kv_bytes_per_token(geometry: ModelGeometry, tp: int, width: int) -> int:
     return 2 * geometry.num_attention_layers * max(1, geometry.num_kv_heads // tp) * geometry.head_dim * width
 
 
+def state_bytes_per_sequence(geometry: ModelGeometry, tp: int, width: int) -> int:
+    """What gated delta nets keep of a sequence, however long, on an engine rank: fp32 states, and the last tokens of convolutions."""
+    keys, values = (
+        geometry.delta_key_heads * geometry.delta_key_dim,
+        geometry.delta_value_heads * geometry.delta_value_dim,
+    )
+    tokens = max(geometry.delta_kernel - 1, 0)
+    return (
+        len(geometry.delta_layers) * (4 * values * geometry.delta_key_dim + width * tokens * (2 * keys + values)) // tp
+    )
+
+
 def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[PlannedTensor]:
     """Every parameter of rank ``rank`` of ``tp``."""
     family, (first, last) = FAMILIES[geometry.family], outer_rules(geometry)
@@ -62,17 +74,16 @@ def engine_tensors(geometry: ModelGeometry, tp: int, rank: int) -> Iterator[Plan
         yield _planned(rule, geometry, tp, rank, 0)
     for layer in range(geometry.num_layers):
         for rule in family.layer_rules(geometry, layer):
-            yield _planned(rule, geometry, tp, rank, layer)
+            if rule.kind in ("delta", "delta_by_head"):
+                yield from _planned_delta(rule, geometry, tp, rank, layer)
+            else:
+                yield _planned(rule, geometry, tp, rank, layer)
 
 
 def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:
     """The tensors of a rule in one engine tensor: rows below rows, expert after expert."""
     if rule.kind == "stacked":
         return _planned_stack(rule, geometry, tp, rank, layer)
-    if rule.kind == "delta":  # heads of one tensor by kind: an engine holds what a rank of the trainer does
-        parts = tuple(pieces(rule.mcore.format(i=layer), geometry, Shard(rank, tp)))
-        rows = sum(part.shape[0] for part in parts)
-        return PlannedTensor(parts[0].hf_name, (rows, *parts[0].shape[1:]), parts)
     wholes = rule.shapes(geometry).values()
     shares = [_share(rule.kind, number, whole, geometry, tp, rank) for number, whole in enumerate(wholes)]
     experts = range(geometry.num_experts if "{k}" in rule.mcore else 1)
@@ -88,6 +99,25 @@ def _planned(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int
     padding = ((offset, numel),) if offset < numel else ()
     name = next(iter(rule.tensors)).format(i=layer, e="*")
     return PlannedTensor(name, (len(experts), *shape) if "{k}" in rule.mcore else shape, tuple(held_pieces), padding)
+
+
+def _planned_delta(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> Iterator[PlannedTensor]:
+    """Projections into a gated delta net are two tensors, the second of scalars. By kind they are as on a rank of the trainer."""
+    shapes = rule.shapes(geometry, layer)
+    scalars = list(shapes)[len(shapes) // 2 :] if len(shapes) > 1 else []
+    parts = (
+        pieces(rule.mcore.format(i=layer), geometry, Shard(rank, tp))
+        if rule.kind == "delta"
+        else [
+            Piece(name, (rank * rows // tp, 0), (rows // tp, width), 0, (width, 1))
+            for name, (rows, width) in shapes.items()
+        ]
+    )
+    for is_scalar in (False, True):
+        if held := [part for part in parts if (part.hf_name in scalars) == is_scalar]:
+            moved = tuple(replace(part, offset=part.offset - held[0].offset) for part in held)
+            rows = sum(part.shape[0] for part in held)
+            yield PlannedTensor(held[0].hf_name, (rows, *held[0].shape[1:]), moved)
 
 
 def _planned_stack(rule: Rule, geometry: ModelGeometry, tp: int, rank: int, layer: int) -> PlannedTensor:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
-from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
-from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token
+from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
+from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
 from rlhf_mcore.planning.weights import BYTES, active_parameters, state_bytes
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
@@ -43,7 +43,7 @@ def _generate(inputs: PlanInputs) -> float:
 
 def most_running(inputs: PlanInputs) -> float:
     """Sequences that an engine decodes at a time: its cache limits them."""
-    length = inputs.work.prompt_tokens + inputs.work.response_tokens
+    length = inputs.work.prompt_tokens + inputs.work.response_tokens + state_tokens(inputs)
     return max(1.0, min(inputs.cfg.rollout.max_num_seqs, kv_tokens(inputs) / length))
 
 
@@ -64,6 +64,7 @@ def decode_step_s(inputs: PlanInputs, running: float) -> float:
         * (work.prompt_tokens + work.response_tokens / 2)
         * kv_bytes_per_token(actor.geometry, tp, BYTES[inputs.dtype])
     )
+    read += running * 2 * state_bytes_per_sequence(actor.geometry, tp, BYTES[inputs.dtype])  # and written again
     memory_s = read / (gpu.memory_bytes_per_s * inputs.assumed.decode_efficiency)
     compute_s = running * prefill_token_s(inputs)
     exchange_s = _reduce_s(inputs, tp, running * actor.geometry.hidden_size * 2, 2 * actor.geometry.num_layers)

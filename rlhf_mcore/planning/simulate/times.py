@@ -13,7 +13,7 @@ from rlhf_mcore.config.derive import role_layouts
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.planning.inputs import Assumptions, GpuType, PlanInputs, engines_apart, roles_of, workload
-from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens
+from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
 from rlhf_mcore.planning.simulate.engine import EngineTimes
 from rlhf_mcore.planning.simulate.measured import PhaseFit
 from rlhf_mcore.planning.simulate.schedule import Contention, Scenario, Schedule, TrainTimes
@@ -94,7 +94,7 @@ class PlannedTimes:
         work = replace(workload(cfg, self.assumed), response_tokens=self.mean)
         roles = roles_of(cfg, split.training, dtype)
         inputs = PlanInputs(cfg, roles, dtype, self.gpu, self.assumed, work, split.training)
-        if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens:
+        if kv_tokens(inputs) < work.prompt_tokens + work.response_tokens + state_tokens(inputs):
             raise ConfigError(
                 f"rollout.gpu_memory_utilization={cfg.rollout.gpu_memory_utilization:g} leaves an engine no cache for a sequence; "
                 "raise it or rollout.layout.tp, see rlhf-mcore plan"

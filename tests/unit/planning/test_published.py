@@ -119,6 +119,38 @@ ROWS = [
         True,
         kl=0.001,
     ),
+    Row(
+        "miles 80B-A3B",
+        "Qwen3-Next-80B-A3B",
+        32,
+        "H100",
+        "actor.layout.tp=2 actor.layout.pp=4 actor.layout.cp=2 actor.layout.ep=8 actor.layout.etp=1 "
+        f"actor.layout.sequence_parallel=true {FULL} rollout.layout.tp=8 rollout.gpu_memory_utilization=0.8 actor.offload=always",
+        ALL,
+        True,
+        16384,
+    ),
+    Row(
+        "Megatron-Bridge 80B-A3B",
+        "Qwen3-Next-80B-A3B",
+        128,
+        "H100",
+        "actor.layout.ep=128 actor.layout.etp=1 "
+        "actor.recompute.granularity=selective actor.recompute.modules=[layernorm,moe,moe_act]",
+        TRAIN,
+        True,
+        4096,
+    ),
+    Row(
+        "80B-A3B on eight",
+        "Qwen3-Next-80B-A3B",
+        8,
+        "H100",
+        f"actor.layout.ep=8 actor.layout.etp=1 {FULL}",
+        TRAIN,
+        False,
+        4096,
+    ),
     Row("7B on one device", "Qwen2.5-7B", 1, "H100", FULL, TRAIN, False),
     Row(
         "32B on eight of 40 GB",

@@ -22,6 +22,7 @@ from rlhf_mcore.planning.sync import (
     kv_bytes_per_token,
     num_devices,
     plan_sync,
+    state_bytes_per_sequence,
 )
 from rlhf_mcore.types import ModelGeometry
 
@@ -30,9 +31,30 @@ SMALL = ModelGeometry("qwen2", 2, 64, 4, 2, 16, 96, 100, True)
 MIXTURE = ModelGeometry(
     "mixtral", 2, 64, 4, 2, 16, 96, 100, False, num_experts=4, expert_ffn_size=96, experts_per_token=2
 )
+DELTA_NETS = replace(
+    SMALL,
+    family="qwen3_5_text",
+    has_qk_norm=True,
+    delta_layers=(0,),
+    delta_key_heads=4,
+    delta_value_heads=8,
+    delta_key_dim=6,
+    delta_value_dim=10,
+    delta_kernel=4,
+)
+BY_HEAD = replace(
+    DELTA_NETS,
+    family="qwen3_next",
+    num_experts=4,
+    expert_ffn_size=96,
+    experts_per_token=2,
+    shared_expert_ffn_size=32,
+)
 
 
-@pytest.mark.parametrize("geometry", [SMALL, MIXTURE, replace(SMALL, family="qwen3", tied_embeddings=False)])
+@pytest.mark.parametrize(
+    "geometry", [SMALL, MIXTURE, replace(SMALL, family="qwen3", tied_embeddings=False), DELTA_NETS, BY_HEAD]
+)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_engines_need_every_element_once_a_replica_and_padding_is_declared(geometry: ModelGeometry, tp: int) -> None:
     layout = ParallelLayout(4, tp=2, pp=2)
@@ -44,6 +66,14 @@ def test_key_heads_are_replicated_where_there_are_fewer_than_ranks() -> None:
     geometry = read_geometry(MODELS / "Llama-3-8B", "lm")  # 8 key heads of 128, 32 layers
     assert kv_bytes_per_token(geometry, 1, 2) == 128 * 1024  # 2 * 32 * 8 * 128 * 2
     assert kv_bytes_per_token(geometry, 8, 2) == kv_bytes_per_token(geometry, 16, 2) == 16 * 1024
+
+
+def test_gated_delta_nets_keep_states_of_a_sequence() -> None:
+    geometry = read_geometry(MODELS / "Qwen3-Next-80B-A3B", "lm")
+    # 36 layers of 32 states of 128 x 128 in fp32, and 3 tokens of 2 * 16 + 32 heads of 128 in bf16.
+    assert state_bytes_per_sequence(geometry, 1, 2) == 36 * (4 * 32 * 128 * 128 + 2 * 3 * 64 * 128) == 77_266_944
+    assert state_bytes_per_sequence(geometry, 8, 2) == 77_266_944 // 8
+    assert state_bytes_per_sequence(SMALL, 1, 2) == 0
 
 
 def test_an_engine_rank_holds_its_share_of_the_model() -> None:
