@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors.torch import load_file
 
+from rlhf_mcore.algorithms.muon import orthogonalized, update_scale
 from rlhf_mcore.bridge.files.export import Exporter
 from rlhf_mcore.bridge.files.hf_files import HFReader
 from rlhf_mcore.bridge.files.transfer import load
@@ -42,6 +43,7 @@ from rlhf_mcore.parallel.collectives import world_group
 from rlhf_mcore.parallel.layout import ParallelLayout
 from rlhf_mcore.platform import Platform, current_platform
 from rlhf_mcore.roles.freezing import freeze
+from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.roles.model import MinibatchPlan, TrainedModel
 from rlhf_mcore.roles.role_files import RoleFiles
 from rlhf_mcore.types import Microbatch
@@ -69,9 +71,10 @@ def build(
     head: str = "lm",
     frozen: Sequence[str] = (),
     recompute: RecomputeConfig | None = None,
+    dtype: str = "fp32",
 ) -> MegatronModel:
     spec = load_spec(directory, head)
-    options = BuildOptions("fp32", "local", recompute or RecomputeConfig(), trainable, False, 0)
+    options = BuildOptions(dtype, "local", recompute or RecomputeConfig(), trainable, False, 0)
     if frozen:
         options = replace(
             options, freeze=partial(freeze, geometry=spec.geometry, layout=groups.layout, patterns=list(frozen))
@@ -204,6 +207,32 @@ def test_fault_23_a_gradient_that_is_not_finite_changes_nothing(
     buffer.fill_(0.1)
     assert model.step(lr=1e-2).updated
     assert not any(torch.equal(p.tensor, before[p.name]) for p in model.local_parameters())
+
+
+def test_muon_steps_the_fp32_masters_of_matrices_and_adamw_the_rest(tmp_path: Path, groups: ModelGroups) -> None:
+    make("qwen3", tmp_path)
+    model = build(tmp_path, groups, trainable=True, dtype="bf16")
+    model.add_optimizer(
+        OptimizerConfig("muon", lr=0.1, clip_grad=0.0, weight_decay=0.5), matrices_of(geometry := model.spec.geometry)
+    )
+    assert model.optimizer is not None
+    held = {shard.name: shard for shard in model.optimizer.shards()}
+    layers = {name for name in held if name.startswith("decoder.layers.") and "norm" not in name}
+    assert {name for name, shard in held.items() if "momentum" in shard.tensors} == layers
+    assert all(held[name].tensors.keys() == {"exp_avg", "exp_avg_sq", "master"} for name in held.keys() - layers)
+    gradients = model.chunks[0].buffers[0].grad_data
+    gradients.copy_(torch.randn(gradients.shape, generator=torch.Generator().manual_seed(0)))
+    name = "decoder.layers.1.self_attention.linear_qkv.weight"
+    weight = dict(unwrap(model.chunks[0]).named_parameters())[name]
+    before, gradient = held[name].tensors["master"].clone(), weight.main_grad.clone().view(-1)
+    assert model.step(lr=0.1).updated
+    after = held[name].tensors["master"]
+    for hf_name in ("q_proj", "k_proj", "v_proj"):
+        parts = [p for p in matrices_of(geometry)(name, held[name].shard, 0, after.numel()) if hf_name in p.name]
+        was, moved, given = (torch.cat([p.of(flat) for p in parts]) for flat in (before, after, gradient))
+        direction = orthogonalized((given + 0.95 * given).bfloat16()) * update_scale(*parts[0].shape)  # Nesterov's
+        torch.testing.assert_close(moved, was * 0.95 - 0.1 * direction.float())
+    assert model.optimizer.unrounded_masters() == [] and model.optimizer.scalars()["step"] == 1
 
 
 def test_an_update_waits_for_who_still_copies_the_state(tmp_path: Path, groups: ModelGroups) -> None:
