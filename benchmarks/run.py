@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,17 +90,22 @@ def run(row: Row, quick: bool, timeout_s: float) -> Outcome:
     if find_spec(f"benchmarks.{row.name}") is None:
         return Outcome(row, None, None, "not there yet")
     command = [sys.executable, "-m", f"benchmarks.{row.name}", *(["--quick"] if quick else [])]
-    begun = time.perf_counter()
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return Outcome(row, None, None, f"stopped after {timeout_s:.0f} s", timeout_s)
+    begun, pipe = time.perf_counter(), subprocess.PIPE
+    # A session of its own: ranks and engines that it has started end with it.
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return Outcome(row, None, None, f"stopped after {timeout_s:.0f} s", timeout_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     seconds = time.perf_counter() - begun
-    for line in reversed(done.stdout.splitlines()):
-        if done.returncode == 0 and (found := LAST_LINE.match(line)):
+    for line in reversed(output.splitlines()):
+        if process.returncode == 0 and (found := LAST_LINE.match(line)):
             ratio, goal = float(found[2]), float(found[3])
             return Outcome(row, ratio, goal, judge(row, ratio, goal), seconds)
-    cause = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+    cause = (errors.strip() or output.strip() or "no output").splitlines()[-1]
     return Outcome(row, None, None, f"failed: {cause[:200]}", seconds)
 
 
@@ -193,10 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(outcomes), end="")
         return 0
     outcomes = []
-    for row in rows:
-        outcomes.append(run(row, args.quick, args.timeout))
-        print(f"{row.name}: {outcomes[-1].verdict}", file=sys.stderr, flush=True)
-    print(table(outcomes), end="")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for row in rows:
+            outcomes.append(run(row, args.quick, args.timeout))
+            print(f"{row.name}: {outcomes[-1].verdict}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return 130
+    finally:  # what was measured until a limit of somebody else's, too
+        print(table(outcomes), end="", flush=True)
     return 1 if any(outcome.verdict.startswith(("failed", "stopped")) for outcome in outcomes) else 0
 
 
