@@ -19,7 +19,7 @@ MODES = ("train", "joint")  # in which they are
 
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
-    mode, kind, layout, recompute = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout, cfg.actor.recompute
+    mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
     if mode not in MODES:
         return
     name, keep = f"actor.mtp.mode={mode}", "set it to keep"
@@ -30,11 +30,6 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
         yield f"{name} changes the gradient of the policy, and is for algorithm.kind=sft; set it to train"
     if layout.cp > 1:
         yield f"{name} is not supported with actor.layout.cp={layout.cp}; {keep}, or actor.layout.cp to 1"
-    if recompute.granularity == "full" and (recompute.method != "uniform" or recompute.num_layers != 1):
-        yield (
-            f"{name}: Megatron recomputes MTP layers with actor.recompute.method=uniform and num_layers=1 only, found "
-            f"{recompute.method} and {recompute.num_layers}; change these, or {keep}"
-        )
     overrides = cfg.actor.megatron or {}
     if overrides.get("overlap_grad_reduce") and layout.pp > 1:
         yield f"{name} with actor.layout.pp={layout.pp} is not supported with actor.megatron.overlap_grad_reduce; remove that"

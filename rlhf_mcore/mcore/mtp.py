@@ -66,6 +66,10 @@ def add_mtp_layers(
     config.mtp_num_layers = geometry.mtp_layers
     # Megatron does not tell these layers which tokens are padding, so their experts are not balanced.
     config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
+    if config.recompute_granularity == "full":
+        config.recompute_granularity = (
+            None  # of these layers Megatron saves the borders of packed sequences as a tensor, and fails
+        )
     if not chunk.pre_process:
         chunk.embedding = LanguageModelEmbedding(
             config,

@@ -50,7 +50,10 @@ def training_activations(
     for chunk in range(layout.vpp or 1):
         layers = [*layout.layers_of(geometry.num_layers, pp, chunk)]
         if (pp, chunk) == (layout.pp - 1, (layout.vpp or 1) - 1):
-            layers += geometry.mtp_numbers
+            if role.recompute.granularity == "full":  # MTP layers are not recomputed
+                kept += sum(_layer_bytes(role, layer, width, assumed) for layer in geometry.mtp_numbers)
+            else:
+                layers += geometry.mtp_numbers
         kept += _chunk_bytes(role, layers, width, assumed)
         computing = max([computing, *(_computing_bytes(role, layer, tokens, width, assumed) for layer in layers)])
     in_flight = _in_flight(layout, pp, num_microbatches)

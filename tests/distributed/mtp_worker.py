@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.files.saved_model import check_saved_model
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
 from rlhf_mcore.bridge.run.sync import PlannedBridge
+from rlhf_mcore.config.schema import RecomputeConfig
 from rlhf_mcore.data.examples import example_batch
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model import MegatronModel
@@ -133,7 +134,8 @@ def copies_differ(model: MegatronModel) -> str:
 
 def joint(path: Path, groups: ModelGroups, platform: Platform, expected: dict[str, Tensor]) -> dict[str, Any]:
     """One update on given responses, from which all learns."""
-    settings = Settings(max_tokens=48, mtp=MTPLearning(alone=False, coef=COEF))
+    recompute = RecomputeConfig("full", "uniform", 2)
+    settings = Settings(max_tokens=48, recompute=recompute, mtp=MTPLearning(alone=False, coef=COEF))
     model, actor = build(path, groups, platform, settings)
     batch = example_batch([tokenized(row.prompt_ids, row.response_ids) for row in rows()])
     metrics = SupervisedActor(actor.model).deliver_update(batch)()

@@ -307,11 +307,6 @@ def test_mtp_layers_can_be_kept_whatever_the_model_is(workspace: Any) -> None:
         ({}, ["actor.layout.cp=2"], ["actor.mtp.mode=train is not supported with actor.layout.cp=2"]),
         (
             {},
-            ["actor.recompute.granularity=full", "actor.recompute.method=block"],
-            ["method=uniform and num_layers=1 only"],
-        ),
-        (
-            {},
             ["actor.layout.pp=2", "actor.megatron={overlap_grad_reduce: true}"],
             ["actor.layout.pp=2 is not supported with actor.megatron.overlap_grad_reduce"],
         ),
