@@ -57,6 +57,14 @@ class Outcome:
     timed_out: bool = False
 
 
+class NoResults(ConfigError):
+    """So many responses in a row got no result that more would get none. ``timed_out``: the last of them took too long."""
+
+    def __init__(self, message: str, timed_out: bool) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
 class Job:
     """The items of a call, on their way through a pool."""
 
@@ -277,7 +285,7 @@ class Keeper(ABC, Generic[WorkerT]):
         """An item has no answer: it is tried again, or never.
 
         Raises:
-            ConfigError: so did ``MAX_LOST_IN_A_ROW`` items in a row.
+            NoResults: so did ``MAX_LOST_IN_A_ROW`` items in a row.
         """
         job.tries[index] += 1
         if job.tries[index] <= self._limits.retries:
@@ -287,9 +295,10 @@ class Keeper(ABC, Generic[WorkerT]):
         self._lost_in_a_row += 1
         if self._limits.retries and self._lost_in_a_row >= MAX_LOST_IN_A_ROW:
             self._lost_in_a_row = 0
-            raise ConfigError(
+            raise NoResults(
                 f"{self._name} gave no result for {MAX_LOST_IN_A_ROW} responses in a row; for the last of them it {outcome.lost}: "
-                "correct it, or give it more with reward.timeout_s and reward.memory_gib"
+                "correct it, or give it more with reward.timeout_s and reward.memory_gib",
+                outcome.timed_out,
             )
 
     def _answered(self, job: Job, index: int, outcome: Outcome) -> None:

@@ -28,6 +28,7 @@ from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
 from rlhf_mcore.rewards.latex import canonical
+from rlhf_mcore.rewards.pool import NoResults
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score
 
@@ -187,7 +188,8 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
     Returns a warning, or None. Rows are not read where ``data.transform`` would have to be called.
 
     Raises:
-        ConfigError: the reward cannot be had, a data source has no rules, or no rule reads any of the ground truths.
+        ConfigError: the reward cannot be had, a data source has no rules, no rule reads any of the ground truths, or a function ends
+            its process at every one of them.
     """
     if not grades(cfg):
         return None
@@ -206,7 +208,9 @@ def check_reward(cfg: Config, name: str = "data.train") -> str | None:
         quick = replace(cfg.reward, timeout_s=min(cfg.reward.timeout_s, CALL_AT_START_S))
         try:
             report = try_reward(quick, rows, name, sources.total(), notations=AT_START, others=False)
-        except ConfigError as error:
+        except ConfigError as error:  # in a run it has more time
+            if isinstance(error, NoResults) and not error.timed_out and cfg.reward.on_error == "fail":
+                raise
             return f"reward.function could not be tried on {name}: {error}"
     if not report.reads_nothing:
         return warning

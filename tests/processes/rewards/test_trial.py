@@ -124,6 +124,12 @@ def test_the_start_of_a_run_refuses_a_rule_that_reads_nothing(data: Any, tmp_pat
         check_reward(cfg)
     cfg.reward.on_error = "zero"
     assert "gives none of 8 ground truths" in (check_reward(cfg) or "")
+    (tmp_path / "leaves.py").write_text("import os\ndef grade(*a):\n    os._exit(0)\n")
+    cfg.reward = RewardConfig(function=f"{tmp_path}/leaves.py:grade", workers=1)
+    with pytest.raises(
+        ConfigError, match=r"gave no result for 10 responses in a row.*ended its process with exit code 0"
+    ):
+        check_reward(cfg)
     cfg.reward = rules("format")
     assert check_reward(cfg) is None  # nothing is compared
 
