@@ -73,6 +73,9 @@ def run(request: Conversion) -> Converted | None:
     """
     if request.destination is None and not request.dry_run:
         raise ConfigError("DST is missing; give the directory to make, or --dry-run")
+    for path in (request.source, *request.average):
+        if not path.is_dir():
+            raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()}); correct the path")
     given = request.source
     if request.source_format == "checkpoint":
         average = [newest_checkpoint(path) for path in request.average]
@@ -162,8 +165,6 @@ def _companions(request: Conversion) -> Path:
 def _open(
     request: Conversion, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack
 ) -> ModelSource:
-    if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory (looked from {Path.cwd()})")
     if request.source_format == "megatron":
         return torch_dist.open_torch_dist(
             torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records

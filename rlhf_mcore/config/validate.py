@@ -294,7 +294,7 @@ def _position_problems(cfg: Config, geometry: ModelGeometry | None) -> Iterator[
     if longest > geometry.max_positions:
         yield (
             f"{_sum(cfg)}={longest} exceeds max_position_embeddings={geometry.max_positions} of model.path; "
-            "lower data.max_prompt_tokens or the response length"
+            f"lower {_sum(cfg).replace(' + ', ' or ')}"
         )
     max_model_len = cfg.rollout.max_model_len
     if max_model_len is not None and max_model_len < longest:

@@ -199,6 +199,7 @@ def test_a_critic_keeps_its_head(checkpoint: Path, tmp_path: Path, kind: str) ->
         (["SRC", "DST", "--shard-size", "4 apples"], "--shard-size=4 apples is not a size"),
         (["SRC", "DST", "--shard-size", "0"], "--shard-size=0 is not a size"),
         (["SRC/config.json", "DST", "--hf-config", "SRC"], "is not a directory"),
+        (["SRC/nowhere", "DST"], "nowhere is not a directory (looked from "),
         (["SRC", "SRC"], "is there already; give another DST or --overwrite"),
     ],
 )

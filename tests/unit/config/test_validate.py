@@ -222,7 +222,11 @@ def test_good_variants_pass(workspace: Any, overrides: list[str], world_size: in
         (["trainer.max_tokens_per_microbatch=767"], None, ["max_tokens_per_microbatch=767", "768"]),
         (["rollout.max_model_len=767"], None, ["rollout.max_model_len=767", "768"]),
         (["rollout.max_model_len=2000"], None, ["rollout.max_model_len=2000", "max_position_embeddings=1024"]),
-        (["data.max_prompt_tokens=1000"], None, ["max_new_tokens=1256", "max_position_embeddings=1024"]),
+        (
+            ["data.max_prompt_tokens=1000"],
+            None,
+            ["max_new_tokens=1256", "max_position_embeddings=1024", "or rollout.sampling.max_new_tokens"],
+        ),
         (["evaluate.max_new_tokens=513"], None, ["evaluate.max_new_tokens=1025", "max_position_embeddings=1024"]),
         (["model.path=nowhere"], None, ["model.path=nowhere", "does not exist"]),
         (["model.path=train.jsonl"], None, ["model.path=train.jsonl", "not a directory"]),
