@@ -84,13 +84,14 @@ def _computing_bytes(role: PlannedRole, layer: int, tokens: int, width: int, ass
     elif recompute.granularity == "selective":
         again = _dropped_bytes(role, layer, width, assumed)
     own = _dispatch_bytes if geometry.is_moe_layer(layer) else _backward_bytes
-    return tokens * again + max(own(role, tokens, width, assumed), _delta_bytes(role, layer, tokens))
+    return tokens * again + max(own(role, tokens, width, assumed), _delta_bytes(role, layer, tokens, width))
 
 
-def _delta_bytes(role: PlannedRole, layer: int, tokens: int) -> float:
+def _delta_bytes(role: PlannedRole, layer: int, tokens: int, width: int) -> float:
     """What mcore/delta_net.py has of a layer while it goes through it backwards, in fp32.
 
-    Queries and keys are there once for each head of values. Counted by tracing it.
+    Queries and keys are there once for each head of values. Under context parallelism an exchange beside that has what is sent, what
+    is received, and that in the order of the tokens. Counted by tracing it.
     """
     geometry = role.geometry
     if layer not in geometry.delta_layers:
@@ -101,7 +102,8 @@ def _delta_bytes(role: PlannedRole, layer: int, tokens: int) -> float:
     )
     cp = role.layout.cp  # all tokens of some of the heads, which may not be equally many on all ranks
     heads = -(-geometry.delta_value_heads // role.layout.tp // cp) * cp
-    return _FP32 * tokens * heads * per_head
+    exchanged = 3 * width * delta_elements(geometry) / role.layout.tp if cp > 1 else 0.0
+    return tokens * (_FP32 * heads * per_head + exchanged)
 
 
 def forward_activations(role: PlannedRole, pp: int, tokens: int, width: int, assumed: Assumptions) -> ActivationBytes:
