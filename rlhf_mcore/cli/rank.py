@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ def run(main: Callable[[], int]) -> int:
     except ConfigError as error:
         return exit_codes.report(error)
     end_with_parent(signal.SIGKILL)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale does not have must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGINT, _interrupted)
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS, chain=False)

@@ -24,7 +24,7 @@ def preload(arguments: Sequence[str]) -> None:
 
 def main() -> int:
     rank, (folder, what) = os.environ["RANK"], sys.argv[1:]
-    print(f"rank {rank} prints")
+    print(f"rank {rank} prints \N{LOWER ONE EIGHTH BLOCK}")
     print(f"rank {rank} complains", file=sys.stderr)
     found = {
         "forked": os.getppid() == IMPORTED_BY,

@@ -53,6 +53,7 @@ print(json.dumps([rank.proc.wait(30) for rank in ranks]))
 
 def exit_codes(folder: Path, what: str) -> list[int]:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "LEFT_OUT": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONIOENCODING"] = "ascii"  # of a locale that does not have every letter
     ended = finished([sys.executable, "-W", "ignore", "-c", AGENT, str(folder), what], folder, environment, 60)
     assert ended.returncode == 0, ended.stderr
     codes: list[int] = json.loads(ended.stdout)
@@ -71,7 +72,7 @@ def test_forks_have_what_torchrun_gives_to_a_rank_and_their_exit_codes_come_out(
             "default": True,
             "held": [signal.SIGUSR1],  # until the rank listens
         }
-        assert (tmp_path / f"out-{rank}").read_text() == f"rank {rank} prints\n"
+        assert (tmp_path / f"out-{rank}").read_text() == f"rank {rank} prints \\u2581\n"
         assert (tmp_path / f"err-{rank}").read_text() == f"rank {rank} complains\n"
         assert (tmp_path / f"at-exit-{rank}").exists() and (tmp_path / f"thread-{rank}").exists()
     (folder := tmp_path / "killed").mkdir()
