@@ -20,6 +20,7 @@ from rlhf_mcore.planning.inputs import GIB, Assumptions, rank_share, roles_of, w
 from rlhf_mcore.planning.report import table
 from rlhf_mcore.planning.weights import BYTES, state_bytes
 from rlhf_mcore.platform.cpu import CpuPlatform
+from rlhf_mcore.roles.matrices import matrices_of
 from rlhf_mcore.types import Microbatch
 
 
@@ -38,7 +39,15 @@ def traced(cfg: Config, world_size: int, rank: int, dtype: str, assumed: Assumpt
     logging.disable(logging.WARNING)
     with fake_world(rank, world_size):
         microbatches = [_microbatch(tokens, layout) for _ in range(count)]
-        held = dry_run(spec, layout, CpuPlatform(), options, _loss, microbatches)
+        held = dry_run(
+            spec,
+            layout,
+            CpuPlatform(),
+            options,
+            _loss,
+            microbatches,
+            lambda model: model.add_optimizer(cfg.actor.optimizer, matrices_of(spec.geometry)),
+        )
     state = state_bytes(role, rank)
     stage = layout.coordinates(rank)["pp"]
     even = Assumptions(expert_imbalance=1.0)  # a trace knows of no expert that has more tokens than others

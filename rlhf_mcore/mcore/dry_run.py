@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rlhf_mcore.config.schema import OptimizerConfig
+from rlhf_mcore.mcore import momentum
 from rlhf_mcore.mcore import optimizer as own_optimizer
 from rlhf_mcore.mcore.groups import build_groups
 from rlhf_mcore.mcore.layers import RMSNorm, SDPACoreAttention
@@ -109,6 +109,7 @@ def dry_run(
     options: BuildOptions,
     loss: Callable[[MegatronModel], LossFunction],
     microbatches: Sequence[Microbatch],
+    add_optimizer: Callable[[MegatronModel], None],
 ) -> TracedBytes:
     """Trace the rank of this process, in a :func:`fake_world`, over ``microbatches``. Their tensors are real ones on the host."""
     platform.prepare_megatron()
@@ -118,17 +119,18 @@ def dry_run(
     # Weights are made on the device and in the dtype that they stay in; torch cannot convert modules of fake tensors.
     unconverted = patch.object(torch.nn.Module, "_apply", lambda module, function, recurse=True: module)
     alike = patch.object(own_optimizer, "all_gather_json", lambda value, group: [value] * group.size())
+    alone = patch.object(momentum, "all_gather_json", _of_this_rank)
     one_by_one = patch.object(param_and_grad_buffer, "_coalescing_manager", lambda *_, **__: nullcontext(_Done()))
     scattered = patch.object(mappings, "_reduce_scatter_along_first_dim", _scattered)
-    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, one_by_one, scattered, counted:
+    with FakeTensorMode(allow_non_fake_inputs=True), unconverted, alike, alone, one_by_one, scattered, counted:
         model = build_model(spec, groups, platform, options)
         model.config.variable_seq_lengths = False
         buffers = [buffer for chunk in model.chunks for buffer in flat_buffers(chunk)]
         weights = sum(buffer.param_data.nbytes for buffer in buffers)
         gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
-        model.add_optimizer(OptimizerConfig())
+        add_optimizer(model)
         assert model.optimizer is not None
-        optimizer = sum(tensor.nbytes for shard in model.optimizer.shards() for tensor in shard.tensors.values())
+        state = sum(tensor.nbytes for shard in model.optimizer.shards() for tensor in shard.tensors.values())
         for chunk in model.chunks:
             _stand_in(chunk)
         before, counted.peak = counted.live, counted.live
@@ -137,12 +139,17 @@ def dry_run(
         activations = counted.peak - before
         model.optimizer.megatron.get_grad_norm = lambda: 1.0  # which is a number, and not a shape
         model.step(1e-6)
-    return TracedBytes(weights, gradients, optimizer, activations)
+    return TracedBytes(weights, gradients, state, activations)
 
 
 def flat_buffers(chunk: Any) -> list[Any]:
     """Megatron's buffers of a chunk that is trained, those of experts too."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _of_this_rank(value: list[Any], group: dist.ProcessGroup) -> list[Any]:
+    """The others hold no part of a matrix."""
+    return [value if rank == group.rank() else [] for rank in range(group.size())]
 
 
 class _Done:

@@ -74,6 +74,7 @@ class PlannedRole:
     epochs: int = 1
     updates: int = 1
     by_layer: bool = False
+    optimizer: str = "adamw"
 
 
 def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
@@ -84,7 +85,9 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
     if cfg.actor.mtp.mode in MODES:
         geometry = replace(geometry, mtp_layers=num_mtp_layers(read_config(cfg.model.path, "model.path")))
     if not run_kind(cfg).generates:  # a step is one update of one model
-        return [PlannedRole("actor", geometry, layout, True, dtype, cfg.actor.recompute)]
+        return [
+            PlannedRole("actor", geometry, layout, True, dtype, cfg.actor.recompute, optimizer=cfg.actor.optimizer.name)
+        ]
     updates = _updates(trainer.prompts_per_step, trainer.minibatch_size, trainer.ppo_epochs)
     roles = [
         PlannedRole(
@@ -97,6 +100,7 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
             offloaded_parts(cfg.actor.offload),
             epochs=trainer.ppo_epochs,
             updates=updates,
+            optimizer=cfg.actor.optimizer.name,
         )
     ]
     if cfg.algorithm.kl.coef:
@@ -109,7 +113,8 @@ def roles_of(cfg: Config, world_size: int, dtype: str) -> list[PlannedRole]:
         updates = _updates(trainer.prompts_per_step, critic.minibatch_size or trainer.minibatch_size, epochs)
         held = _dtype(critic.dtype, dtype)
         parts = offloaded_parts(critic.offload)
-        roles.append(PlannedRole("critic", geometry, own, True, held, critic.recompute, parts, epochs, updates))
+        name, how = critic.optimizer.name, critic.recompute
+        roles.append(PlannedRole("critic", geometry, own, True, held, how, parts, epochs, updates, optimizer=name))
     if reward.path is not None:
         own = parallel_layout(reward.layout, reward.ranks, world_size, "reward.model.layout")
         geometry = read_geometry(reward.path, "sequence")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
-from rlhf_mcore.bridge.map.rules import is_padded, layer_names, pieces
+from rlhf_mcore.bridge.map.rules import holds_matrices, is_padded, layer_names, pieces
 from rlhf_mcore.families import FAMILIES, outer_rules
 from rlhf_mcore.families.base import Rule
 from rlhf_mcore.observability.throughput import ModelFlops
@@ -68,6 +68,7 @@ class LocalTensor:
     name: str
     numel: int
     trained: bool = True
+    is_matrix: bool = False  # of which Muon keeps one moment
 
     def nbytes(self, dtype: str) -> int:
         """In a model of ``dtype``; buffers are fp32 in all."""
@@ -93,11 +94,17 @@ def state_bytes(role: PlannedRole, rank: int) -> StateBytes:
     if rank not in role.layout.ranks:
         return StateBytes(0)
     if role.trained:
-        numel, owned = _buffers(role.geometry, role.layout, rank)
+        numel, owned, matrices = _buffers(role.geometry, role.layout, rank)
         masters = 0 if role.dtype == "fp32" else _FP32 * owned  # fp32 weights are their own masters
-        return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, 2 * _FP32 * owned)
+        moments = _FP32 * _num_moments(role, owned, matrices)
+        return StateBytes(BYTES[role.dtype] * numel, _FP32 * numel, masters, moments)
     chunks = chunk_tensors(role.geometry, role.layout, role.layout.coordinates(rank)["pp"])
     return StateBytes(sum(tensor.nbytes(role.dtype) for chunk in chunks for tensor in chunk))
+
+
+def _num_moments(role: PlannedRole, numel: int, matrices: int) -> int:
+    """Numbers that the optimizer keeps beside the masters of so many elements, some of which are in matrices."""
+    return {"adamw": 2 * numel, "muon": 2 * numel - matrices, "sgd": numel}[role.optimizer]
 
 
 def weights_of_pass(role: PlannedRole, rank: int) -> int:
@@ -119,11 +126,11 @@ def weights_of_pass(role: PlannedRole, rank: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int]:
-    """Elements of a rank's flat buffers, and of the parameters whose optimizer state it keeps."""
+def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tuple[int, int, int]:
+    """Elements of a rank's flat buffers, of the parameters whose optimizer state it keeps, and of matrices among these."""
     place = layout.coordinates(rank)
     dp_rank, expert_dp_rank = place["dp"] * layout.cp + place["cp"], layout.expert_coordinates(rank)["edp"]
-    numel = owned = 0
+    numel = owned = matrices = 0
     shares_embedding = (geometry.tied_embeddings or bool(geometry.mtp_layers)) and layout.pp > 1
     shared = (_EMBEDDING, _OUTPUT) if geometry.tied_embeddings else (_EMBEDDING,)
     for held in chunk_tensors(geometry, layout, place["pp"]):
@@ -134,15 +141,19 @@ def _buffers(geometry: ModelGeometry, layout: ParallelLayout, rank: int) -> tupl
             buckets = list(_buckets(tensors, size, shared if shares_embedding else ()))
             numel += sum(end - start for start, end, _ in buckets)
             owned += sum(_owned(bucket, index, size) for bucket in buckets)
-    return numel, owned
+            matrices += sum(
+                _owned((start, end, [one for one in ranges if one[2]]), index, size) for start, end, ranges in buckets
+            )
+    return numel, owned, matrices
 
 
-_Bucket = tuple[int, int, list[tuple[int, int]]]  # start and end in the buffer, ranges of its parameters
+# Start and end in the buffer; of its parameters start, end, and whether they are matrices.
+_Bucket = tuple[int, int, list[tuple[int, int, bool]]]
 
 
 def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]) -> Iterator[_Bucket]:
     """The buckets of one buffer: the last parameter comes first, as gradients do."""
-    unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int]]()
+    unit, start, ranges = lcm(dp_size, _BUCKET_END), 0, list[tuple[int, int, bool]]()
     for tensor in reversed(tensors):
         alone = tensor.name in shared
         if alone and ranges:
@@ -150,7 +161,7 @@ def _buckets(tensors: Sequence[LocalTensor], dp_size: int, shared: Sequence[str]
             yield start, end, ranges
             start, ranges = end, []
         first = _round_up(ranges[-1][1], _PARAMETER_START) if ranges else start
-        ranges.append((first, first + tensor.numel))
+        ranges.append((first, first + tensor.numel, tensor.is_matrix))
         if alone:
             end = _round_up(ranges[-1][1], unit)
             yield start, end, ranges
@@ -164,7 +175,7 @@ def _owned(bucket: _Bucket, index: int, dp_size: int) -> int:
     start, end, ranges = bucket
     share = (end - start) // dp_size
     low, high = start + index * share, start + (index + 1) * share
-    return sum(max(0, min(b, high) - max(a, low)) for a, b in ranges)
+    return sum(max(0, min(b, high) - max(a, low)) for a, b, _ in ranges)
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -213,7 +224,10 @@ def _tensors_of(geometry: ModelGeometry, layer: int, grid: _Grid) -> tuple[Local
     names = sorted(layer_names(geometry, layer, geometry.num_experts // grid.ep), key=_order)
     rules = FAMILIES[geometry.family].layer_rules(geometry, layer)
     buffers = {rule.mcore.format(i=layer, k=0) for rule in rules if not rule.trained}
-    return tuple(LocalTensor(name, _numel(name, geometry, grid), name not in buffers) for name in names)
+    return tuple(
+        LocalTensor(name, _numel(name, geometry, grid), name not in buffers, holds_matrices(name, geometry))
+        for name in names
+    )
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -261,9 +275,13 @@ def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
 
 
 def checkpoint_bytes(role: PlannedRole) -> int:
-    """Bytes of the tensors of a checkpoint of a trained role: weights, two moments, and masters of 16-bit weights; buffers in fp32."""
-    geometry, state = role.geometry, 2 * _FP32 + (0 if role.dtype == "fp32" else _FP32)
-    layers = range(geometry.num_layers + geometry.mtp_layers)
-    rules = (r for layer in layers for r in FAMILIES[geometry.family].layer_rules(geometry, layer))
-    buffers = sum(rule.numel(geometry) for rule in rules if not rule.trained)
-    return (num_parameters(geometry) - buffers) * (BYTES[role.dtype] + state) + buffers * _FP32
+    """Bytes of the tensors of a checkpoint of a trained role: weights, moments, and masters of 16-bit weights; buffers in fp32."""
+    geometry, buffers, matrices = role.geometry, 0, 0
+    for layer in range(geometry.num_layers + geometry.mtp_layers):
+        for rule in FAMILIES[geometry.family].layer_rules(geometry, layer):
+            numel = (geometry.num_experts if "{k}" in rule.mcore else 1) * rule.numel(geometry)
+            buffers += numel * (not rule.trained)
+            matrices += numel * (rule.trained and holds_matrices(rule.mcore.format(i=layer, k=0), geometry))
+    trained = num_parameters(geometry) - buffers
+    masters = 0 if role.dtype == "fp32" else _FP32
+    return trained * (BYTES[role.dtype] + masters) + _FP32 * (_num_moments(role, trained, matrices) + buffers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlhf_mcore.bridge.files.state_files import Region, regions
-from rlhf_mcore.bridge.map.rules import find_rule, hf_shapes, pieces
+from rlhf_mcore.bridge.map.rules import hf_shapes, holds_matrices, pieces
 from rlhf_mcore.mcore.momentum import Locate, MatrixPart
 from rlhf_mcore.types import ModelGeometry, Shard
 
@@ -15,18 +15,16 @@ def matrices_of(geometry: ModelGeometry) -> Locate:
     shapes = hf_shapes(geometry)
 
     def locate(name: str, shard: Shard, start: int, stop: int) -> list[MatrixPart]:
-        if not name.startswith("decoder.layers."):
+        if not holds_matrices(name, geometry):
             return []
-        leading = int(find_rule(geometry, name)[0].kind == "stacked")
-        held = pieces(name, geometry, shard)
-        if any(len(shapes[piece.hf_name]) != 2 + leading for piece in held):
-            return []
-        return [_part(region, shapes[region.hf_name], leading) for region in regions(held, start, stop)]
+        found = regions(pieces(name, geometry, shard), start, stop)
+        return [_part(region, shapes[region.hf_name]) for region in found]
 
     return locate
 
 
-def _part(region: Region, shape: tuple[int, ...], leading: int) -> MatrixPart:
+def _part(region: Region, shape: tuple[int, ...]) -> MatrixPart:
+    leading = len(shape) - 2  # of a stack
     first, extent = region.rectangle
     number = f"[{first[0]}]" if leading else ""
     rows, columns = shape[leading:]

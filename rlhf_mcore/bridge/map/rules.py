@@ -125,6 +125,14 @@ def row_runs(parameter: str, geometry: ModelGeometry) -> tuple[list[RowRun], tup
     return found, (sum(run.count for run in found), *width)
 
 
+def holds_matrices(parameter: str, geometry: ModelGeometry) -> bool:
+    """Whether a parameter of a layer is made of tensors of two dimensions, or is one expert's of a stack of such."""
+    if not parameter.startswith("decoder.layers."):
+        return False
+    rule = find_rule(geometry, parameter)[0]
+    return all(len(dims) == 2 + (rule.kind == "stacked") for dims in rule.tensors.values())
+
+
 def is_padded(parameter: str, geometry: ModelGeometry) -> bool:
     """Whether a file may have more rows of a parameter than the model: those of a vocabulary."""
     return find_rule(geometry, parameter)[0].kind == "vocab_parallel"

@@ -39,7 +39,7 @@ GLM = ROOT / "configs" / "models" / "GLM-4.5-Air" / "config.json"
 SHARED_EXPERTS = {"num_hidden_layers": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
 RECOMPUTED = {
     "nothing": "",
-    "everything": "actor.recompute.granularity=full",
+    "everything": "actor.recompute.granularity=full actor.optimizer.name=sgd",
     "parts": "actor.recompute.granularity=selective actor.recompute.modules=[core_attn,mlp,shared_experts]",
     "experts": "actor.recompute.granularity=selective actor.recompute.modules=[moe]",
 }
@@ -67,7 +67,7 @@ def check(found: dict[str, str]) -> None:
 
 def test_weights_gradients_and_state_to_the_byte_and_activations_nearly(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
-    check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2"))
+    check(differences(tmp_path, 8, "actor.layout.tp=2 actor.layout.pp=2 actor.layout.cp=2 actor.optimizer.name=muon"))
 
 
 @pytest.mark.matrix
