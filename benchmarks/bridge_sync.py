@@ -57,7 +57,7 @@ from rlhf_mcore.types import LocalParameter, ModelGeometry
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
-GOAL_CPU, GOAL_CUDA = 1.0, 0.5
+GOAL_CPU, GOAL_CUDA = 0.9, 0.5
 BUCKET_BYTES = BridgeConfig().bucket_bytes
 SIZES = {
     "small": dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, vocab_size=1024),

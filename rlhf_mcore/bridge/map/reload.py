@@ -34,6 +34,10 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
     from vllm.platforms import current_platform
 
     module: Any = model.get_submodule(group[0].module)
+    if _has_packed_weight_alone(module, group):
+        with _packing(module, group[0]) as flats:
+            yield flats
+        return
     layerwise.initialize_layerwise_reload(module)
     info = layerwise.get_layerwise_info(module)
     names = {name for parameter in group for name in (parameter.name, *parameter.aliases)}
@@ -58,6 +62,26 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
         sharer: Any = model.get_submodule(alias.rpartition(".")[0])
         if sharer is not module:
             sharer.quant_method.process_weights_after_loading(sharer)
+
+
+def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> bool:
+    """Whether it is a linear layer on a CPU without bias, whose weight is nowhere but in its kernel's packed copy."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    is_linear = type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod and hasattr(module, "cpu_linear")
+    return is_linear and len(group) == 1 and not group[0].aliases and not module.weight.numel()
+
+
+@contextmanager
+def _packing(module: Any, weight: EngineParameter) -> Iterator[dict[str, Tensor]]:
+    """As :func:`reloading`, without the records that vLLM keeps of what is loaded."""
+    empty, whole = module.weight, torch.empty(weight.shape, dtype=weight.dtype)
+    yield {weight.name: whole.view(-1)}
+    module.weight = torch.nn.Parameter(whole, requires_grad=False)
+    try:
+        module.quant_method.process_weights_after_loading(module)
+    finally:
+        module.weight = empty
 
 
 def _processing_above(model: nn.Module, parameter: str) -> Iterator[Any]:
