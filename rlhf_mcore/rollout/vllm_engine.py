@@ -13,6 +13,7 @@ import numpy as np
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
+from rlhf_mcore.rollout import vllm_cpu
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
@@ -68,7 +69,9 @@ class VLLMEngine(Engine):
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
         if not self._on_cuda:
-            _spare_generators_of_cut_prompts(self._worker().model_runner)
+            vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
+            if model.dtype == "fp32":
+                vllm_cpu.use_norm_kernels(self.model)
 
     def _options(self, cfg: RolloutConfig, model: EngineModel) -> dict[str, Any]:
         """The arguments of vllm.LLM."""
@@ -363,26 +366,6 @@ def _problem(message: str, options: Mapping[str, Any], cfg: RolloutConfig, *, on
             "rollout.engine=hf"
         )
     return None
-
-
-def _spare_generators_of_cut_prompts(runner: Any) -> None:
-    """Keep a prompt that is computed in parts from drawing before it is complete.
-
-    vLLM samples a token for every request of a pass and discards those of prompts that the token budget has cut. It then winds
-    the request's generator back by an offset, which generators on a CPU do not have (vLLM 0.32: "CPU Generator does not use
-    offset"). Here such a request has no generator while the discarded token is drawn, so its own is where it was.
-    """
-    sample = runner.sample_tokens
-
-    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        generators, cut = runner.input_batch.generators, runner.discard_request_mask.np
-        spared = {index: generators.pop(index) for index in list(generators) if cut[index]}
-        try:
-            return sample(*args, **kwargs)
-        finally:
-            generators.update(spared)
-
-    runner.sample_tokens = sample_tokens
 
 
 def _self(worker: Any) -> Any:

@@ -67,6 +67,12 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(seen: Se
         assert rank["parity"][setting]["gap"] < 1e-4
 
 
+def test_norms_are_one_operation_each(two_engines: Seen, one_engine: Seen) -> None:
+    for seen, norms in ((two_engines, 2 * 4 + 1), (one_engine, 2 * 2 + 1)):  # Qwen 3 has those of queries and keys
+        for rank in seen:
+            assert len(rank["norms"]) == 3 * norms and max(rank["norms"]) < 1e-5
+
+
 def test_order_and_version_of_trajectories(seen: Seen) -> None:
     drawn = seen[0]["parity"]["t1.0"]["drawn"]
     assert [(t["prompt"], t["sample"]) for t in drawn] == [

@@ -22,7 +22,7 @@ from transformers import GptOssConfig
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.data.tokenizer import load_tokenizer
-from rlhf_mcore.rollout import EngineModel, build_engine
+from rlhf_mcore.rollout import EngineModel, build_engine, vllm_cpu
 from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
 from rlhf_mcore.types import Completion, Prompt, Sampling, Trajectory
 from tests.e2e.rollout.drawing import (
@@ -137,6 +137,19 @@ def check_parity(engine: Any, models: Models, directory: str) -> dict[str, Any]:
     ):
         drawn = worker_of(engine, directory).generate(prompts(4), sampling, step=3)
         seen[name] = {"gap": models.logprob_gap(drawn, sampling.temperature or 1.0, top_k), "drawn": summary(drawn)}
+    return seen
+
+
+def check_norms(model: torch.nn.Module) -> list[float]:
+    """Differences between the kernels that norms run on a CPU and vLLM's operations one by one; rows are not back to back."""
+    seen = []
+    for norm in model.modules():
+        if getattr(getattr(norm, "_forward_method", None), "func", None) is vllm_cpu._norm:
+            draw = torch.randn(2, 5, 2, 192, generator=torch.Generator().manual_seed(0))
+            x, residual = draw[..., : norm.weight.numel()]
+            expected = norm.forward_native(x), *norm.forward_native(x, residual)
+            found = norm(x), *norm(x, residual)
+            seen += [(ours - theirs).abs().max().item() for ours, theirs in zip(found, expected, strict=True)]
     return seen
 
 
@@ -356,6 +369,7 @@ def try_engine(tp: int, directory: Path) -> None:
         "engine": [*astuple(engine.rank), engine.policy_version],
         "too early": error_of(generate, engine, prompts(1), Sampling(), step=0),
         "parity": check_parity(engine, models, directory_a),
+        "norms": check_norms(engine.model),
         "process": {"before": before, "after": process_state()},
         "hf": check_greedy_hf(models, directory_a),
         "seeds": check_seeds(engine, directory_a),
