@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,8 +27,10 @@ from rlhf_mcore.cli.progress import progress_bar, working
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import is_dequantised, read_config, read_geometry
 from rlhf_mcore.doctor.machine import memory_bytes
+from rlhf_mcore.families import FAMILIES
 from rlhf_mcore.families.mtp import mtp_tensors
 from rlhf_mcore.families.sizes import rope_type
+from rlhf_mcore.foreign import Fields
 from rlhf_mcore.observability.files import full_disk_named
 from rlhf_mcore.platform import DTYPES
 from rlhf_mcore.types import ModelGeometry
@@ -125,10 +128,10 @@ def _convert(
         if request.verify:
             _verify(console, reading, written)
     if request.target_format == "megatron":
-        kind = rope_type(hf_config)
-        if kind not in ("default", "llama3"):
+        for part in _unnamed(geometry, hf_config):
             console.print(
-                f"note: Megatron-LM's arguments have no name for rope type {kind!r}; set it where you load the checkpoint"
+                f"note: Megatron-LM's arguments have no name for {part}; set it where you load the checkpoint",
+                soft_wrap=True,
             )
     size = f"{total / 1e9:.2f} GB" if total >= 1e8 else f"{total / 1e6:.2f} MB"
     made = Converted(request.destination, len(types), num_parameters(types), total)
@@ -139,6 +142,21 @@ def _convert(
         highlight=False,
     )
     return made
+
+
+def _unnamed(geometry: ModelGeometry, hf_config: Fields) -> Iterator[str]:
+    """What of a model the arguments in a Megatron checkpoint do not tell."""
+    kind, family = rope_type(hf_config), FAMILIES[geometry.family]
+    if kind not in ("default", "llama3"):
+        yield f"rope type {kind!r}"
+    if family.activation != "silu":
+        yield f"activation {family.activation!r}"
+    if family.norms != "inputs":
+        yield "norms of what attention and MLP return"
+    if family.norm_of_projections:
+        yield "norms of queries and keys of all heads together"
+    if family.scales_embeddings:
+        yield "embeddings that are scaled"
 
 
 def _companions(request: Conversion) -> Path:

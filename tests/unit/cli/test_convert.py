@@ -361,11 +361,24 @@ def test_a_directory_that_cannot_be_made(model: Path, tmp_path: Path, capsys: Ca
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_rope_that_megatrons_arguments_cannot_say_is_said(tmp_path: Path, capsys: Capture) -> None:
-    for name, noted in (("qwen2_yarn", True), ("llama_rope3", False)):
+def test_what_megatrons_arguments_cannot_tell_is_noted(tmp_path: Path, capsys: Capture) -> None:
+    queries = "norms of queries and keys of all heads together"
+    outputs, gelu, scaled = (
+        "norms of what attention and MLP return",
+        "activation 'gelu_pytorch_tanh'",
+        "embeddings that are scaled",
+    )
+    noted: dict[str, list[str]] = {
+        "qwen2_yarn": ["rope type 'yarn'"],
+        "llama_rope3": [],
+        "olmo2": [outputs, queries],
+        "gemma3_text": ["rope type 'linear'", gelu, outputs, scaled],
+    }
+    for name, parts in noted.items():
         make(name, tmp_path / name)
         assert main(["--from", "hf", "--to", "megatron", str(tmp_path / name), str(tmp_path / f"{name}_m")]) == 0
-        assert ("note: Megatron-LM's arguments have no name for rope type 'yarn'" in capsys.readouterr().err) is noted
+        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert [line.split(" have no name for ")[1].split(";")[0] for line in told] == parts
 
 
 def test_common_state_names_the_model_for_megatron(model: Path, tmp_path: Path) -> None:
