@@ -192,7 +192,11 @@ def count_references(key: str, references: Mapping[str, list[str]], known: dict[
         known[key] = 1  # while it is counted: ends a cycle
         total = 0
         for reference in references.get(key, ()):
-            target = _absolute(reference, key)
+            # Each leading dot is one group up. Places in lists are left out.
+            name = reference.lstrip(".")
+            dots = len(reference) - len(name)
+            name = name.partition("[")[0]
+            target = ".".join([*key.split(".")[:-dots], name]) if dots else name
             total += 1 + sum(
                 count_references(other, references, known)
                 for other in references
@@ -202,11 +206,3 @@ def count_references(key: str, references: Mapping[str, list[str]], known: dict[
                 break
         known[key] = total
     return known[key]
-
-
-def _absolute(reference: str, key: str) -> str:
-    """The key that a reference in the value of ``key`` means: each leading dot is one group up. Places in lists are left out."""
-    name = reference.lstrip(".")
-    dots = len(reference) - len(name)
-    name = name.partition("[")[0]
-    return ".".join([*key.split(".")[:-dots], name]) if dots else name

@@ -78,7 +78,11 @@ class PromptSampler:
         batch: list[int] = []
         while len(batch) < self.batch_size:
             start = self._num_drawn % self.num_prompts
-            part = self._order_of(self.epoch)[start : start + self.batch_size - len(batch)]
+            if (epoch := self.epoch) != self._epoch:
+                in_file_order = np.arange(self.num_prompts)
+                self._order = epoch_order(self.num_prompts, self.seed, epoch) if self.shuffle else in_file_order
+                self._epoch = epoch
+            part = self._order[start : start + self.batch_size - len(batch)]
             batch.extend(part.tolist())
             self._num_drawn += len(part)
         return batch
@@ -112,13 +116,6 @@ class PromptSampler:
         if type(num_drawn) is not int or num_drawn < 0:
             raise ConfigError(f"sampler state: num_drawn={num_drawn!r} must be a count")
         self._num_drawn = num_drawn
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            in_file_order = np.arange(self.num_prompts)
-            self._order = epoch_order(self.num_prompts, self.seed, epoch) if self.shuffle else in_file_order
-            self._epoch = epoch
-        return self._order
 
 
 class WeightedSampler:

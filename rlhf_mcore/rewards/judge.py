@@ -80,10 +80,11 @@ class Chat:
         """The request for one item."""
         (item,) = items
         fields = json.loads(item)
+        truth = fields["ground_truth"]
         values = {
             "prompt": fields["prompt"],
             "response": fields["solution_str"],
-            "ground_truth": _text(fields["ground_truth"]),
+            "ground_truth": truth if isinstance(truth, str) else "" if truth is None else json.dumps(truth),
             "data_source": fields["data_source"],
         }
         # Replaced in one pass: a response that holds "{ground_truth}" stays what it is.
@@ -183,7 +184,3 @@ class JudgedReward:
             return replace(judged, parts=score.parts, answered=score.answered)
         value = score.value + self.weight * judged.value
         return replace(score, value=value, parts={**score.parts, **judged.parts})
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)

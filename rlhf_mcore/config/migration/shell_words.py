@@ -148,9 +148,7 @@ class Words:
         return parts
 
     def joined_text(self, parts: Sequence[_Part]) -> str:
-        return self._limited("".join(" ".join(part.values) for part in parts))
-
-    def _limited(self, text: str) -> str:
+        text = "".join(" ".join(part.values) for part in parts)
         if len(text) > MAX_VALUE:
             raise ConfigError(
                 f"a word of the script has more than {MAX_VALUE} characters; migrate only what starts the training"
