@@ -43,7 +43,8 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
     if cfg.rollout.engine == "vllm" and geometry.delta_layers:
         # Which is no reason not to plan for it.
         yield FileProblem(
-            "rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven with vLLM; set it to hf"
+            "rollout.engine=vllm: vLLM's logprobs of models with gated delta nets (model.path) have not been shown to be "
+            "the trainer's; set it to hf"
         )
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections

@@ -67,7 +67,7 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             DELTA_NETS,
             [],
             None,
-            ["rollout.engine=vllm: a sync of the gated delta nets of model.path has not been proven"],
+            ["rollout.engine=vllm: vLLM's logprobs of models with gated delta nets (model.path)", "set it to hf"],
         ),
         (
             DELTA_NETS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
