@@ -1,4 +1,4 @@
-"""Whether MTP layers can be trained: of this model, in this layout."""
+"""Whether MTP layers can be trained, of this model and in this layout, and whether engines can draft with them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ MODES = ("train", "joint")  # in which they are
 def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     """Problems with ``actor.mtp`` and what it does not go together with. ``geometry``: of ``model.path``."""
     mode, kind, layout = cfg.actor.mtp.mode, run_kind(cfg), cfg.actor.layout
+    drafts = cfg.rollout.speculative
+    if kind.generates and cfg.rollout.engine == "vllm" and drafts.method == "mtp":
+        own = "rollout.speculative.method=mtp"
+        yield from _model_problems(cfg.model.path, geometry, f"{own}: model.path={cfg.model.path}", "set it to off")
+        count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))
+        if drafts.num_tokens > count > 0 and drafts.num_tokens % count:
+            yield (
+                f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {count} MTP layers of model.path nor a "
+                f"multiple of {count}; set it to {count}"
+            )
     if mode not in MODES:
         return
     name, keep = f"actor.mtp.mode={mode}", "set it to keep"
@@ -42,7 +52,7 @@ def _model_problems(path: str, geometry: ModelGeometry, prefix: str, keep: str) 
     family = FAMILIES[geometry.family]
     if not any(rule.layers == "mtp" for rule in family.rules):
         known = [name for name, family in FAMILIES.items() if any(rule.layers == "mtp" for rule in family.rules)]
-        yield f"{prefix} is of family {family.name}, whose MTP layers cannot be trained, only those of {', '.join(known)}; {keep}"
+        yield f"{prefix} is of family {family.name}, whose MTP layers are not supported, only those of {', '.join(known)}; {keep}"
         return
     count = num_mtp_layers(read_config(path, path))
     if count == 0:

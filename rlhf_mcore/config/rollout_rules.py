@@ -30,6 +30,7 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
                 f"{group}.temperature={temperature:g}: rollout.engine=vllm draws at {VLLM_LEAST:g} to {VLLM_MOST:g}; choose one "
                 "of these"
             )
+    yield from _speculative_problems(cfg)
     if cfg.rollout.placement == "disaggregated":
         yield from _apart_problems(cfg)
     elif cfg.rollout.placement == "colocated" and cfg.trainer.max_staleness:  # a misspelled one is named as such
@@ -51,6 +52,28 @@ def rollout_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"rollout.oversample={cfg.rollout.oversample:g}: which prompts finish first depends on the time, which "
             "rollout.deterministic_order excludes; set it to 1, or set rollout.deterministic_order=false"
+        )
+
+
+def _speculative_problems(cfg: Config) -> Iterator[str]:
+    method = cfg.rollout.speculative.method
+    name, off = f"rollout.speculative.method={method}", "set it to off"
+    if method == "off" or cfg.rollout.engine != "vllm":
+        return
+    truncations = {
+        "rollout.sampling": (cfg.rollout.sampling.top_k, cfg.rollout.sampling.top_p),
+        "evaluate": (cfg.evaluate.top_k, cfg.evaluate.top_p),
+    }
+    for group, (top_k, top_p) in truncations.items():
+        if top_k != -1 or top_p != 1:
+            yield (
+                f"{name} is not supported with {group}.top_k={top_k}, {group}.top_p={top_p:g}: vLLM ends with an error in a pass "
+                f"without drafts; set them to -1 and 1, or {off}"
+            )
+    if method == "mtp" and cfg.actor.mtp.mode != "keep":
+        yield (
+            f"{name} drafts with the MTP layers of model.path: those that learn (actor.mtp.mode={cfg.actor.mtp.mode}) are not sent to "
+            f"engines; set it to off or ngram"
         )
 
 

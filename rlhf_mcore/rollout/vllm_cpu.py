@@ -1,4 +1,5 @@
-"""What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, and draws of prompts that are computed in parts."""
+"""What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, draws of prompts that are computed in parts,
+and the temperature of drafted tokens."""
 
 from __future__ import annotations
 
@@ -51,3 +52,30 @@ def spare_generators_of_cut_prompts(runner: Any) -> None:
             generators.update(spared)
 
     runner.sample_tokens = sample_tokens
+
+
+def verify_drafts_at_their_temperature() -> None:
+    """Mend two functions with which vLLM verifies drafted tokens. Called again it changes nothing.
+
+    ``expand_batch_to_tokens`` of vLLM 0.32 on a CPU returns uninitialised memory for a temperature: its stand-in for the kernel
+    (``vllm/utils/cpu_triton_utils.py``, ``_expand_kernel_impl``) writes to an int64 copy of the tensor that it is given, and drops
+    it. ``apply_top_k_top_p`` fails in a pass in which nothing was drafted, as it takes the maximum of no top_k at all.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _repeated
+    rejection_sampler.apply_top_k_top_p = _truncated
+
+
+def _repeated(x: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+    """The value ``x[i]`` of request i for each of its tokens, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
+    import torch
+
+    replaced = x.masked_fill(x == replace_from, replace_to)
+    return torch.repeat_interleave(replaced, ends.diff(prepend=ends.new_zeros(1)), output_size=num_tokens)
+
+
+def _truncated(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits

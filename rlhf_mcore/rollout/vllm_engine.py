@@ -14,6 +14,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.platform import current_platform
 from rlhf_mcore.protocols import MEMORY, EngineRank
 from rlhf_mcore.rollout import vllm_cpu
+from rlhf_mcore.rollout.drafts import draft_options
 from rlhf_mcore.rollout.engine import Engine, EngineModel, ExpectedTensors
 from rlhf_mcore.rollout.environment import engine_start, preserved_rng, private_shared_memory, unchanged_classes
 from rlhf_mcore.types import Completion, Request
@@ -70,6 +71,7 @@ class VLLMEngine(Engine):
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
         if not self._on_cuda:
             vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
+            vllm_cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":
                 vllm_cpu.use_norm_kernels(self.model)
 
@@ -92,6 +94,7 @@ class VLLMEngine(Engine):
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "seed": model.seed,
+            **draft_options(cfg.speculative),
         }
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens

@@ -39,6 +39,7 @@ from rlhf_mcore.config.schema.rollout import (
     RuleConfig,
     SamplingConfig,
     SandboxConfig,
+    SpeculativeConfig,
 )
 from rlhf_mcore.config.schema.run import CheckpointConfig, DataConfig, EvaluateConfig, LoggingConfig, TrainerConfig
 from rlhf_mcore.config.schema.services import JudgeConfig, RemoteRewardConfig, RewardAlarmConfig, RewardRayConfig
@@ -80,6 +81,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "ScheduleConfig",
+    "SpeculativeConfig",
     "TrainerConfig",
 ]
 

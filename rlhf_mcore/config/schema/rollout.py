@@ -61,6 +61,31 @@ class RayConfig:
 
 
 @dataclass
+class SpeculativeConfig:
+    """Tokens that an engine drafts, and checks in one pass of the model: fewer passes where drafts are good."""
+
+    method: str = key(
+        "off",
+        "`vllm`: how an engine drafts the next tokens",
+        one_of(
+            off="it does not",
+            ngram="what has followed the last tokens before, in the prompt or the response",
+            mtp="by the MTP layers of `model.path` (DeepSeek-V3, GLM-4.5)",
+        ),
+        more="A draft is taken with the probability that keeps the distribution of responses what it is (arXiv 2211.17192), and "
+        "logprobs are those of the model. A response is another one than without, since random numbers are taken in another order.",
+        only_with="rollout.engine=vllm",
+    )
+    num_tokens: int = key(1, "tokens that are drafted at a time", Range(1, 32))
+    ngram_tokens: int = key(
+        3,
+        "`ngram`: so many tokens at the end have to be found again",
+        Range(1, 32),
+        only_with="rollout.speculative.method=ngram",
+    )
+
+
+@dataclass
 class RolloutConfig:
     """The engines that generate responses."""
 
@@ -93,6 +118,7 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(0.5, "CUDA: share of a device's memory that an engine may use", SHARE)
     kv_cache_gib: float = key(0.5, "CPU: size of an engine's key-value cache", ABOVE_0)
+    speculative: SpeculativeConfig = group(SpeculativeConfig)
     prefix_caching: bool = key(
         True, "keep the cache of shared prompt prefixes", more="It is emptied whenever weights change."
     )

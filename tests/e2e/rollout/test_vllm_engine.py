@@ -134,6 +134,18 @@ def test_experts_that_no_kernel_takes_are_refused_by_the_key_that_cuts_them(seen
         assert message.startswith("ConfigError: rollout.layout.tp=") and "rollout.engine=hf" in message
 
 
+def test_drafts_change_neither_logprobs_nor_what_is_likely(two_engines: Seen) -> None:
+    for rank in two_engines:
+        drafts = rank["drafts"]
+        assert [t["ids"] for t in drafts["greedy"]] == [t["ids"] for t in rank["hf"]]
+        assert drafts["gap"] < 1e-4
+        assert by_key(drafts["together"]) == by_key(drafts["alone"])
+        passes, tokens = drafts["passes"]
+        assert passes < tokens, "some drafts are taken"
+        assert len(drafts["deviations"]) > 8 and max(map(abs, drafts["deviations"])) < 4
+    assert by_key(two_engines[0]["drafts"]["together"]) == by_key(two_engines[1]["drafts"]["together"])
+
+
 def test_loading_other_weights_and_back_restores_the_outputs(seen: Seen) -> None:
     reload = seen[0]["reload"]
     a, b, again = ([t["ids"] for t in reload[name]] for name in ("a", "b", "a again"))

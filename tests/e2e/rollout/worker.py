@@ -10,8 +10,9 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from transformers import GptOssConfig
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
+from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig, SpeculativeConfig
 from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.rollout import EngineModel, build_engine, vllm_cpu
 from rlhf_mcore.rollout.tool_calls import ToolCallParser, check_tool_parser
@@ -243,6 +244,47 @@ def check_small_budgets(tp: int, directory: str, models: Models) -> dict[str, An
     return seen | {"narrow experts": check_narrow_experts(tp, Path(directory))}
 
 
+def check_drafts(directory: str, models: Models) -> dict[str, Any]:
+    """An engine that drafts what has followed the last token before: logprobs, seeds, passes, and how often it draws what."""
+    drafts = SpeculativeConfig("ngram", num_tokens=3, ngram_tokens=1)
+    cfg = RolloutConfig(kv_cache_gib=0.125, max_num_seqs=128, speculative=drafts)
+    engine: Any = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
+    engine.load_weights(models.weights(models.a), version=50)
+    greedy = Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS)
+    sampling = Sampling(n=4, temperature=0.7, max_new_tokens=NEW_TOKENS, seed=5)
+    drawn = generate(engine, prompts(4), sampling, step=3)
+    alone = [t for prompt in prompts(4) for t in generate(engine, [prompt], sampling, step=3)]
+    seen = {
+        "greedy": summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0)),
+        "gap": models.logprob_gap(drawn, 0.7),
+        "together": summary(drawn),
+        "alone": summary(alone),
+    }
+    [request] = requests_to(prompts(1), Sampling(temperature=0.0, max_new_tokens=100))
+    engine.submit([request])
+    passes, found = 0, []
+    while not found:
+        passes, found = passes + 1, engine.step()
+    seen["passes"] = [passes, len(found[0].token_ids)]
+    seen["deviations"] = deviations(engine, models)
+    engine.close()
+    return seen
+
+
+@torch.no_grad()
+def deviations(engine: Any, models: Models, count: int = 1500) -> list[float]:
+    """How far the numbers of the likeliest pairs of first tokens are from those expected, in standard deviations."""
+    prompt = Prompt("repeats", 0, [10, 11, 12, 13] * 3, "")
+    requests = [replace(r, seed=k) for k, r in enumerate(requests_to([prompt] * count, Sampling(max_new_tokens=2)))]
+    drawn = Counter(tuple(completion.token_ids.tolist()) for completion in engine.generate(requests))
+    first = models.a(torch.tensor([prompt.prompt_ids])).logits[0, -1].log_softmax(-1)
+    pairs = {}
+    for one in first.topk(4).indices.tolist():
+        second = models.a(torch.tensor([[*prompt.prompt_ids, one]])).logits[0, -1].log_softmax(-1)
+        pairs |= {(one, two): float((first[one] + second[two]).exp()) for two in second.topk(3).indices.tolist()}
+    return [(drawn[pair] - count * p) / (count * p * (1 - p)) ** 0.5 for pair, p in pairs.items() if 1 not in pair]
+
+
 def check_narrow_experts(tp: int, directory: Path) -> str:
     """What is told of a gpt-oss whose experts are narrower on a rank than vLLM's kernel wants."""
     path = directory.with_name(f"{directory.name}_narrow_{dist.get_rank()}")
@@ -391,6 +433,7 @@ def try_engine(tp: int, directory: Path) -> None:
     seen["ranks after close"] = ranks.item()
     seen["long"] |= check_small_budgets(tp, directory_a, models)
     if tp == 1:
+        seen["drafts"] = check_drafts(directory_a, models)
         seen["tool calls"] = parse_tool_calls(directory_a)
     (directory / f"rank{dist.get_rank()}.json").write_text(json.dumps(seen))
 

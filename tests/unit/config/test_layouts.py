@@ -330,7 +330,7 @@ def test_a_family_without_mtp_layers_that_can_be_trained_is_named(workspace: Any
     workspace.write_hf_config(**QWEN_MOE)
     problem = only(check("actor.mtp.mode=train"))
     assert (
-        "family qwen3_moe, whose MTP layers cannot be trained, only those of deepseek_v3, glm4_moe; set it to keep"
+        "family qwen3_moe, whose MTP layers are not supported, only those of deepseek_v3, glm4_moe; set it to keep"
         in problem
     )
 
@@ -341,3 +341,27 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
     found = [problem for problem in check("actor.mtp.mode=train") if "MTP" in problem]
     assert "names 1 MTP layers in config.json, but 35 of their tensors are not there" in only(found)
     assert "model.layers.4.eh_proj.weight" in only(found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rollout.speculative.method=ngram", "rollout.sampling.top_k=20"],
+            ["rollout.sampling.top_k=20", "set them to -1 and 1"],
+        ),
+        (["rollout.speculative.method=ngram", "evaluate.top_p=0.9"], ["evaluate.top_p=0.9", "set it to off"]),
+        (["rollout.speculative.method=mtp", "actor.mtp.mode=train"], ["actor.mtp.mode=train) are not sent to engines"]),
+        (["rollout.speculative.method=ngram", "rollout.engine=hf"], ["no effect with rollout.engine=hf"]),
+        (
+            ["rollout.speculative.method=mtp", "rollout.speculative.ngram_tokens=2"],
+            ["no effect with rollout.speculative.method=mtp"],
+        ),
+        (["rollout.speculative.method=eagle"], ["is not a choice; choose one of: off, ngram, mtp"]),
+        (["rollout.speculative.num_tokens=0"], ["rollout.speculative.num_tokens=0 is out of range"]),
+        (["rollout.speculative.method=mtp"], ["family qwen3, whose MTP layers are not supported"]),
+    ],
+)
+def test_what_drafts_do_not_go_together_with(workspace: Any, overrides: list[str], words: list[str]) -> None:
+    problems = check(*overrides)
+    assert any(all(word in problem for word in words) for problem in problems), problems
