@@ -60,16 +60,13 @@ def _speculative_problems(cfg: Config) -> Iterator[str]:
     name, off = f"rollout.speculative.method={method}", "set it to off"
     if method == "off" or cfg.rollout.engine != "vllm":
         return
-    truncations = {
-        "rollout.sampling": (cfg.rollout.sampling.top_k, cfg.rollout.sampling.top_p),
-        "evaluate": (cfg.evaluate.top_k, cfg.evaluate.top_p),
-    }
-    for group, (top_k, top_p) in truncations.items():
-        if top_k != -1 or top_p != 1:
-            yield (
-                f"{name} is not supported with {group}.top_k={top_k}, {group}.top_p={top_p:g}: vLLM ends with an error in a pass "
-                f"without drafts; set them to -1 and 1, or {off}"
-            )
+    if cfg.rollout.layout.tp > 1:
+        yield f"{name} is not supported with rollout.layout.tp={cfg.rollout.layout.tp}; set that to 1, or {off}"
+    if cfg.rollout.placement != "colocated":
+        yield f"{name} is not supported with rollout.placement={cfg.rollout.placement}; {off}"
+    for group, top_p in {"rollout.sampling": cfg.rollout.sampling.top_p, "evaluate": cfg.evaluate.top_p}.items():
+        if top_p != 1:
+            yield f"{name} is not supported with {group}.top_p={top_p:g}; set that to 1, or {off}"
     if method == "mtp" and cfg.actor.mtp.mode != "keep":
         yield (
             f"{name} drafts with the MTP layers of model.path: those that learn (actor.mtp.mode={cfg.actor.mtp.mode}) are not sent to "

@@ -71,7 +71,8 @@ class VLLMEngine(Engine):
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
         if not self._on_cuda:
             vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
-            vllm_cpu.verify_drafts_at_their_temperature()
+            if cfg.speculative.method != "off":
+                vllm_cpu.verify_drafts_at_their_temperature()
             if model.dtype == "fp32":
                 vllm_cpu.use_norm_kernels(self.model)
 
@@ -94,7 +95,7 @@ class VLLMEngine(Engine):
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "seed": model.seed,
-            **draft_options(cfg.speculative),
+            **draft_options(cfg.speculative, on_cuda=self._on_cuda),
         }
         if cfg.max_num_batched_tokens is not None:
             options["max_num_batched_tokens"] = cfg.max_num_batched_tokens

@@ -138,7 +138,7 @@ def test_drafts_change_neither_logprobs_nor_what_is_likely(two_engines: Seen) ->
     for rank in two_engines:
         drafts = rank["drafts"]
         assert [t["ids"] for t in drafts["greedy"]] == [t["ids"] for t in rank["hf"]]
-        assert drafts["gap"] < 1e-4
+        assert drafts["gap"] < 1e-4 and drafts["gap of the likeliest"] < 1e-4
         assert by_key(drafts["together"]) == by_key(drafts["alone"])
         passes, tokens = drafts["passes"]
         assert passes < tokens, "some drafts are taken"

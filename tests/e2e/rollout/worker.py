@@ -249,6 +249,8 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
     drafts = SpeculativeConfig("ngram", num_tokens=3, ngram_tokens=1)
     cfg = RolloutConfig(kv_cache_gib=0.125, max_num_seqs=128, speculative=drafts)
     engine: Any = build_engine(cfg, EngineModel(directory, directory, "fp32", MAX_MODEL_LEN, seed=0))
+    with torch.no_grad():
+        models.a.model.norm.weight *= 4  # more certain of its tokens, so that drafts are taken
     engine.load_weights(models.weights(models.a), version=50)
     greedy = Sampling(n=1, temperature=0.0, max_new_tokens=NEW_TOKENS)
     sampling = Sampling(n=4, temperature=0.7, max_new_tokens=NEW_TOKENS, seed=5)
@@ -257,6 +259,7 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
     seen = {
         "greedy": summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0)),
         "gap": models.logprob_gap(drawn, 0.7),
+        "gap of the likeliest": models.logprob_gap(generate(engine, prompts(4), replace(sampling, top_k=5), step=3), 0.7, 5),
         "together": summary(drawn),
         "alone": summary(alone),
     }
@@ -272,16 +275,19 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def deviations(engine: Any, models: Models, count: int = 1500) -> list[float]:
+def deviations(engine: Any, models: Models, count: int = 1500, temperature: float = 0.7) -> list[float]:
     """How far the numbers of the likeliest pairs of first tokens are from those expected, in standard deviations."""
-    prompt = Prompt("repeats", 0, [10, 11, 12, 13] * 3, "")
-    requests = [replace(r, seed=k) for k, r in enumerate(requests_to([prompt] * count, Sampling(max_new_tokens=2)))]
+    prompt, sampling = Prompt("repeats", 0, [10, 11, 12, 13] * 3, ""), Sampling(temperature=temperature, max_new_tokens=2)
+    requests = [replace(r, seed=k) for k, r in enumerate(requests_to([prompt] * count, sampling))]
     drawn = Counter(tuple(completion.token_ids.tolist()) for completion in engine.generate(requests))
-    first = models.a(torch.tensor([prompt.prompt_ids])).logits[0, -1].log_softmax(-1)
+
+    def logprobs(*tokens: int) -> torch.Tensor:
+        return (models.a(torch.tensor([[*prompt.prompt_ids, *tokens]])).logits[0, -1] / temperature).log_softmax(-1)
+
     pairs = {}
-    for one in first.topk(4).indices.tolist():
-        second = models.a(torch.tensor([[*prompt.prompt_ids, one]])).logits[0, -1].log_softmax(-1)
-        pairs |= {(one, two): float((first[one] + second[two]).exp()) for two in second.topk(3).indices.tolist()}
+    for one in logprobs().topk(4).indices.tolist():
+        second = logprobs(one)
+        pairs |= {(one, two): float((logprobs()[one] + second[two]).exp()) for two in second.topk(3).indices.tolist()}
     return [(drawn[pair] - count * p) / (count * p * (1 - p)) ** 0.5 for pair, p in pairs.items() if 1 not in pair]
 
 
