@@ -1,8 +1,11 @@
 """What vLLM lacks on a CPU: norms by kernels, which it takes on GPUs alone, draws of prompts that are computed in parts,
-and the temperature of drafted tokens."""
+the temperature of drafted tokens, and a start beside llvmlite."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +71,7 @@ def verify_drafts_at_their_temperature() -> None:
 
 
 def _repeated(x: Tensor, ends: Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
-    """The value ``x[i]`` of request i for each of its tokens, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
+    """``x[i]`` for each token of request i, which end before ``ends[i]``; ``replace_from`` becomes ``replace_to``."""
     import torch
 
     replaced = x.masked_fill(x == replace_from, replace_to)
@@ -79,3 +82,29 @@ def _truncated(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Te
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, top_k, top_p) if len(logits) else logits
+
+
+@contextmanager
+def started_beside_llvmlite() -> Iterator[None]:
+    """Around the construction of an engine: vLLM looks for its kernels in everything that modules hold, but not in llvmlite's.
+
+    vLLM 0.32 fails there: the object for the library of LLVM has a function for every attribute that is asked of it, ``__dict__``
+    too. It is there once numba has compiled something, as where an earlier engine of the process has drafted by n-grams.
+    """
+    from vllm.triton_utils import dispatcher
+
+    bind, name = dispatcher._rebind_kernels, "llvmlite.binding.ffi"
+
+    def bind_elsewhere(overrides: Any) -> None:
+        hidden = sys.modules.pop(name, None)
+        try:
+            bind(overrides)
+        finally:
+            if hidden is not None:
+                sys.modules[name] = hidden
+
+    dispatcher._rebind_kernels = bind_elsewhere
+    try:
+        yield
+    finally:
+        dispatcher._rebind_kernels = bind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -343,7 +343,10 @@ def _start(options: dict[str, Any], cfg: RolloutConfig, *, on_cuda: bool) -> Any
     from vllm.distributed.parallel_state import destroy_model_parallel
 
     try:
-        with nullcontext() if on_cuda else unchanged_classes():
+        with ExitStack() as around:
+            if not on_cuda:
+                around.enter_context(unchanged_classes())
+                around.enter_context(vllm_cpu.started_beside_llvmlite())
             llm = llm_class(**options)
     except (ValueError, NotImplementedError) as error:
         if (problem := _problem(str(error), options, cfg, on_cuda=on_cuda)) is None:

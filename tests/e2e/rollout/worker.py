@@ -259,7 +259,9 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
     seen = {
         "greedy": summary(worker_of(engine, directory).generate(prompts(4), greedy, step=0)),
         "gap": models.logprob_gap(drawn, 0.7),
-        "gap of the likeliest": models.logprob_gap(generate(engine, prompts(4), replace(sampling, top_k=5), step=3), 0.7, 5),
+        "gap of the likeliest": models.logprob_gap(
+            generate(engine, prompts(4), replace(sampling, top_k=5), step=3), 0.7, 5
+        ),
         "together": summary(drawn),
         "alone": summary(alone),
     }
@@ -277,7 +279,10 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
 @torch.no_grad()
 def deviations(engine: Any, models: Models, count: int = 1500, temperature: float = 0.7) -> list[float]:
     """How far the numbers of the likeliest pairs of first tokens are from those expected, in standard deviations."""
-    prompt, sampling = Prompt("repeats", 0, [10, 11, 12, 13] * 3, ""), Sampling(temperature=temperature, max_new_tokens=2)
+    prompt, sampling = (
+        Prompt("repeats", 0, [10, 11, 12, 13] * 3, ""),
+        Sampling(temperature=temperature, max_new_tokens=2),
+    )
     requests = [replace(r, seed=k) for k, r in enumerate(requests_to([prompt] * count, sampling))]
     drawn = Counter(tuple(completion.token_ids.tolist()) for completion in engine.generate(requests))
 
