@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
-from rlhf_mcore.config.model_files import is_dequantised, read_config, tensor_names
+from rlhf_mcore.config.model_files import read_config, tensor_names
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.families import FAMILIES
@@ -24,10 +24,7 @@ def mtp_problems(cfg: Config, geometry: ModelGeometry) -> Iterator[str]:
     if kind.generates and cfg.rollout.engine == "vllm" and drafts.method == "mtp":
         own = "rollout.speculative.method=mtp"
         yield from _model_problems(cfg.model.path, geometry, f"{own}: model.path={cfg.model.path}", "set it to off")
-        hf_config = read_config(cfg.model.path, cfg.model.path)
-        if is_dequantised(hf_config):
-            yield f"{own}: MTP layers that model.path={cfg.model.path} has quantised are not supported; set it to off or ngram"
-        count = num_mtp_layers(hf_config)
+        count = num_mtp_layers(read_config(cfg.model.path, cfg.model.path))
         if drafts.num_tokens > count > 0 and drafts.num_tokens % count:
             yield (
                 f"rollout.speculative.num_tokens={drafts.num_tokens} is neither at most the {count} MTP layers of model.path nor a "
