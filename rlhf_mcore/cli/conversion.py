@@ -314,10 +314,14 @@ def _outputs(reading: Reading, *, reads_directory: bool = False) -> Tensor:
     if tensors is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # they are dequantised
     given = {"config": config, "state_dict": tensors} if tensors is not None else {"use_safetensors": True}
-    model_class = getattr(transformers, config.architectures[0])
-    model = model_class.from_pretrained(
-        None if tensors is not None else files, local_files_only=True, dtype=main_dtype(reading.types), **given
-    ).eval()
+    model_class, talk = getattr(transformers, config.architectures[0]), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it reports MTP layers, which it leaves out, as if they were a mistake
+    try:
+        model = model_class.from_pretrained(
+            None if tensors is not None else files, local_files_only=True, dtype=main_dtype(reading.types), **given
+        ).eval()
+    finally:
+        transformers.logging.set_verbosity(talk)
     token_ids = torch.arange(_PROMPT_TOKENS).unsqueeze(0) % model.config.vocab_size
     with torch.no_grad():
         logits: Tensor = model(input_ids=token_ids).logits

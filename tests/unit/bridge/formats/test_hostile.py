@@ -406,4 +406,8 @@ def test_whole_tensors_must_be_the_same_on_all_ranks(hf_model: Get, tmp_path: Pa
 def test_no_config_and_no_directory(fsdp: Path, capsys: Capture) -> None:
     shutil.rmtree(fsdp / "huggingface")
     assert "--hf-config DIR" in refused(capsys, "--from", "fsdp", "--to", "hf", fsdp, fsdp.parent / "out")
-    assert "no config.json" in refused(capsys, "--from", "hf", "--to", "hf", fsdp / "nowhere", fsdp.parent / "out")
+    assert "nowhere is not a directory" in refused(
+        capsys, "--from", "hf", "--to", "hf", fsdp / "nowhere", fsdp.parent / "out"
+    )
+    (fsdp.parent / "empty").mkdir()
+    assert "no config.json" in refused(capsys, "--from", "hf", "--to", "hf", fsdp.parent / "empty", fsdp.parent / "out")
