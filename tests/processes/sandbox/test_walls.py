@@ -424,7 +424,8 @@ def test_ctrl_c_leaves_no_program_and_no_answer_to_the_next_one(
     sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    sandbox._restart()
+    sandbox.close()
+    sandbox._start()
     started, main = threading.Event(), threading.main_thread().ident
     assert main is not None
 
