@@ -27,6 +27,7 @@ from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.doctor.machine import memory_bytes
+from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
 from rlhf_mcore.observability.files import free_bytes, json_line, keep_steps, pretty_json, write_atomically
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
@@ -66,16 +67,29 @@ def check_packages(cfg: Config) -> None:
 def check_engine(cfg: Config) -> None:
     """
     Raises:
-        ConfigError: vLLM's CPU build does not compute the model's attention.
+        ConfigError: vLLM cannot import the model, or its CPU build does not compute the model's attention.
     """
     kind = run_kind(cfg)
-    if not kind.generates or cfg.rollout.engine != "vllm" or has_gpu():
+    if not kind.generates or cfg.rollout.engine != "vllm":
         return
     geometry, _ = inspect_model(cfg.model.path, "model.path", kind.starting_heads)
-    if geometry is not None and geometry.kv_lora_rank and (cfg.model.dtype != "bf16" or geometry.kv_lora_rank != 512):
+    if geometry is None:
+        return
+    if (package := FAMILIES.get(geometry.family, UNSUPPORTED).vllm_imports) and find_spec(package) is None:
         raise ConfigError(
-            f"rollout.engine=vllm: on a CPU vLLM computes the latent attention of model.path={cfg.model.path} in bf16 and with "
-            "kv_lora_rank=512 only; set rollout.engine=hf"
+            f"rollout.engine=vllm: vLLM's code of model.path={cfg.model.path} imports {package}, which is not installed; "
+            f"install the {package} that goes with this torch, or set rollout.engine=hf"
+        )
+    if has_gpu():
+        return
+    part, needed, is_met = "latent attention", "kv_lora_rank=512", geometry.kv_lora_rank in (0, 512)
+    if geometry.delta_layers:
+        part, needed = "gated delta nets", "linear_key_head_dim and linear_value_head_dim both 64 or both 128"
+        is_met = (geometry.delta_key_dim, geometry.delta_value_dim) in ((64, 64), (128, 128))
+    if (geometry.kv_lora_rank or geometry.delta_layers) and (cfg.model.dtype != "bf16" or not is_met):
+        raise ConfigError(
+            f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
+            f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhf_mcore.config.derive import RoleLayout, balanced_stages, default_world_size, needs_critic, role_layouts
-from rlhf_mcore.config.errors import FileProblem
 from rlhf_mcore.config.model_files import inspect_model
 from rlhf_mcore.config.schema import Config, LayoutConfig, MoEConfig
 from rlhf_mcore.config.schema.run import MAX_WORLD
@@ -39,12 +38,6 @@ def engine_problems(cfg: Config, world_size: int | None, geometry: ModelGeometry
         yield (
             f"rollout.layout.tp={tp} does not divide the intermediate size {geometry.expert_ffn_size} of an expert of model.path; "
             f"choose a divisor of {geometry.expert_ffn_size}"
-        )
-    if cfg.rollout.engine == "vllm" and geometry.delta_layers:
-        # Which is no reason not to plan for it.
-        yield FileProblem(
-            "rollout.engine=vllm: vLLM's logprobs of models with gated delta nets (model.path) have not been shown to be "
-            "the trainer's; set it to hf"
         )
     family = FAMILIES.get(geometry.family, UNSUPPORTED)
     keeps_heads = family.has_stacked_experts or family.norm_of_projections

@@ -318,6 +318,7 @@ class Family:
     not decide it. ``scales_embeddings``: by the root of the hidden size. ``absent``: keys that are refused where they have a value.
     ``settings``: what else Megatron needs to know of a config.json. ``dequantised``: ways in which stored experts may be quantised.
 
+    ``vllm_imports``: a package that vLLM's module of the model needs and vLLM itself does not.
     ``delta``: layers with a gated delta net. ``windows``: layers that attend to some tokens only. Without, a window is refused where
     it is active: ``window_switch`` is the key that decides, beside ``sliding_window`` itself (``default_window`` where that is
     absent).
@@ -344,6 +345,7 @@ class Family:
     dequantised: tuple[Literal["mxfp4"], ...] = ()
     windows: Windows | None = None
     delta: DeltaNet | None = None
+    vllm_imports: str = ""
     window_switch: Literal["sliding_window", "use_sliding_window", "max_window_layers"] = "max_window_layers"
     default_window: int = 0
 

@@ -15,6 +15,7 @@ FAMILY = Family(
     megatron={**HYBRID_SETTINGS, "moe_shared_expert_gate": True},
     head_dim=256,
     delta=DeltaNet(),
+    vllm_imports="torchvision",
     mixture=Mixture("moe_intermediate_size", top_k=8, always_renormalises=True, shared_ffn=512),
     flags={"attention_bias": False},
     window_switch="use_sliding_window",

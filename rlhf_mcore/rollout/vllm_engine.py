@@ -93,6 +93,7 @@ class VLLMEngine(Engine):
             "enforce_eager": cfg.enforce_eager or not self._on_cuda,
             "generation_config": "vllm",  # sampling comes from our configuration, never from the model's files
             "logprobs_mode": "processed_logprobs",
+            "mamba_ssm_cache_dtype": "float32",  # states of gated delta nets, which the trainer has in fp32 too
             "disable_log_stats": True,
             "seed": model.seed,
             **draft_options(cfg.speculative, on_cuda=self._on_cuda),

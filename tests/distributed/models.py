@@ -78,7 +78,7 @@ QWEN_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=
 DELTA_NET = dict(
     linear_num_key_heads=4,
     linear_num_value_heads=8,
-    linear_key_head_dim=32,  # of which vLLM's kernels on a CPU want so much
+    linear_key_head_dim=64,  # this or 128, and as much for values, vLLM's kernels on a CPU want
     linear_value_head_dim=64,
     full_attention_interval=2,
 )
@@ -224,7 +224,7 @@ FURTHER_MODELS = {
         Qwen3_5TextConfig,
         {**DELTA_NET, "linear_num_value_heads": 4, "tie_word_embeddings": True},
     ),
-    # Heads that four context-parallel ranks share unevenly: two heads of keys, each with three of values.
+    # Heads that four context-parallel ranks share unevenly: two heads of keys, each with three of values, of another size.
     "qwen3_5_moe_text": (
         Qwen3_5MoeForCausalLM,
         Qwen3_5MoeTextConfig,
@@ -233,6 +233,7 @@ FURTHER_MODELS = {
             **DELTA_NET,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 6,
+            "linear_key_head_dim": 32,
             "shared_expert_intermediate_size": 80,
         },
     ),

@@ -226,8 +226,8 @@ def hf_logprobs(hf: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tens
     return logprobs, -(log_p[at].exp() * log_p[at]).sum(-1)
 
 
-def load_hf(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
 
 
 def response_values(batch: TrainBatch, values: torch.Tensor) -> dict[int, list[float]]:

@@ -21,11 +21,10 @@ from tests.difference import first_difference
 from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make, pack
 from tests.tiny_training import make_quickstart
 
-# vLLM's kernels for latent attention have one size of heads and bf16 only, on a CPU.
-IN_BF16 = "deepseek_v3_heads"
-BY_TRANSFORMERS = [
-    name for name in FURTHER_MODELS if name.startswith(("deepseek", "qwen3_next", "qwen3_5")) and name != IN_BF16
-]
+# vLLM's kernels for latent attention and gated delta nets know some sizes of heads and bf16 only, on a CPU.
+# How far their logprobs may be apart, in nats; where a choice of experts may flip in bf16, where the rule of the metric warns.
+IN_BF16 = {"deepseek_v3_heads": ("max", 0.3), "qwen3_next": ("mean", 0.1)}
+BY_TRANSFORMERS = [name for name in FURTHER_MODELS if name.startswith(("deepseek", "qwen3_5")) and name not in IN_BF16]
 WITH_MTP = ("deepseek_v3", "glm4_moe")
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -79,12 +78,13 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     ]
     if name == "gpt_oss":
         options += ["actor.layout.ep=2", "actor.layout.etp=1"]
-    if name == IN_BF16:
+    if name in IN_BF16:
         options += ["model.dtype=bf16"]
     steps = [step for step in train(workspace, name, [*SMALL, *options]) if step["step"]]
     assert len(steps) == 2
+    statistic, limit = IN_BF16.get(name, ("max", 1e-4))
     for step in steps:
-        assert 0 < step["rollout/logprob_diff_max"] < (0.3 if name == IN_BF16 else 1e-4)
+        assert 0 < step[f"rollout/logprob_diff_{statistic}"] < limit
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
     saved = dict(HFReader(workspace / "outputs" / "quickstart" / name / "latest" / "actor").tensors())
     assert first_difference({tensor: saved[tensor] for tensor in mtp}, mtp) == ""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.distributed.world import run_world
-from tests.e2e.three_way_worker import ENGINES, FAMILIES, IN_BF16, MATRIX, generates, layouts
+from tests.e2e.three_way_worker import DELTA_NETS, ENGINES, FAMILIES, MATRIX, generates, layouts
 
 CASES = [(model, tp, layout) for model, tp in ENGINES for layout in layouts(model, ENGINES)]
+NOISE = {"deepseek_v3_heads": 0.3}  # 0.11 measured
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +21,17 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("model", "tp", "layout"), [case for case in CASES if generates(case[2], case[1])])
 def test_engine_trainer_and_transformers_agree(findings: Any, model: str, tp: int, layout: str) -> None:
-    check_agreement(findings[f"{model}/{tp}/{layout}"], 3 * layouts(model, ENGINES).index(layout) + 2)
+    number = layouts(model, ENGINES).index(layout)
+    check_agreement(findings[f"{model}/{tp}/{layout}"], model, 3 * number + 2)
 
 
-def check_agreement(found: Any, version: int, noise: float = 1e-4) -> None:
-    assert found["trainer"] < noise
-    assert found["transformers"] < noise
+def check_agreement(found: Any, model: str, version: int) -> None:
+    if model in DELTA_NETS:  # transformers' own error in bf16 is the measure
+        assert 0 < found["error_of_engine"] <= 1.5 * found["error_of_bf16"]
+        assert 0 < found["error_of_trainer"] <= 1.5 * found["error_of_bf16"]
+    else:
+        assert found["trainer"] < NOISE.get(model, 1e-4)
+        assert found["transformers"] < NOISE.get(model, 1e-4)
     assert found["num_trajectories"] == 8
     assert found["version"] == version
 
@@ -45,17 +51,23 @@ def check_bits(found: Any, layout: str) -> None:
     assert (found["peak_share"] > 0) == (found["received_bytes"] > 0)
 
 
+@pytest.mark.parametrize(("model", "tp"), [case for case in ENGINES if case[0] in DELTA_NETS])
+def test_the_planner_describes_what_an_engine_of_gated_delta_nets_holds(findings: Any, model: str, tp: int) -> None:
+    assert findings[f"{model}/{tp}"] == ""
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_layout_and_every_width_of_the_engines(model: str, tmp_path: Path) -> None:
     """What the tests above ask of a sample, of all combinations; a minute or two for each model."""
     findings = run_world("e2e.three_way_worker", 4, tmp_path, model)
     for tp in [tp for name, tp in MATRIX if name == model]:
+        assert findings.get(f"{model}/{tp}", "") == ""
         for number, layout in enumerate(layouts(model, MATRIX)):
             found = findings[f"{model}/{tp}/{layout}"]
             check_bits(found, layout)
             if generates(layout, tp):
-                check_agreement(found, 3 * number + 2, 0.3 if model in IN_BF16 else 1e-4)  # 0.11 measured
+                check_agreement(found, model, 3 * number + 2)
 
 
 def test_fault_20_nothing_is_generated_after_a_torn_sync(findings: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.map.trace import trace
 from rlhf_mcore.bridge.plan.rank_plan import Bucket
 from rlhf_mcore.bridge.run.endpoints import EngineDestinations
 from rlhf_mcore.bridge.run.sync import GatherBridge, PlannedBridge
@@ -22,12 +25,13 @@ from rlhf_mcore.config.schema import RolloutConfig, RolloutLayoutConfig
 from rlhf_mcore.mcore.groups import ModelGroups
 from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, world_group
+from rlhf_mcore.planning.sync import engine_tensors
 from rlhf_mcore.protocols import SyncMismatch
 from rlhf_mcore.rollout import EngineModel, build_engine
 from rlhf_mcore.trainer.canary import TOLERANCE, Canary, canary_prompts
 from rlhf_mcore.trainer.exchange import RowExchange
 from rlhf_mcore.trainer.metrics import agreement_metrics
-from rlhf_mcore.types import Prompt, Sampling, Score
+from rlhf_mcore.types import Prompt, Sampling, Score, TrainBatch
 from tests.difference import any_rank, first_difference
 from tests.distributed import models
 from tests.distributed.family_worker import layouts_of as further_layouts
@@ -48,6 +52,7 @@ from tests.distributed.setting import (
 )
 from tests.e2e.rollout.drawing import worker_of
 from tests.e2e.rollout.tiny import save_tokenizer
+from tests.rows import Row
 
 # Model and width of its engines. An engine is started once and sees every layout's weights.
 ENGINES = (
@@ -60,11 +65,15 @@ ENGINES = (
     ("qwen2_moe", 2),
     ("mixtral", 2),
     ("gpt_oss", 2),
+    ("qwen3_next", 2),
 )
-FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads")
+# vLLM's module of Qwen3.5 imports its vision tower, which the CPU stack has no torchvision for.
+DELTA_NETS = ("qwen3_next", *(["qwen3_5_text"] if find_spec("torchvision") else []))
+FURTHER = ("olmo2", "gemma3_text", "glm4_moe", "gpt_oss", "deepseek_v3_heads", *DELTA_NETS)
 FAMILIES = (*(x for x in (*models.MODELS, *models.MOE_MODELS) if "rope" not in x and "yarn" not in x), *FURTHER)
-EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads")
-IN_BF16 = ("deepseek_v3_heads",)  # vLLM's kernels of latent attention have no other dtype on a CPU
+EXPERTS = (*models.MOE_MODELS, "glm4_moe", "gpt_oss", "deepseek_v3_heads", "qwen3_next")
+# vLLM's kernels of latent attention and of gated delta nets have no other dtype on a CPU.
+IN_BF16 = ("deepseek_v3_heads", *DELTA_NETS)
 # vLLM does not repeat two heads of keys.
 NOT_BY_FOUR = ("gpt_oss", "olmo2")
 MATRIX = tuple((model, tp) for model in FAMILIES for tp in (1, 2, 4) if tp < 4 or model not in NOT_BY_FOUR)
@@ -94,7 +103,7 @@ def layouts(model: str, engines: tuple[tuple[str, int], ...]) -> list[str]:
         return list(MOE_LAYOUTS) if model in EXPERTS else layouts_of(model)
     if model in EXPERTS:
         return list(FEW_EXPERT_LAYOUTS)
-    return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn") else layouts_of(model)
+    return list(FEW_DENSE_LAYOUTS) if model in ("mistral", "qwen2_yarn", "qwen3_5_text") else layouts_of(model)
 
 
 def generates(layout: str, tp: int) -> bool:
@@ -142,6 +151,8 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
     engine = build_engine(cfg, EngineModel(str(path), str(path), dtype, 64, seed=0, shapes=shapes))
     if name in LIVE:
         keep_loading_layout(engine.model)
+    if name in DELTA_NETS:  # of the others bridge/test_trace.py has modules
+        findings[f"{name}/{tp}"] = any_rank(all_gather_json(difference_from_plan(engine, path, shapes, tp)))
     for number, layout in enumerate(names):
         model, actor = build(path, world.groups_of(name, layout), world.platform, Settings(dtype=dtype))
         GatherBridge(gatherer(model), engine).sync(3 * number)
@@ -160,6 +171,17 @@ def measure(world: World, name: str, tp: int, names: list[str]) -> dict[str, Any
         findings["faults"] = faults(world, engine)
     engine.close()
     return findings
+
+
+def difference_from_plan(engine: Any, path: Path, shapes: dict[str, tuple[int, ...]], tp: int) -> str:
+    """The first tensor that the planner describes otherwise, without an engine, than the tracer finds it."""
+
+    def held(tensors: Any) -> set[str]:
+        return {f"{prod(t.shape)} {sorted((p.hf_name, p.start, p.shape) for p in t.pieces)}" for t in tensors}
+
+    traced = held(trace(engine.model, shapes).parameters)
+    expected = held(engine_tensors(load_spec(path).geometry, tp, dist.get_rank() % tp))
+    return min(traced ^ expected, default="")
 
 
 def planned(model: Any, engine: Any, version: int, **options: Any) -> dict[str, Any]:
@@ -316,25 +338,37 @@ def tampered(bridge: PlannedBridge) -> str:
 
 
 def compare(engine: Any, actor: Any, prompts: list[Prompt], path: Path, step: int) -> dict[str, float]:
-    """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers."""
-    sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=8, seed=3)
+    """Largest differences of logprobs over all ranks: engine against trainer, engine against transformers.
+
+    Of gated delta nets also the mean error of engine, trainer and transformers in bf16, which is that against transformers in fp32.
+    """
+    by_noise = path.name in DELTA_NETS
+    sampling = Sampling(n=2, temperature=TEMPERATURE, max_new_tokens=48 if by_noise else 8, seed=3)
     rollouts = worker_of(engine).rollouts(prompts, sampling, step=step)
     exchange = RowExchange(sampling.n)
     scores = [Score(0.0) for _ in rollouts.trajectories]
     batch = exchange(prompts, rollouts.positions, rollouts.trajectories, scores).batch
     batch.old_logprobs = actor.compute_logprobs(batch)
-    metrics = agreement_metrics(batch)
-    hf, worst = load_hf(path), 0.0
-    for trajectory in rollouts.trajectories:
-        row = type(rows(count=1)[0])(
-            trajectory.prompt.prompt_ids, trajectory.sampled_ids.tolist(), trajectory.sampled_logprobs.tolist()
-        )
-        with torch.no_grad():
-            expected, _ = hf_logprobs(hf, row)
-        worst = max(worst, float((expected - torch.tensor(trajectory.sampled_logprobs)).abs().max()))
-    return {
-        "trainer": metrics["rollout/logprob_diff_max"],
-        "transformers": max(all_gather_json(worst)),
+    exact, of_engine = by_transformers(batch, path), batch.rollout_logprobs[batch.loss_mask]
+    found = {
+        "trainer": agreement_metrics(batch)["rollout/logprob_diff_max"],
+        "transformers": max(all_gather_json(max((exact - of_engine).abs().tolist(), default=0.0))),
         "version": float(min(all_gather_json(engine.policy_version))),
         "num_trajectories": float(sum(all_gather_json(len(rollouts.trajectories)))),
     }
+    if by_noise:
+        of_trainer, in_bf16 = batch.old_logprobs[batch.loss_mask], by_transformers(batch, path, torch.bfloat16)
+        for name, logprobs in (("of_engine", of_engine), ("of_trainer", of_trainer), ("of_bf16", in_bf16)):
+            total = sum(all_gather_json(float((logprobs - exact).abs().sum())))
+            found[f"error_{name}"] = total / float(batch.num_sampled.sum())
+    return found
+
+
+def by_transformers(batch: TrainBatch, path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logprobs of the sampled tokens of this rank's rows, one row at a time."""
+    hf, sizes = load_hf(path, dtype), batch.lengths[batch.rows].tolist()
+    found = [torch.zeros(0)]
+    for ids, mask in zip(batch.token_ids.split(sizes), batch.loss_mask.split(sizes), strict=True):
+        with torch.no_grad():
+            found.append(hf_logprobs(hf, Row(ids[~mask].tolist(), ids[mask].tolist(), []))[0])
+    return torch.cat(found)

@@ -208,3 +208,34 @@ def test_latent_attention_that_the_cpu_build_of_vllm_does_not_compute_is_refused
     assert train(*changes) == code, capsys.readouterr().err
     assert len(launched) == (code == 0)
     assert ("set rollout.engine=hf" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "width", "dtype", "remedy"),
+    [
+        ("Qwen3Next", 64, "bf16", ""),
+        ("Qwen3Next", 64, "fp32", "set model.dtype=bf16 or rollout.engine=hf"),
+        ("Qwen3Next", 128, "bf16", "both 64 or both 128 only; set rollout.engine=hf"),
+        ("Qwen3_5", 64, "bf16", "imports torchvision, which is not installed; install the torchvision that"),
+    ],
+)
+def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
+    architecture: str,
+    width: int,
+    dtype: str,
+    remedy: str,
+    launched: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = Path("model") / "config.json"
+    known = json.loads(file.read_text()) | {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "full_attention_interval": 2,
+    }
+    known |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    file.write_text(json.dumps(known | {"linear_key_head_dim": width, "linear_value_head_dim": 64}))
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.has_gpu", lambda: False)
+    monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == "torchvision" else object())
+    assert train(f"model.dtype={dtype}") == (2 if remedy else 0)
+    assert len(launched) == (not remedy) and remedy in capsys.readouterr().err

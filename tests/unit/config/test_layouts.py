@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.validate import validate
 from tests.unit.config.checking import check, only
 
 PPO = "algorithm=ppo"
@@ -45,7 +43,7 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
         (QWEN_MOE | {"norm_topk_prob": False, "num_experts_per_tok": 1}, ["actor.moe.aux_loss_coef=0.01"], None),
         (QWEN_MOE | {"sliding_window": 512, "use_sliding_window": False, "max_window_layers": 2}, [], None),
         (MIXTRAL, ["actor.layout.ep=2"], 2),
-        (DELTA_NETS, ["rollout.engine=hf", "actor.layout.tp=2", "actor.layout.cp=4"], 8),
+        (DELTA_NETS, ["actor.layout.tp=2", "actor.layout.cp=4"], 8),
     ],
 )
 def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], world_size: int | None) -> None:
@@ -64,14 +62,8 @@ def test_models_with_experts(workspace: Any, model: Any, overrides: list[str], w
             ["actor.layout.etp=2: experts with biases", "ep > 1"],
         ),
         (
-            DELTA_NETS,
-            [],
-            None,
-            ["rollout.engine=vllm: vLLM's logprobs of models with gated delta nets (model.path)", "set it to hf"],
-        ),
-        (
             DELTA_NETS | {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
-            ["rollout.engine=hf", "actor.layout.tp=2"],
+            ["actor.layout.tp=2"],
             2,
             ["actor.layout.tp=2 does not divide linear_num_key_heads=3", "divisor of 3"],
         ),
@@ -109,11 +101,6 @@ def test_models_and_layouts_with_experts_that_are_refused(
     workspace.write_hf_config(**model)
     problem = only(check(*overrides, world_size=world_size))
     assert all(word in problem for word in words), problem
-
-
-def test_what_has_not_been_proven_may_be_planned(workspace: Any) -> None:
-    workspace.write_hf_config(**DELTA_NETS)
-    validate(load_config("run.yaml", []), check_files=False)
 
 
 def test_a_reference_without_experts_does_not_fit_their_layout(workspace: Any) -> None:
