@@ -18,9 +18,19 @@ from tests.metric_names import assert_registered
 from tests.tiny_training import make_quickstart
 
 STEPS = 2
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return (sum(map(ord, solution_str)) % 17) / 16
+"""
 RUNS = {
     # Tensor-parallel actor, vLLM, the planned bridge with every tensor hashed, a reference in the loss.
-    "vllm": ["bridge.verify=digest", "algorithm.kl.coef=0.01", "checkpoint.save_steps=1"],
+    # A reward that differs between responses, so that each step has a gradient.
+    "vllm": [
+        "bridge.verify=digest",
+        "algorithm.kl.coef=0.01",
+        "checkpoint.save_steps=1",
+        "reward.function=reward.py:score",
+    ],
     # A pipeline, the transformers engine, the plain bridge, KL in the reward, Dr. GRPO, padded microbatches.
     "hf": [
         "actor.layout.tp=1",
@@ -46,6 +56,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("train")
     make_quickstart(directory, num_eval=12)
+    (directory / "reward.py").write_text(REWARD)
     return directory
 
 
