@@ -41,6 +41,7 @@ def engine_start(rank: int, world_size: int, *, eager: bool) -> Iterator[None]:
     Inside: the launcher's variables that ``external_launcher`` reads are there even without torchrun; vLLM is quiet;
     with ``eager`` no function of vLLM is compiled (on a CPU its sampler would run a C++ compiler for 8 s in the first
     step). Afterwards what vLLM changed for itself is as it was: the random number generators (it seeds all of them),
+    the number of torch's threads (numba, with which it drafts n-grams, sets it to the number of cores) and
     ``torch.set_num_threads`` (it puts a function there that does nothing), LOCAL_WORLD_SIZE and LD_PRELOAD. vLLM's
     binding of all the process's memory to one NUMA node is left out: ranks are not pinned to cores either.
     """
@@ -125,12 +126,13 @@ def preserved_rng() -> Iterator[None]:
 
 @contextmanager
 def _preserved_torch(torch: Any) -> Iterator[None]:
-    set_num_threads = torch.set_num_threads
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     torch.ops._C.init_cpu_memory_env = lambda nodes: None
     try:
         yield
     finally:
         torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
         del torch.ops._C.init_cpu_memory_env
 
 

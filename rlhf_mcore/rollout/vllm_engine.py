@@ -69,6 +69,10 @@ class VLLMEngine(Engine):
         options = self._options(cfg, model)
         with engine_start(rank, world_size, eager=not self._on_cuda), private_shared_memory():
             self._llm = _start(options, cfg, on_cuda=self._on_cuda)
+            if cfg.speculative.method == "ngram":
+                import numba
+
+                numba.get_num_threads()  # starts the threads of numba, else the first draft would, and set torch's number
         if not self._on_cuda:
             vllm_cpu.spare_generators_of_cut_prompts(self._worker().model_runner)
             if cfg.speculative.method != "off":

@@ -142,6 +142,7 @@ def test_drafts_change_neither_logprobs_nor_what_is_likely(two_engines: Seen) ->
         assert by_key(drafts["together"]) == by_key(drafts["alone"])
         passes, tokens = drafts["passes"]
         assert passes < tokens, "some drafts are taken"
+        assert drafts["threads"] == 1, "numba sets the number of cores"
         assert len(drafts["deviations"]) > 8 and max(map(abs, drafts["deviations"])) < 4
     assert by_key(two_engines[0]["drafts"]["together"]) == by_key(two_engines[1]["drafts"]["together"])
 

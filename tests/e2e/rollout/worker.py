@@ -272,6 +272,7 @@ def check_drafts(directory: str, models: Models) -> dict[str, Any]:
         passes, found = passes + 1, engine.step()
     seen["passes"] = [passes, len(found[0].token_ids)]
     seen["deviations"] = deviations(engine, models)
+    seen["threads"] = torch.get_num_threads()
     engine.close()
     return seen
 
