@@ -127,7 +127,7 @@ def unused_problems(cfg: Config) -> Iterator[str]:
             found, description = value_of(cfg, owner), DESCRIPTIONS[owner]  # which may need another in its turn
             if _is_misspelled(owner, found) or _is_misspelled(key, value):
                 break  # which is another problem
-            if found != wanted if wanted else found == 0:
+            if found not in wanted.split(" or ") if wanted else found == 0:
                 cure = (
                     f"set {owner}={wanted}" if wanted else f"set {owner}=true" if found is False else f"raise {owner}"
                 )

@@ -77,7 +77,8 @@ class Description:
     is_fixed: bool = (
         False  # a run that resumes has the same value: with another one it would be neither the old run nor a new one
     )
-    only_with: str = ""  # "other.key=value", or "other.key" for one that is above 0: without it the key has no effect
+    # "other.key=value", "other.key=value or value", or "other.key" for one that is above 0: without it the key has no effect
+    only_with: str = ""
 
 
 def key(

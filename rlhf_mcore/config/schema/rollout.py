@@ -76,7 +76,9 @@ class SpeculativeConfig:
         "logprobs are those of the model. A response is another one than without, since random numbers are taken in another order.",
         only_with="rollout.engine=vllm",
     )
-    num_tokens: int = key(1, "tokens that are drafted at a time", Range(1, 32))
+    num_tokens: int = key(
+        1, "tokens that are drafted at a time", Range(1, 32), only_with="rollout.speculative.method=ngram or mtp"
+    )
     ngram_tokens: int = key(
         3,
         "`ngram`: so many tokens at the end have to be found again",

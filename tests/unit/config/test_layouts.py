@@ -352,6 +352,14 @@ def test_mtp_layers_that_only_config_json_has_cannot_be_trained(workspace: Any) 
             ["rollout.speculative.method=mtp", "rollout.speculative.ngram_tokens=2"],
             ["no effect with rollout.speculative.method=mtp"],
         ),
+        (
+            ["rollout.speculative.num_tokens=2"],
+            ["num_tokens=2 has no effect with rollout.speculative.method=off; remove it, or set", "=ngram or mtp"],
+        ),
+        (
+            ["rollout.speculative.ngram_tokens=2"],
+            ["no effect with rollout.speculative.method=off; remove it, or set rollout.speculative.method=ngram"],
+        ),
         (["rollout.speculative.method=eagle"], ["is not a choice; choose one of: off, ngram, mtp"]),
         (["rollout.speculative.num_tokens=0"], ["rollout.speculative.num_tokens=0 is out of range"]),
         (["rollout.speculative.method=mtp"], ["family qwen3, whose MTP layers are not supported"]),
