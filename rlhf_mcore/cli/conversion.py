@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from rlhf_mcore.bridge.files.formats import fsdp, torch_dist
 from rlhf_mcore.bridge.files.formats.checks import agree, checked_types, num_parameters
-from rlhf_mcore.bridge.files.formats.convert import Reading, main_dtype, whole_directory, write_hf, write_megatron
+from rlhf_mcore.bridge.files.formats.convert import (
+    Reading,
+    main_dtype,
+    transient_directory,
+    whole_directory,
+    write_hf,
+    write_megatron,
+)
 from rlhf_mcore.bridge.files.formats.source import AverageSource, HFSource, ModelSource
 from rlhf_mcore.bridge.files.formats.torch_dist_writer import targets
 from rlhf_mcore.bridge.files.tensor_files import TensorTypes
@@ -97,7 +104,10 @@ def run(request: Conversion) -> Converted | None:
 def _convert(
     request: Conversion, companions: Path, geometry: ModelGeometry, console: Console, cleanup: ExitStack
 ) -> Converted | None:
-    sources = [_open(request, path, companions, geometry, cleanup) for path in (request.source, *request.average)]
+    directories = [request.source, *request.average]
+    if request.source_format == "checkpoint":
+        directories = _checked_models(request, directories, cleanup)
+    sources = [_open(request, path, companions, geometry) for path in directories]
     source = AverageSource(sources) if len(sources) > 1 else sources[0]
     types = checked_types(source, geometry)
     hf_config = read_config(companions, str(companions))
@@ -180,37 +190,36 @@ def _companions(request: Conversion) -> Path:
     return found
 
 
-def _open(
-    request: Conversion, path: Path, companions: Path, geometry: ModelGeometry, cleanup: ExitStack
-) -> ModelSource:
+def _open(request: Conversion, path: Path, companions: Path, geometry: ModelGeometry) -> ModelSource:
     if request.source_format == "megatron":
         return torch_dist.open_torch_dist(
             torch_dist.find_checkpoint(path), companions, geometry, check=request.check_records
         )
     if request.source_format == "fsdp":
         return fsdp.open_fsdp(path, companions, geometry, check=request.check_records)
-    if request.source_format == "hf":
-        return HFSource(path, companions)
-    weights = _checked_model(request, path, cleanup)
-    return HFSource(weights, companions if request.hf_config else weights)
+    return HFSource(path, path if request.source_format == "checkpoint" and not request.hf_config else companions)
 
 
-def _checked_model(request: Conversion, checkpoint: Path, cleanup: ExitStack) -> Path:
-    """A directory with what a checkpoint's manifest names of the role's model, after its hashes were compared.
+def _checked_models(request: Conversion, checkpoints: Sequence[Path], cleanup: ExitStack) -> list[Path]:
+    """Directories with what the checkpoints' manifests name of the role's model, after its hashes were compared.
 
     Raises:
-        ConfigError: the checkpoint is damaged.
+        ConfigError: a checkpoint is damaged.
     """
-    _role_directory(checkpoint, request.role)
-    problems = delta.verify_chain(checkpoint, model=request.role)
-    if any(problem.is_damage for problem in problems):
-        lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
-        raise ConfigError.many(lines)
-    place = None  # the weights of a delta may not fit into the system's temporary folder
-    if request.destination is not None:
-        place = next(folder for folder in request.destination.absolute().parents if folder.is_dir())
-    scratch = cleanup.enter_context(TemporaryDirectory(prefix=".convert-", dir=place))
-    return delta.readable(checkpoint, request.role, Path(scratch))
+    for checkpoint in checkpoints:
+        _role_directory(checkpoint, request.role)
+        problems = delta.verify_chain(checkpoint, model=request.role)
+        if any(problem.is_damage for problem in problems):
+            lines = [f"{checkpoint}: {problem}; choose another checkpoint" for problem in problems if problem.is_damage]
+            raise ConfigError.many(lines)
+    if request.destination is None:
+        scratch = Path(cleanup.enter_context(TemporaryDirectory(prefix="rlhf-mcore-convert-")))
+    else:  # the weights of a delta may not fit into the system's temporary folder
+        beside = request.destination.absolute()
+        if request.dry_run:  # which makes no parents
+            beside = next(folder for folder in beside.parents if folder.is_dir()) / beside.name
+        scratch = cleanup.enter_context(transient_directory(beside, "source"))
+    return [delta.readable(checkpoint, request.role, scratch) for checkpoint in checkpoints]
 
 
 def newest_checkpoint(directory: Path) -> Path:

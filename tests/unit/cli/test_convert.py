@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,9 +151,9 @@ def test_the_mean_of_checkpoints(checkpoint: Path, tmp_path: Path, capsys: Captu
 
 
 def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
-    checkpoint: Path, tmp_path: Path, capsys: Capture
+    checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that holds differences to another one."""
+    """A checkpoint that holds differences to another one; what a killed conversion of it has left is removed by the next."""
     newer = tmp_path / "checkpoint-6"
     make("qwen3_tied", newer / "actor", seed=1)
     tensors = load_file(newer / "actor" / "model.safetensors")
@@ -163,7 +164,17 @@ def test_a_delta_is_made_whole_and_its_base_must_be_what_it_was(
     delta.encode(newer, files, checkpoint)
     seal(newer, manifest.CheckpointInfo(6, manifest.DELTA, base))
     assert not (newer / "actor" / "model.safetensors").exists()
-    assert main(["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]) == 0
+    arguments = ["--from", "checkpoint", "--to", "megatron", str(newer), str(tmp_path / "m"), "--verify"]
+    with monkeypatch.context() as killed:  # nothing is cleaned up, as after SIGKILL
+        killed.setattr(core.shutil, "rmtree", lambda *_, **__: None)
+        killed.setattr(conversion, "write_megatron", lambda *_: sys.exit(137))
+        with pytest.raises(SystemExit):
+            main(arguments)
+    assert [*(tmp_path / ".m.source").iterdir()] and (tmp_path / ".m.partial").is_dir()
+    with core.transient_directory(tmp_path / "m", "source"):  # held by one that is alive
+        assert main(arguments) == 2
+    assert "m is being written by another conversion" in capsys.readouterr().err
+    assert main(arguments) == 0
     assert main(["--from", "megatron", "--to", "hf", str(tmp_path / "m"), str(tmp_path / "hf")]) == 0
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)

@@ -147,21 +147,8 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ConfigError(f"{destination} is there already; give another DST or --overwrite")
     if os.path.lexists(destination) and (destination.is_symlink() or not destination.is_dir()):
         raise ConfigError(f"{destination} is no directory, and only a directory is replaced; give another DST")
-    temporary = destination.with_name(f".{destination.name}.partial")
     replaced = destination.with_name(f".{destination.name}.replaced")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(own_directory(temporary), os.O_RDONLY | os.O_NOFOLLOW)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{destination} is being written by another conversion; wait for it or choose another DST"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
-    try:
-        for path in temporary.iterdir():  # what a killed conversion has left
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    with transient_directory(destination, "partial") as temporary:
         yield temporary
         _make_durable(temporary)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -169,6 +156,35 @@ def whole_directory(destination: Path, *, overwrite: bool) -> Iterator[Path]:
             destination.rename(replaced)
         temporary.rename(destination)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def transient_directory(destination: Path, kind: str) -> Iterator[Path]:
+    """An empty directory beside ``destination``, of one name for every conversion to it, so that the next one empties what a killed
+    one has left. It is removed when the block ends.
+
+    Raises:
+        ConfigError: it cannot be made, or another process that is alive has it.
+    """
+    temporary = destination.with_name(f".{destination.name}.{kind}")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(own_directory(temporary), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(
+                f"{destination} is being written by another conversion; wait for it or choose another DST"
+            ) from error
+        raise ConfigError(f"{destination} cannot be written ({error}); choose another DST") from error
+    try:
+        for path in temporary.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
