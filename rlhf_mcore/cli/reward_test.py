@@ -54,7 +54,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.config.validate import reward_and_data_problems
     from rlhf_mcore.environments.trial import try_environment
     from rlhf_mcore.rewards.reward import what_scores
-    from rlhf_mcore.rewards.trial import as_text, read_sample, refuse_unknown_sources, try_reward
+    from rlhf_mcore.rewards.trial import as_text, once_each, read_sample, refuse_unknown_sources, try_reward
 
     cfg = load_config(path, overrides, without_model=True)
     if not run_kind(cfg).generates:
@@ -63,7 +63,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         )
     if problems := list(reward_and_data_problems(cfg)):
         raise ConfigError.many(problems)
-    reports, failed, episodes = [], list[str](), 0
+    reports, failed, episodes = [], list[tuple[str, str]](), 0
     with working("trying the reward on rows of") as begin:
         for name in ("data.train", "data.eval"):
             if not getattr(cfg.data, name.partition(".")[2]):
@@ -81,7 +81,8 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     texts = [*map(as_text, reports)]
     if cfg.environment.function is not None:
         begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
-        texts.append("\n".join([f"{begun}, {len(failed)} failed", *failed]))
+        lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
+        texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
     print("\n\n".join(texts), flush=True)
     if failed:
         print("\nthe environment fails, see above", file=sys.stderr, flush=True)

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from rlhf_mcore.types import Prompt
 
 
-def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[str]:
-    """What has failed, a line for each prompt, in their order.
+def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
+    """(prompt, error) of each that has failed, in their order.
 
     Raises:
         ConfigError: the environment cannot be loaded, or call after call is lost.
     """
     silent = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
     sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
-    problems: dict[int, str] = {}
+    problems: dict[int, tuple[str, str]] = {}
     try:
         for key, prompt in enumerate(prompts):
             sessions.open(key, row_of(prompt), seed=cfg.seed)
@@ -34,7 +34,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[str]:
                 for key, answer in sessions.poll(None):
                     if answer.error:
                         under_way.discard(key)
-                        problems[key] = f"{prompts[key].prompt_id}, in {method}: {answer.error}"
+                        problems[key] = prompts[key].prompt_id, f"in {method}: {answer.error}"
     finally:
         sessions.close_all()
     return [problems[key] for key in sorted(problems)]

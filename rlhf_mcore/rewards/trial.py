@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -296,14 +296,35 @@ def as_text(report: Report, shown: int = 10) -> str:
 def _disagreements(title: str, rows: Sequence[Row], kind: str, shown: int) -> Iterator[str]:
     if rows:
         yield f"\n{title} ({len(rows)}):"
-    for row in rows[:shown]:
+    told: list[tuple[str, str, str]] = []
+    for row in rows:
         score = getattr(row, kind)
         said = "" if kind == "empty" else f", response {_short(getattr(row, f'{kind}_text'))}"
         parts = "".join(f", {name} {value:g}" for name, value in score.parts.items())
-        cause = f" ({score.cause or score.failure})" if score.failure else ""
-        yield f"  {row.place}: ground truth {_short(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
-    if len(rows) > shown:
-        yield f"  and {len(rows) - shown} more"
+        cause, error = "", ""
+        if score.failure:
+            cause = f" ({score.cause or score.failure})"
+            error = cause.replace(repr(row.prompt.prompt_id), "")
+        text = f"ground truth {_short(row.prompt.ground_truth)}{said}: {score.value:g}{parts}{cause}"
+        told.append((row.place, text, error))
+    lines = once_each(told)
+    yield from (f"  {line}" for _, line in lines[:shown])
+    if rest := sum(count for count, _ in lines[shown:]):
+        yield f"  and {rest} more"
+
+
+def once_each(found: Iterable[tuple[str, str, str]]) -> list[tuple[int, str]]:
+    """Lines of rows, each with the number of rows that it is of: where an error repeats, one line, which tells of the first row.
+
+    ``found``: a row's place, what is told of it, and by what it is the same error as another's ("": none).
+    """
+    groups: dict[str | int, list[tuple[str, str]]] = {}
+    for number, (place, text, error) in enumerate(found):
+        groups.setdefault(error or number, []).append((place, text))
+    return [
+        (len(rows), f"{f'{len(rows)} rows, the first is ' if len(rows) > 1 else ''}{rows[0][0]}: {rows[0][1]}")
+        for rows in groups.values()
+    ]
 
 
 def _short(value: Any) -> str:

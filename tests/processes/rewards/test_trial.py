@@ -93,6 +93,12 @@ def test_a_function_is_measured_by_its_own_best_score(
     (tmp_path / "grade.py").write_text(f"def grade(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     report = tried(RewardConfig(function=f"{tmp_path}/grade.py:grade", workers=1), data(["1", "2", "3"]))
     assert (len(report.wrong_truths), len(report.paid_empty), len(report.paid_others)) == (wrong, empty, others)
+    if "raise" in body:  # told once
+        line = as_text(report).splitlines()[-1]
+        assert line.startswith(
+            f"  3 rows, the first is {tmp_path}/rows.jsonl, line 1: ground truth '1', response '1': 0"
+        )
+        assert "rows.jsonl, line 1', sample 0, raised ValueError: no (grade.py" in line
 
 
 def test_rows_are_spread_over_the_data(data: Any) -> None:
