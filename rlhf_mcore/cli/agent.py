@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rlhf_mcore.cli import exit_codes
 from rlhf_mcore.cli.arguments import command_parser
-from rlhf_mcore.cli.launch import TRAIN, child_environment, run_child, torchrun_command
+from rlhf_mcore.cli.launch import FORWARDED, TRAIN, child_environment, run_child, torchrun_command
 from rlhf_mcore.cli.preflight import KEPT_STARTS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.schema import Config
+from rlhf_mcore.foreign import shorten
 from rlhf_mcore.own_files import refuse_link
 from rlhf_mcore.parallel.addresses import LOOPBACK, free_port, interface_addresses, interface_of, source_address
 
@@ -119,8 +121,6 @@ def meeting_address(peer: str, interface: str | None) -> str:
 
 
 def _run(cfg: Config, args: argparse.Namespace) -> int:
-    if args.control:
-        threading.Thread(target=obey_stdin, daemon=True).start()
     local = source_address(args.address)
     interface = None if local == LOOPBACK else interface_of(local)
     logs = logs_directory(cfg, args.run_id)
@@ -133,7 +133,13 @@ def _run(cfg: Config, args: argparse.Namespace) -> int:
     environment = child_environment(os.environ, cfg.trainer.threads_per_rank, local, interface)
     environment.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     started = time.monotonic()
-    code = run_child(command, environment)
+    unknown: list[str] = []
+    code = run_child(command, environment, partial(obey_stdin, unknown) if args.control else None)
+    if unknown:
+        known = ", ".join(number.name for number in FORWARDED)
+        raise ConfigError(
+            f"--control: standard input has {shorten(unknown[0], 80)!r}, which is none of {known}; write one a line"
+        )
     if code != exit_codes.DONE:
         _record(logs / OUTCOME, code, args.node_rank, time.monotonic() - started)
     return code
@@ -165,10 +171,21 @@ def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:
         pass
 
 
-def obey_stdin() -> None:
-    """Send ourselves the signals whose names are read, and SIGHUP at the end: the connection is then gone."""
+def obey_stdin(unknown: list[str]) -> None:
+    """Send ourselves the signals whose names are read, and SIGHUP at the end: the connection is then gone.
+
+    A line that is none of those names is added to ``unknown``, and is the end too.
+    """
+    signals = {number.name: number for number in FORWARDED}
+    # Not its buffer: a thread that reads that when the process ends holds a lock, and Python aborts.
+    assert isinstance(sys.stdin, io.TextIOWrapper)
+    sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:
-        os.kill(os.getpid(), signal.Signals[line.strip()])
+        name = line.strip()
+        if name not in signals:
+            unknown.append(name)
+            break
+        os.kill(os.getpid(), signals[name])
     os.kill(os.getpid(), signal.SIGHUP)
 
 

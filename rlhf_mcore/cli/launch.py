@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -133,8 +134,10 @@ def child_environment(
     return child
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_child(command: Sequence[str], environment: Mapping[str, str], beside: Callable[[], None] | None = None) -> int:
     """Run a command to its end, passing on the signals that ask us to stop. Returns its exit code.
+
+    ``beside`` is called in a thread of its own, from when signals are passed on.
 
     Whatever it leaves running is ended, also when it is killed: a rank that outlives it would still write into the run directory.
     """
@@ -151,6 +154,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
     others = set(children())
     previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
+        if beside is not None:
+            threading.Thread(target=beside, daemon=True).start()
         # A session of its own: Ctrl-C at the terminal then reaches the child once, through us, and not twice.
         environment = {**environment, STARTED_BY: str(os.getpid())}
         child = subprocess.Popen(list(command), env=environment, start_new_session=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -99,6 +100,24 @@ def test_a_signal_reaches_every_rank_and_the_job_asks_to_be_started_again(worksp
         output = job.end()
     assert job.process.returncode == 75, output
     assert "Traceback" not in output
+
+
+def test_junk_on_the_control_line_is_a_mistake_that_ends_the_node(workspace: Path) -> None:
+    arguments = ["--control", "--run-id=1.0.0", "--module=tests.stand_in", "run.yaml", "trainer.num_steps=100000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_mcore.cli.agent", *arguments],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=b"SIGUSR\xff\nSIGUSR1\n",
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
+    told = [line for line in done.stderr.decode().splitlines() if line.startswith("error:")]
+    assert told == [
+        "error: --control: standard input has 'SIGUSR\ufffd', which is none of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2; "
+        "write one a line"
+    ]
 
 
 def test_a_mistake_is_told_before_anything_starts(workspace: Path) -> None:
