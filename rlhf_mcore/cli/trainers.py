@@ -35,7 +35,7 @@ from rlhf_mcore.mcore.model_spec import load_spec
 from rlhf_mcore.parallel.collectives import all_gather_json, on_every_rank
 from rlhf_mcore.planning.inputs import GPUS
 from rlhf_mcore.planning.plan import with_offload
-from rlhf_mcore.planning.weights import model_flops
+from rlhf_mcore.planning.weights import model_flops, mtp_flops
 from rlhf_mcore.rewards.reward import check_sources
 from rlhf_mcore.roles.model import TrainedModel
 from rlhf_mcore.roles.policy import SupervisedActor
@@ -164,7 +164,7 @@ def _with_offload(run: RunContext) -> Config:
 
 
 def _trained_work(model: TrainedModel) -> TrainedWork:
-    return TrainedWork(model_flops(model.spec.geometry), model.plan.epochs)
+    return TrainedWork(model_flops(model.spec.geometry), model.plan.epochs, mtp_flops(model.spec.geometry))
 
 
 def sft_trainer(run: RunContext) -> Trainer:

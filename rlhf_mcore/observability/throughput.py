@@ -3,8 +3,9 @@
 A forward pass of a row of n tokens counts, for each of them, 2 operations for every weight that it is multiplied with, and in every
 layer 4 · heads · head size for each token that it attends to: n (n + 1) / 2 pairs (Narayanan et al. 2021, arXiv 2104.04473, appendix,
 with causal attention counted as computed, not as a full square). Of a mixture only the experts count that a token goes to, and the
-output layer only at tokens that have logits. An update is three forward passes; what recomputation adds is not counted, so the share
-is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+output layer only at tokens that have logits. An update is three forward passes, with those of MTP layers that learn; what
+recomputation adds is not counted, so the share is the model FLOPs utilisation (MFU) of PaLM (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class ModelFlops:
 
     def forward(self, rows: RowCounts, *, with_logits: bool = True) -> float:
         return self.token * rows.tokens + self.pair * rows.pairs + self.logits * rows.sampled * with_logits
+
+
+NO_FLOPS = ModelFlops(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from rlhf_mcore.planning.activations import delta_elements
 from rlhf_mcore.planning.inputs import PlanInputs, PlannedRole, Workload, engine_tp, num_engines, rank_share
 from rlhf_mcore.planning.memory import GENERATE, SYNC, kv_tokens, state_tokens
 from rlhf_mcore.planning.sync import engine_numel, kv_bytes_per_token, state_bytes_per_sequence
-from rlhf_mcore.planning.weights import BYTES, active_parameters, state_bytes
+from rlhf_mcore.planning.weights import BYTES, active_parameters, mtp_flops, state_bytes
 
 FORWARD, TRAIN, TRAIN_RECOMPUTED = 1, 3, 4  # forward passes that a pass is worth
 _UPDATE_BYTES = 28  # an element of the optimizer: gradient, master and two moments read, three written
@@ -76,6 +76,9 @@ def _pass(inputs: PlanInputs, role: PlannedRole, passes: int) -> float:
     work, layout, gpu = inputs.work, role.layout, inputs.gpu
     efficiency = inputs.assumed.moe_efficiency if role.geometry.experts_per_token else inputs.assumed.train_efficiency
     flops = passes * _flops_per_token(role, work) * work.tokens
+    if passes > FORWARD:  # MTP layers have a loss and nothing else, and are never recomputed as a whole
+        mtp, length = mtp_flops(role.geometry), work.prompt_tokens + work.response_tokens
+        flops += TRAIN * (mtp.token + mtp.logits + mtp.pair * length / 2) * work.tokens
     compute_s = flops / (layout.world_size * gpu.bf16_flops * efficiency)
     exchange_s = passes * sum(_exchanges(inputs, role, work.tokens / (layout.dp * layout.cp)))
     return (compute_s + exchange_s) / (1 - rank_share(work, role).bubble)

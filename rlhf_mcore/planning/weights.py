@@ -264,6 +264,14 @@ def model_flops(geometry: ModelGeometry) -> ModelFlops:
     return ModelFlops(2.0 * (active_parameters(geometry) - logits), float(attention), 2.0 * logits)
 
 
+def mtp_flops(geometry: ModelGeometry) -> ModelFlops:
+    """Of the MTP layers that learn, in the passes of an update: further layers, each with a projection and the output layer."""
+    experts, count = geometry.experts_per_token, geometry.mtp_layers
+    weights = _count([], geometry, experts) - _count([], geometry.trunk, experts)
+    attention = 2 * count * geometry.num_heads * (geometry.head_dim + geometry.value_dim)
+    return ModelFlops(2.0 * weights, float(attention), 2.0 * count * geometry.vocab_size * geometry.hidden_size)
+
+
 def _count(outer: list[Rule], geometry: ModelGeometry, num_experts: int) -> int:
     """Elements of all layers, with so many experts in every mixture, and of ``outer`` rules."""
     layers = [

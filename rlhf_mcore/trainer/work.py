@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from rlhf_mcore.observability.throughput import FORWARD, UPDATE, ModelFlops, RowCounts, Throughput
+from rlhf_mcore.observability.throughput import FORWARD, NO_FLOPS, UPDATE, ModelFlops, RowCounts, Throughput
 
 if TYPE_CHECKING:
     from rlhf_mcore.types import TrainBatch
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainedWork:
-    """A model that is updated, and the passes of an update over the rows of a step."""
+    """A model that is updated, and the passes of an update over the rows of a step. ``mtp``: of its MTP layers that learn."""
 
     flops: ModelFlops
     epochs: int = 1
+    mtp: ModelFlops = NO_FLOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class StepWork:
             add("values", tokens, FORWARD * self.critic.flops.forward(rows))
         for trained in (self.actor if learns else None, self.critic):
             if trained is not None:
-                add("update", tokens * trained.epochs, UPDATE * trained.epochs * trained.flops.forward(rows))
+                forward = trained.flops.forward(rows) + trained.mtp.forward(rows)
+                add("update", tokens * trained.epochs, UPDATE * trained.epochs * forward)
 
 
 def counts(lengths: Tensor, num_sampled: Tensor) -> RowCounts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, replace
+
 import pytest
 import torch
 
 from rlhf_mcore.observability.throughput import ModelFlops, Throughput, peak_tflops
-from rlhf_mcore.planning.weights import model_flops
+from rlhf_mcore.planning.weights import model_flops, mtp_flops
 from rlhf_mcore.trainer.work import StepWork, TrainedWork, counts
 from rlhf_mcore.types import ModelGeometry
 from tests.unit.parallel.world import world
@@ -29,6 +31,27 @@ def test_of_a_mixture_only_the_experts_count_that_a_token_goes_to() -> None:
     geometry = ModelGeometry("qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, False, 128, 768, experts_per_token=8)
     found = model_flops(geometry)
     assert (found.token + 2 * found.logits) / 2 == pytest.approx(3.35e9, rel=0.01)
+
+
+def test_mtp_layers_that_learn_count_in_updates_alone() -> None:
+    # 3 layers of 8 with 2 heads of 4 that share keys, 4 experts of 5 (2 for a token) beside one for all, 11 words; 2 MTP layers.
+    geometry = ModelGeometry("glm4_moe", 3, 8, 2, 1, 4, 20, 11, False, 4, 5, (0,), experts_per_token=2)
+    geometry = replace(geometry, shared_expert_ffn_size=5, mtp_layers=2)
+    queries_keys_values, output = (8 * 8 + 8) + 2 * (8 * 4 + 4), 8 * 8
+    layer = 2 * 8 + queries_keys_values + output + (4 * 8 + 4) + 3 * (3 * 8 * 5)  # norms, attention, router, experts
+    projection = 8 + 8 + 16 * 8 + 8  # norms of both halves, 2h -> h, and the norm behind the layer
+    assert layer + projection == 772
+    mtp = mtp_flops(geometry)
+    assert mtp == ModelFlops(token=2.0 * 2 * 772, pair=2 * 4.0 * 2 * 4, logits=2 * 2.0 * 11 * 8)
+    assert model_flops(geometry) == model_flops(geometry.trunk) and not any(astuple(mtp_flops(geometry.trunk)))
+    trunk, throughput = ModelFlops(100.0, 10.0, 1.0), Throughput(num_devices=1)
+    batch = lookup.batch(2)
+    batch.lengths, batch.num_sampled = torch.tensor([3, 4]), torch.tensor([1, 2])
+    StepWork(throughput, TrainedWork(trunk, 1, mtp)).count(batch, has_old_pass=True)
+    found = throughput.pop({"timing/old_logprobs_s": 1.0, "timing/update_s": 1.0, "timing/step_s": 2.0})
+    forward = 7 * 100 + 16 * 10 + 3 * 1  # 7 tokens, 16 pairs, 3 tokens sampled
+    assert found["throughput/old_logprobs_tflops"] == pytest.approx(forward / 1e12)
+    assert found["throughput/update_tflops"] == pytest.approx(3 * (forward + 7 * 3088 + 16 * 64 + 3 * 352) / 1e12)
 
 
 def test_a_step_by_hand() -> None:

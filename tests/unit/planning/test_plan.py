@@ -11,11 +11,12 @@ from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.validate import validate
-from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions
+from rlhf_mcore.planning.inputs import GIB, GPUS, Assumptions, PlanInputs, roles_of, workload
 from rlhf_mcore.planning.memory import GENERATE
 from rlhf_mcore.planning.plan import RunPlan, as_json, make_plan
 from rlhf_mcore.planning.report import as_text, refusal
 from rlhf_mcore.planning.suggest import smallest_world, suggest
+from rlhf_mcore.planning.timing import FORWARD, TRAIN, TRAIN_RECOMPUTED, _pass
 
 ROOT = Path(__file__).resolve().parents[3]
 H100 = GPUS["H100"]
@@ -282,3 +283,26 @@ def test_ranks_that_share_long_sequences_keep_a_part_of_the_activations() -> Non
     assert shared.parts["actor activations"] == pytest.approx(whole.parts["actor activations"] / 4, rel=1e-3)
     found = suggest(config("Qwen2.5-7B", *long), 16, H100)
     assert found and all(any("layout.cp=" in key for key in made.overrides) for made in found), "half a million tokens"
+
+
+def test_mtp_layers_that_learn_take_their_time_in_updates_alone() -> None:
+    lengths = ["data.max_prompt_tokens=512", "rollout.sampling.max_new_tokens=512"]
+    cfg, assumed = config("GLM-4.5-Air", "actor.mtp.mode=train", *lengths), Assumptions(mean_length=1.0)
+    roles = roles_of(cfg, 64, "bf16")
+    roles[0] = replace(
+        roles[0], geometry=replace(roles[0].geometry, mtp_layers=1)
+    )  # which this config.json does not name
+    inputs = PlanInputs(cfg, roles, "bf16", H100, assumed, workload(cfg, assumed), 64)
+    # One MTP layer of 4096: 96 heads of 128, 8 of keys and values, with biases; 8 of 128 experts and one for all; 151,552 words.
+    attention = (4096 + 1) * 96 * 128 + 2 * (4096 + 1) * 8 * 128 + 96 * 128 * 4096
+    experts = (4096 + 1) * 128 + 9 * 3 * 4096 * 1408
+    weights = attention + experts + 2 * 4096 * 4096 + 5 * 4096 + 151_552 * 4096  # and projection, norms, output layer
+    length = 512 + 512  # of prompt and response; a token attends to half of it
+    flops = 3 * (2 * weights + 4 * 96 * 128 * length / 2) * inputs.work.tokens
+    added = _pass(inputs, roles[0], TRAIN) - TRAIN * _pass(inputs, roles[0], FORWARD)
+    assert added == pytest.approx(flops / (64 * 989e12 * 0.25))
+    role = replace(roles[0], geometry=roles[0].geometry.trunk)
+    assert _pass(inputs, role, FORWARD) == _pass(inputs, roles[0], FORWARD)
+    assert added == pytest.approx(
+        _pass(inputs, roles[0], TRAIN_RECOMPUTED) - TRAIN_RECOMPUTED * _pass(inputs, role, FORWARD)
+    )
