@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from rlhf_mcore.bridge.files.hf_files import HFReader
+from rlhf_mcore.families.mtp import REPEATED
 from tests.commands import ROOT, environment, finished
 from tests.difference import first_difference
 from tests.distributed.models import DEEPSEEK, FURTHER_MODELS, MODELS, MOE_MODELS, add_mtp_layer, make, pack
@@ -66,6 +68,11 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
     tokens = {key: known[key] for key in ("vocab_size", "eos_token_id", "bos_token_id", "pad_token_id")}
     make(name, workspace / name, **tokens)
     mtp = add_mtp_layer(workspace / name) if name in WITH_MTP else {}
+    learns = {tensor: mtp.pop(tensor) for tensor in sorted(mtp) if name == "deepseek_v3"}
+    if learns:  # and one that nothing knows is kept
+        mtp = {"model.layers.4.unknown.weight": torch.arange(3.0)}
+        held = workspace / name / "model.safetensors"
+        save_file({**load_file(held), **mtp}, held, {"format": "pt"})
     if name == "gpt_oss":
         pack(workspace / name)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -80,14 +87,24 @@ def test_engine_and_trainer_agree_while_the_weights_change(workspace: Path, name
         options += ["actor.layout.ep=2", "actor.layout.etp=1"]
     if name in IN_BF16:
         options += ["model.dtype=bf16"]
+    if learns:
+        options += ["actor.mtp.mode=train"]
     steps = [step for step in train(workspace, name, [*SMALL, *options]) if step["step"]]
     assert len(steps) == 2
     statistic, limit = IN_BF16.get(name, ("max", 1e-4))
     for step in steps:
         assert 0 < step[f"rollout/logprob_diff_{statistic}"] < limit
         assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
+        assert not learns or (step["actor/mtp_loss"] > 0 and step["actor/mtp_grad_norm"] > 0)
     saved = dict(HFReader(workspace / "outputs" / "quickstart" / name / "latest" / "actor").tensors())
     assert first_difference({tensor: saved[tensor] for tensor in mtp}, mtp) == ""
+    for tensor, before in learns.items():
+        of = tensor.removeprefix("model.layers.4.")
+        if of in REPEATED:
+            assert torch.equal(saved[tensor], saved[REPEATED[of]])
+        elif "experts" not in tensor:  # one may have had no token
+            is_same = torch.equal(saved[tensor].float(), before.float())
+            assert saved[tensor].isfinite().all() and is_same == of.endswith("e_score_correction_bias"), tensor
 
 
 def train(directory: Path, name: str, options: list[str], timeout_s: int = 240) -> list[dict[str, Any]]:
