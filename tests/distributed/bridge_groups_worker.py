@@ -99,7 +99,10 @@ def save(group: dist.ProcessGroup, scale: float, directory: Path) -> list[str]:
         (directory / "config.json").write_text("{}")
     dist.barrier(group)
     parameters = parameters_of(group, held)
-    Exporter(parameters, GEOMETRY, [str(directory)], group, bucket_bytes=256, shard_bytes=500).save(directory / "saved")
+    Exporter(parameters, GEOMETRY, [str(directory)], group, bucket_bytes=256, shard_bytes=500).write(
+        directory / "saved"
+    )
+    dist.barrier(group)
     saved = {name: t for path in (directory / "saved").glob("*.safetensors") for name, t in load_file(path).items()}
 
     def shards(fill: bool) -> list[StateShard]:

@@ -31,6 +31,7 @@ from tests.distributed.setting import (
     moe_groups_of,
     rows,
     start,
+    write_together,
 )
 from tests.distributed.update_worker import oracle, update
 
@@ -102,7 +103,7 @@ def main(directory: Path, wanted: str = "") -> None:
                     shard_bytes=100_000,
                     carried=CarriedTensors(source),
                 )
-                exporter.save(saved)
+                write_together(exporter, saved)
                 found["assembled"] = max(all_gather_json(exporter.assembled_bytes))
                 found["saved"] = difference(saved, source)
                 weights = load_file(after / "model.safetensors") | moved_biases(hf)

@@ -27,6 +27,7 @@ from tests.distributed.setting import (
     moe_groups_of,
     rows,
     start,
+    write_together,
 )
 from tests.distributed.update_worker import old_of_update, oracle, small_steps, update
 
@@ -104,7 +105,7 @@ def parity(name: str, directory: Path, groups: dict[str, ModelGroups], platform:
                 bucket_bytes=10_000,
                 shard_bytes=60_000,
             )
-            exporter.save(directory / f"{name}_{layout}_saved")
+            write_together(exporter, directory / f"{name}_{layout}_saved")
 
 
 def updates(

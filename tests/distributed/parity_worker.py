@@ -41,6 +41,7 @@ from tests.distributed.setting import (
     response_values,
     rows,
     start,
+    write_together,
 )
 
 SAVED_LAYOUTS = ("dp4", "tp2_pp2_vpp2_sp", "pp4", "tp2_pp2_vpp2_sp_uneven")
@@ -93,8 +94,8 @@ def main(directory: Path, wanted: str = "") -> None:
                     bucket_bytes=10_000,
                     shard_bytes=60_000,
                 )
-                for _ in range(2):  # the second save replaces the first
-                    exporter.save(directory / f"{name}_{layout}_saved")
+                for kind in ("first", "saved"):  # an exporter writes again and again
+                    write_together(exporter, directory / f"{name}_{layout}_{kind}")
     finish(findings, directory)
 
 

@@ -28,7 +28,7 @@ from rlhf_mcore.roles.reward_model import RewardModel
 from rlhf_mcore.trainer.advantages import AdvantageComputer
 from rlhf_mcore.types import TrainBatch
 from tests.distributed import models
-from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start
+from tests.distributed.setting import POOL, TEMPERATURE, VOCAB, Row, batch_for, finish, rows, start, write_together
 from tests.rows import rows_of_padded
 
 NUM_STEPS = 5
@@ -165,7 +165,7 @@ def values(path: Path, cut: tuple[Any, ...], platform: Any, target: Path) -> dic
         bucket_bytes=10_000,
         config_updates=spec.config_updates,
     )
-    exporter.save(target)
+    write_together(exporter, target)
     before, last = role.compute_values(batch)
     return {
         "before": rows_of_padded(batch, before),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 warnings.filterwarnings("ignore")
 
+from rlhf_mcore.bridge.files.export import Exporter  # noqa: E402
 from rlhf_mcore.bridge.files.hf_files import HFReader  # noqa: E402
 from rlhf_mcore.bridge.files.transfer import Gatherer, load  # noqa: E402
 from rlhf_mcore.config.schema import AlgorithmConfig, KLConfig, OptimizerConfig, RecomputeConfig, TrainerConfig  # noqa: E402
@@ -94,6 +95,12 @@ def start() -> Platform:
         dist.init_process_group(platform.collective_backend)
         atexit.register(dist.destroy_process_group)
     return platform
+
+
+def write_together(exporter: Exporter, directory: Path) -> None:
+    """Write a directory, all of which the ranks may read then."""
+    exporter.write(directory)
+    dist.barrier()
 
 
 def finish(findings: Any, directory: Path) -> None:

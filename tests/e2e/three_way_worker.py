@@ -241,7 +241,7 @@ def faults(world: World, engine: Any) -> dict[str, Any]:
         if version == 1:
             found["torn"] = torn(bridge, engine, world.prompts)
         bridge.sync(version)
-        digests.append(bridge.source_digests())
+        digests.append(bridge._source_digests(bridge._whole))
         outputs.append(greedy(engine, world.prompts))
     found["outputs"], found["digests"] = outputs, digests
     found["tampered"] = tampered(bridge)

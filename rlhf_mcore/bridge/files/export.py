@@ -7,7 +7,6 @@ forgotten. No rank ever holds a full model, nor a full file, nor all experts of 
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,21 +115,6 @@ class Exporter:
     def assembled_bytes(self) -> int:
         """Most bytes of unfinished tensors that this rank has in memory at a time while it writes files."""
         return assembled_bytes(self._rank_plan, self._parts)
-
-    def save(self, directory: Path) -> None:
-        """Write the directory, whole or not at all. Collective over the group."""
-        temporary = directory.with_name(f".{directory.name}.partial")
-        if self._group.rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        dist.barrier(self._group)
-        self.write(temporary)
-        dist.barrier(self._group)
-        if self._group.rank() == 0:
-            if directory.exists():
-                shutil.rmtree(directory)
-            temporary.rename(directory)
-        dist.barrier(self._group)
 
     def write(self, directory: Path) -> list[Path]:
         """Write this rank's files into a directory and return their paths. Collective over the group.

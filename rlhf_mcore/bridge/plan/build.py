@@ -43,11 +43,6 @@ class Plan:
         """One more than the highest rank that takes part."""
         return self._schedule.sets.world_size
 
-    @property
-    def bucket_names(self) -> list[list[str]]:
-        """The tensors of each bucket, in order. One that was cut to fit is named by each bucket that has a part of it."""
-        return [list(dict.fromkeys(unit.hf_name for unit in units)) for units in self._schedule.buckets]
-
     def rank_view(self, rank: int) -> RankPlan:
         """What ``rank`` copies, sends and receives."""
         with _collector_paused():

@@ -272,11 +272,8 @@ class PlannedBridge:
             self._parts[names] = self._planned(names)
         return self._parts[names]
 
-    def source_digests(self) -> dict[str, int]:
-        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
-        return self._source_digests(self._whole)
-
     def _source_digests(self, transfer: _Transfer) -> dict[str, int]:
+        """Hash of every Hugging Face tensor as the trainer holds it, in the engine's dtype. Collective over the group."""
         described, sources = self._described, self._sources
         places = _brought(described.sources, transfer)
         held = [place for place in places if self._group.rank() in place.ranks]

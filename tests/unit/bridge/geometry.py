@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlhf_mcore.bridge.plan.build import Plan
 from rlhf_mcore.types import ModelGeometry
 
 GEOMETRY = ModelGeometry(
@@ -109,6 +110,11 @@ def _interleaved(g: ModelGeometry, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rest = q.shape[1:]
     parts = [x.view(g.num_kv_heads, -1, *rest) for x in (q, k, v)]
     return torch.cat(parts, dim=1).reshape(-1, *rest)
+
+
+def bucket_names(plan: Plan) -> list[list[str]]:
+    """The tensors of each bucket, in order. One that was cut to fit is named by each bucket that has a part of it."""
+    return [list(dict.fromkeys(unit.hf_name for unit in units)) for units in plan._schedule.buckets]
 
 
 def _vocab_rows(matrix: Tensor, rank: int, tp: int) -> Tensor:

@@ -74,13 +74,9 @@ def test_tensors_share_files_up_to_the_limit_and_ranks_share_the_bytes() -> None
 def test_what_is_written_is_what_was_held(tmp_path: Path, shard_bytes: int) -> None:
     hf = float_tensors()
     target = tmp_path / "run" / "actor"
-    (tmp_path / "run" / ".actor.partial").mkdir(parents=True)  # what a killed save leaves behind
-    (tmp_path / "run" / ".actor.partial" / "junk").write_text("")
-    target.mkdir()
-    (target / "model-00001-of-00009.safetensors").write_text("an older save")
     made = exporter(hf, tmp_path / "source", shard_bytes=shard_bytes)
-    made.save(target)
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["actor"]
+    paths = made.write(target)
+    assert sorted(paths) == sorted(target.iterdir())
     files = {p.name: load_file(p) for p in target.glob("*.safetensors")}
     if shard_bytes == 1000:
         index = json.loads((target / INDEX).read_text())
@@ -101,10 +97,7 @@ def test_what_is_written_is_what_was_held(tmp_path: Path, shard_bytes: int) -> N
 
 
 @pytest.mark.usefixtures("world")
-def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "actor"
-    target.mkdir()
-    (target / "kept").write_text("")
+def test_files_that_cannot_be_written_are_an_error_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = exporter(float_tensors(), tmp_path / "source", shard_bytes=1000)
 
     def full(file: int, data: object, offset: int) -> None:
@@ -113,12 +106,11 @@ def test_a_save_that_fails_leaves_the_old_directory(tmp_path: Path, monkeypatch:
     held = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(tensor_files, "write_at", full)
     with pytest.raises(OSError, match="No space left"):
-        made.save(target)
-    assert [p.name for p in target.iterdir()] == ["kept"]
+        made.write(tmp_path / "actor")
     monkeypatch.undo()
     monkeypatch.setattr(os, "fsync", lambda file: full(file, b"", 0))
     with pytest.raises(OSError, match="No space left"):
-        made.save(target)
+        made.write(tmp_path / "actor")
     assert len(os.listdir("/proc/self/fd")) == held, "a run that continues keeps no file open"
 
 
@@ -156,7 +148,7 @@ def test_what_is_made_for_the_files_is_written_instead_of_the_tensors(tmp_path: 
     (tmp_path / "config.json").write_text("{}")
     averages = Averages(*held)
     made = Exporter(parameters, GEOMETRY, [str(tmp_path)], world_group(), bucket_bytes=100, sources=averages)
-    made.save(tmp_path / "actor")
+    made.write(tmp_path / "actor")
     written = load_file(tmp_path / "actor" / SINGLE)
     assert written.keys() == one.keys() and all(torch.equal(written[name], one[name] * 2) for name in one)
     assert averages.most_open and not averages.open_buckets

@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
 from rlhf_mcore.config.model_files import read_geometry
 from rlhf_mcore.parallel.layout import ParallelLayout
 from tests.commands import ROOT
+from tests.unit.bridge.geometry import bucket_names
 
 BUCKET = 256 * 2**20
 
@@ -212,7 +213,7 @@ def test_a_moved_view_changes_the_digest_though_no_message_changes() -> None:
 
 
 def test_buckets_go_through_the_network_layer_by_layer() -> None:
-    names = plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)).bucket_names
+    names = bucket_names(plan_of(MOE, *described(MOE, 64, 4, 2, 8, 8)))
     layers = [int(name.split(".")[2]) for bucket in names for name in dict.fromkeys(bucket) if ".layers." in name]
     assert layers == sorted(layers)
     assert names[0][0] == "model.embed_tokens.weight"

@@ -18,6 +18,7 @@ from rlhf_mcore.bridge.map.coverage import check_coverage
 from rlhf_mcore.bridge.map.pieces import Piece, Place
 from rlhf_mcore.bridge.plan.build import Plan, build_plan, even_nodes
 from rlhf_mcore.bridge.plan.rank_plan import Copy, RankPlan
+from tests.unit.bridge.geometry import bucket_names
 
 MOST_RANKS = 12
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -275,9 +276,9 @@ def test_tensors_travel_in_order_and_digests_tell_plans_apart(seed: int) -> None
     moved = [Place(p.buffer, p.pieces, (*p.ranks, MOST_RANKS - 1), p.numel, p.padding) for p in world.sources]
     world.sources = moved
     assert plan.digest != plan_of(world, 256, even_nodes(MOST_RANKS, 2)).digest
-    assert {name for bucket in plan.bucket_names for name in bucket} <= set(world.full)
+    assert {name for bucket in bucket_names(plan) for name in bucket} <= set(world.full)
     began: dict[str, int] = {}
-    for number, bucket in enumerate(plan.bucket_names):
+    for number, bucket in enumerate(bucket_names(plan)):
         for name in bucket:
             began.setdefault(name, number)
     in_order = [began[name] for name in sorted(began, key=lambda name: int(name[1:]))]

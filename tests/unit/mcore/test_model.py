@@ -374,7 +374,7 @@ def test_a_critic_begins_at_zero_and_is_saved_as_a_model_of_transformers(tmp_pat
         bucket_bytes=2**20,
         config_updates=spec.config_updates,
     )
-    exporter.save(tmp_path / "critic")
+    exporter.write(tmp_path / "critic")
     found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
     assert type(found).__name__ == "Qwen3ForTokenClassification" and found.config.num_labels == 1
     values = restore_tokens(model.forward(cut, scalar_outputs), cut, LENGTHS)
