@@ -245,7 +245,10 @@ class WandbTracker:
             dir=str(run.directory),
             config=dict(run.config),
             mode="offline" if run.offline else None,
-            settings=wandb.Settings(silent=True, console="off"),
+            # Of its own accord it would send the command line, which may hold a password, source code and git's remotes.
+            settings=wandb.Settings(
+                silent=True, console="off", x_disable_meta=True, save_code=False, disable_code=True, disable_git=True
+            ),
         )
         self._run.define_metric("*", step_metric="step")
 

@@ -74,6 +74,8 @@ for file in sorted(Path("wandb").glob("wandb/offline-run-*/*.wandb"), key=lambda
         record.ParseFromString(data)
         if record.HasField("run"):
             found.append((record.run.project, record.run.display_name, record.run.run_id))
+        if record.HasField("environment"):  # the command line, git's remotes, the machine
+            found.append("environment")
         if record.HasField("history"):
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             found.append((items["step"], items["reward/mean/a b(c)"]))
