@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from textwrap import TextWrapper
@@ -17,10 +18,12 @@ from typing import Any
 
 import rich.console
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -102,7 +105,7 @@ class Console:
         self._started = self._phase_started = self._step_ended = self._clock()
         if self.mode == "rich":
             self._live = Live(
-                get_renderable=self.render,
+                get_renderable=lambda: _CursorAtStart(self.render()),
                 console=self._output,
                 refresh_per_second=REFRESHES_PER_SECOND,
                 vertical_overflow="crop",
@@ -253,6 +256,21 @@ class Console:
         if live is not None:
             self._phase_name, self._request = last_phase, ""
             live.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _CursorAtStart:
+    """A frame with the cursor in the first column of its last line.
+
+    Behind a full line what the terminal echoes (^C) would wrap into a further one, and the next frame begin a line too low.
+    """
+
+    frame: RenderableType
+
+    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
+        *segments, _ = console.render(self.frame, options)  # the last one is a line's end
+        yield from segments
+        yield Control(ControlType.CARRIAGE_RETURN)
 
 
 def _where_time_goes(reported: Sequence[Mapping[str, Any]], room: int) -> list[RenderableType]:

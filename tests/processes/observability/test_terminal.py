@@ -60,7 +60,7 @@ def on_a_terminal(mode: str, directory: Path) -> str:
         [sys.executable, "-c", SHOW, mode], stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory, env=environment
     ) as process:
         os.close(theirs)
-        written = b""
+        written, is_asked = b"", False
         while True:
             try:
                 data = os.read(ours, 1 << 16)
@@ -69,6 +69,8 @@ def on_a_terminal(mode: str, directory: Path) -> str:
             if not data:
                 break
             written += data
+            if not is_asked and "╯".encode() in written:
+                is_asked = os.write(ours, b"\x03") > 0  # which the terminal echoes; it is nobody's controlling one
         assert process.wait(60) == 0, written.decode(errors="replace")
     os.close(ours)
     return written.decode()
@@ -77,6 +79,9 @@ def on_a_terminal(mode: str, directory: Path) -> str:
 def test_a_terminal_shows_all_of_it_and_gets_no_command_of_the_models(tmp_path: Path) -> None:
     written = on_a_terminal("auto", tmp_path)
     assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")  # the cursor is there again
+    assert (
+        "^C" in written and "╯^C" not in written
+    )  # behind a full line it would be in the next one, and frames a line too low
     assert "\x1b]0;" not in written and "\x1b[2J" not in written and "\x07" not in written
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).replace("\r", "\n")
     for expected in (
