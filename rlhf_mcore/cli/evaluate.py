@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(path: str, overrides: Sequence[str]) -> int:
-    from rlhf_mcore.config.derive import default_world_size
+    from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
     from rlhf_mcore.config.load import load_config
 
@@ -87,8 +87,9 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         from rlhf_mcore.rewards.trial import check_reward
 
         preflight.check_world(default_world_size(cfg, evaluates=True))
-        if warning := check_reward(cfg, "data.eval"):
+        for warning in filter(None, (check_reward(cfg, "data.eval"), short_episodes(cfg))):
             print(f"warning: {warning}", flush=True)
+        preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
         return launch([path, *overrides], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)

@@ -20,6 +20,7 @@ import rlhf_mcore
 from rlhf_mcore.checkpoint.delta import verify_chain
 from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
+from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.model_files import inspect_model
@@ -172,6 +173,19 @@ def continues_text(cfg: Config, checkpoint: Path, step: int) -> str:
     """What is printed when a run that has begun before is started again."""
     where = f"step {step} of {cfg.trainer.num_steps}" if step < cfg.trainer.num_steps else "its last step"
     return f"the run continues after {where}, from {shown_path(checkpoint)}"
+
+
+def check_environment(cfg: Config) -> None:
+    """Load the environment's class, where there is one, once in a process of its own.
+
+    Raises:
+        ConfigError: naming ``environment.function`` or its options.
+    """
+    if cfg.environment.function is not None:
+        from rlhf_mcore.environments.sessions import check_loads
+
+        with working("loading the environment", console=of_run(cfg.logging.console)):
+            check_loads(cfg.environment)
 
 
 def check_world(world_size: int, name: str = "trainer.world_size") -> None:

@@ -64,6 +64,6 @@ def counted(rows: Iterable[T], what: str) -> Iterator[T]:
 
 
 def of_run(mode: str) -> Console:
-    """Where a run shows what it does before its display is there: on the first rank's terminal, if ``logging.console`` has one."""
-    shown = os.environ.get("RANK") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()
+    """Where a run shows what it does before its display is there: on the terminal of its launcher and of the first rank, if any."""
+    shown = os.environ.get("RANK", "0") == "0" and mode in ("auto", "rich") and sys.stdout.isatty()
     return Console() if shown else Console(file=io.StringIO())

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.cli.progress import working
-    from rlhf_mcore.config.derive import grades
+    from rlhf_mcore.config.derive import grades, short_episodes
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.reward_rules import scores_alone
     from rlhf_mcore.config.run_kinds import run_kind
@@ -83,6 +83,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
         begun = f"environment.function={cfg.environment.function}: {episodes} episodes of a turn without a word"
         lines = [line for _, line in once_each((place, error, error) for place, error in failed)]
         texts.append("\n".join([f"{begun}, {len(failed)} failed", *lines]))
+        texts += [f"warning: {warning}"] if (warning := short_episodes(cfg)) else []
     print("\n\n".join(texts), flush=True)
     if failed:
         print("\nthe environment fails, see above", file=sys.stderr, flush=True)

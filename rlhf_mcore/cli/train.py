@@ -107,7 +107,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     from rlhf_mcore.cli import preflight
     from rlhf_mcore.cli.launch import launch
     from rlhf_mcore.config.data_files import check_fills_a_step
-    from rlhf_mcore.config.derive import default_world_size
+    from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.run_kinds import run_kind
     from rlhf_mcore.rewards.trial import check_reward
 
@@ -122,8 +122,9 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
                 engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
                 preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
-            if warning := check_reward(cfg):
+            for warning in filter(None, (check_reward(cfg), short_episodes(cfg))):
                 preflight.say(cfg, f"warning: {warning}")
+            preflight.check_environment(cfg)
     logs = preflight.logs_directory(cfg)
     count = "one process" if world_size == 1 else f"{world_size} processes"
     preflight.say(cfg, f"starting {count}; logs are in {shown_path(logs)}")

@@ -173,6 +173,17 @@ def longest_response(cfg: Config) -> int:
     return episode or cfg.rollout.sampling.max_new_tokens
 
 
+def short_episodes(cfg: Config) -> str | None:
+    """A warning where ``environment.max_tokens`` is not set, so that several turns have the room of one."""
+    own, limit = cfg.environment, cfg.rollout.sampling.max_new_tokens
+    if own.function is None or own.max_tokens is not None or own.max_turns == 1:
+        return None
+    return (
+        f"environment.max_tokens is null, so an episode, what the environment writes included, has at most {limit} tokens, as many as "
+        f"one turn (rollout.sampling.max_new_tokens): set it to what environment.max_turns={own.max_turns} turns need"
+    )
+
+
 def offloaded_parts(choice: str) -> tuple[str, ...]:
     """The parts of a trained model that leave the device, of a resolved ``offload`` (auto: none)."""
     return {"state": ("gradients", "optimizer"), "always": ("gradients", "optimizer", "weights")}.get(choice, ())

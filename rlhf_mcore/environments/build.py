@@ -13,10 +13,10 @@ from rlhf_mcore.data.tokenizer import load_tokenizer
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.reward import EnvironmentReward
-from rlhf_mcore.environments.sessions import Sessions
+from rlhf_mcore.environments.sessions import check_loads, sessions_of
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.parallel.collectives import on_every_rank
-from rlhf_mcore.rewards.pool import WorkerLimits, WorkerPool, default_workers
+from rlhf_mcore.rewards.pool import WorkerPool
 from rlhf_mcore.rewards.reward import build_reward
 from rlhf_mcore.trainer.rollouts import RolloutWorker, episode_request
 
@@ -95,14 +95,6 @@ class EpisodeOrder:
         return Episodes(sessions_of(own, self.num_engines, self.folder), text, bounds, **rules)
 
 
-def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
-    """Of the configured class, for one of ``num_engines`` that may share a machine."""
-    assert own.function is not None
-    workers = own.workers or default_workers(num_engines)
-    limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
-    return Sessions(own.function, own.options or {}, limits, folder)
-
-
 def check_environment(cfg: Config, check_parser: Callable[[str], None]) -> None:
     """Load the environment, where there is one, once in a process of its own. ``check_parser``: of ``environment.tool_parser``.
 
@@ -112,11 +104,7 @@ def check_environment(cfg: Config, check_parser: Callable[[str], None]) -> None:
     if cfg.environment.function is not None:
         if cfg.environment.tool_parser is not None:
             check_parser(cfg.environment.tool_parser)
-        sessions = sessions_of(cfg.environment, 1, os.getcwd())
-        try:
-            sessions.check()
-        finally:
-            sessions.close_all()
+        check_loads(cfg.environment)
 
 
 def episode_worker(

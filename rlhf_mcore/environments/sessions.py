@@ -13,13 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.worker import KEY
 from rlhf_mcore.rewards.frames import FrameError, encode
-from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits
+from rlhf_mcore.rewards.pool import MAX_LOST_IN_A_ROW, WorkerLimits, default_workers
 from rlhf_mcore.rewards.process import START_TIMEOUT_S, Worker
+
+if TYPE_CHECKING:
+    from rlhf_mcore.config.schema import EnvironmentConfig
 
 PROGRAM = "rlhf_mcore.environments.worker"
 MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asynchronous
@@ -258,3 +261,24 @@ def _stop(hosts: list[_Host], owner: int) -> None:
     if os.getpid() == owner:  # and not in a process that was forked from it
         for host in hosts:
             host.process.stop()
+
+
+def sessions_of(own: EnvironmentConfig, num_engines: int, folder: str) -> Sessions:
+    """Of the configured class, for one of ``num_engines`` that may share a machine."""
+    assert own.function is not None
+    workers = own.workers or default_workers(num_engines)
+    limits = WorkerLimits(workers, own.timeout_s, own.memory_gib, tuple(own.env))
+    return Sessions(own.function, own.options or {}, limits, folder)
+
+
+def check_loads(own: EnvironmentConfig) -> None:
+    """Load the configured class once, in a process of its own.
+
+    Raises:
+        ConfigError: naming ``environment.function`` or its options.
+    """
+    sessions = sessions_of(own, 1, os.getcwd())
+    try:
+        sessions.check()
+    finally:
+        sessions.close_all()

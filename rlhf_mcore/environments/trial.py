@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_mcore.environments.build import sessions_of
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.environments.episodes import row_of
+from rlhf_mcore.environments.sessions import sessions_of
 
 if TYPE_CHECKING:
     from rlhf_mcore.config.schema import Config
@@ -18,7 +19,7 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
     """(prompt, error) of each that has failed, in their order.
 
     Raises:
-        ConfigError: the environment cannot be loaded, or call after call is lost.
+        ConfigError: the environment cannot be loaded, call after call is lost, or one gives no answer in time.
     """
     silent = "" if cfg.environment.tool_parser is None else {"content": "", "tool_calls": []}
     sessions, under_way = sessions_of(cfg.environment, 1, os.getcwd()), set(range(len(prompts)))
@@ -35,6 +36,11 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
                     if answer.error:
                         under_way.discard(key)
                         problems[key] = prompts[key].prompt_id, f"in {method}: {answer.error}"
+                    if answer.timed_out:  # with the others it may be the same, a timeout each
+                        raise ConfigError(
+                            f"environment.function={cfg.environment.function} on {prompts[key].prompt_id}, in {method}: {answer.error}; nothing more was tried. Correct "
+                            "it, or raise environment.timeout_s"
+                        )
     finally:
         sessions.close_all()
     return [problems[key] for key in sorted(problems)]

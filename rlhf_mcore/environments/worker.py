@@ -148,7 +148,7 @@ class Environments:
         except SystemExit as error:
             return {"error": f"called sys.exit({error.code!r}){place_of(error, self._spec)}"}
         except BaseException as error:
-            text = traceback.format_exception_only(error)[-1].strip()
+            text = " ".join(traceback.format_exception_only(error)[-1].split())  # one line: it stands within a sentence
             return {"error": f"raised {text[:2000]}{place_of(error, self._spec)}"}
 
     async def _answer(self, item: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class Report:
     wrong_truths: list[Row] = field(default_factory=list)
     paid_empty: list[Row] = field(default_factory=list)
     paid_others: list[Row] = field(default_factory=list)
+    tops: dict[str, float] = field(default_factory=dict)  # of a function, by data source: the score that is right
 
     @property
     def tried(self) -> list[Row]:
@@ -179,6 +180,7 @@ def try_reward(
             report.paid_empty.append(row)
         if row.other is not None and _is_full(cfg, row, row.other, top):
             report.paid_others.append(row)
+    report.tops = tops if _is_opaque(cfg) else {}
     return report
 
 
@@ -287,6 +289,9 @@ def as_text(report: Report, shown: int = 10) -> str:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     if warning := answered_text(report.rows, report.key):
         lines += ["", f"warning: {warning}"]
+    if report.tops and not report.is_sound:
+        tops = ", ".join(f"{top:g}" + f" ({source})" * (len(report.tops) > 1) for source, top in report.tops.items())
+        lines += ["", f"right is the highest score that a ground truth has: {tops}"]
     lines += _disagreements("ground truths that are not right", report.wrong_truths, "truth", shown)
     lines += _disagreements("empty responses that are right", report.paid_empty, "empty", shown)
     lines += _disagreements("answers of other rows that are right", report.paid_others, "other", shown)

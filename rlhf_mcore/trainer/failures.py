@@ -47,6 +47,6 @@ class OnError:
         if prompts and not kept:
             raise ConfigError(
                 f"each of the {len(prompts)} prompts of a step has a response without a score, so that reward.on_error=drop leaves "
-                f"nothing to learn from; the first: {first}. Correct the reward"
+                f"nothing to learn from; the first: {first}. Correct it"
             )
         return kept

@@ -24,7 +24,7 @@ class EnvironmentConfig:
         None,
         "most tokens of an episode after its prompt, those of the environment included",
         AT_LEAST_1,
-        null="as of the longest response",
+        null="as many as of one turn",
         more="`rollout.sampling.max_new_tokens` (of evaluations `evaluate.max_new_tokens`) bounds each turn.",
     )
     max_seconds: Optional[float] = key(

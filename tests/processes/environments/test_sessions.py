@@ -36,6 +36,8 @@ class Counting:
             time.sleep(600)
         if action == "raise":
             raise KeyError("what")
+        if action == "two lines":
+            raise ValueError("one\\ntwo")
         if action == "nan":
             return "", float("nan"), False
         if action == "odd":
@@ -120,6 +122,7 @@ def test_sessions_are_apart_and_a_step_gives_observation_reward_and_end(make: Ma
     ("action", "cause"),
     [
         ("raise", r"raised KeyError: 'what' (file.py, line 22)"),
+        ("two lines", "raised ValueError: one two (file.py, line 24)"),
         ("nan", "the reward must be finite"),
         ("odd", "returned the observation 7 (int) from step: it must be None, a text, a message"),
     ],
@@ -222,10 +225,21 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     assert reward_test.main(["run.yaml", "environment.function=file.py:Counting"]) == 0
     assert (
         capsys.readouterr().out
-        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n"
+        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n\nwarning: environment.max_tokens is "
+        "null, so an episode, what the environment writes included, has at most 256 tokens, as many as one turn "
+        "(rollout.sampling.max_new_tokens): set it to what environment.max_turns=8 turns need\n"
     )
+    assert reward_test.main(["run.yaml", "environment.function=file.py:Counting", "environment.max_tokens=4096"]) == 0
+    assert "warning" not in capsys.readouterr().out
     broken = "class Broken:\n    def reset(self, row, seed):\n        pass\n    def step(self, action):\n        return 'higher'\n"
     Path("broken.py").write_text(broken)
     assert reward_test.main(["run.yaml", "environment.function=broken.py:Broken"]) == 2
     told = "2 failed\n2 rows, the first is train.jsonl, line 1: in step: returned 'higher' (str) from step"
     assert told in capsys.readouterr().out  # what is the same is told once
+    Path("slow.py").write_text(broken.replace("pass", "while True: pass").replace("Broken", "Slow"))
+    assert reward_test.main(["run.yaml", "environment.function=slow.py:Slow", "environment.timeout_s=0.5"]) == 2
+    found = capsys.readouterr()
+    assert found.out == "" and found.err == (
+        f"error: environment.function=slow.py:Slow on train.jsonl, line {found.err.partition('line ')[2][0]}, in reset: gave no answer "
+        "within environment.timeout_s=0.5 s; nothing more was tried. Correct it, or raise environment.timeout_s\n"
+    )

@@ -15,6 +15,7 @@ from rlhf_mcore.cli.preflight import logs_directory
 from rlhf_mcore.config.derive import resolve
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.observability.run_directory import RunDirectory
 
@@ -239,3 +240,26 @@ def test_gated_delta_nets_are_in_bf16_where_vllm_computes_them_on_a_cpu(
     monkeypatch.setattr("rlhf_mcore.cli.preflight.find_spec", lambda name: None if name == "torchvision" else object())
     assert train(f"model.dtype={dtype}") == (2 if remedy else 0)
     assert len(launched) == (not remedy) and remedy in capsys.readouterr().err
+
+
+def test_an_environment_is_loaded_and_a_short_episode_warned_of_before_anything_is_started(
+    launched: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = ["it has no method step"]
+
+    def load(own: EnvironmentConfig) -> None:
+        if problems:
+            raise ConfigError(problems.pop())
+
+    monkeypatch.setattr("rlhf_mcore.environments.sessions.check_loads", load)
+    changes = ("environment.function=tools", "environment.max_turns=3")
+    assert train(*changes) == 2 and launched == []
+    assert capsys.readouterr().err == "error: it has no method step\n" and not RUN.exists()
+    assert train(*changes) == 0 and len(launched) == 1
+    assert (
+        "warning: environment.max_tokens is null, so an episode, what the environment writes included, has at most 256 tokens"
+        in capsys.readouterr().out
+    )
+    for quiet in ("environment.max_tokens=256", "environment.max_turns=1"):
+        assert train(*changes, quiet) == 0
+        assert "warning" not in capsys.readouterr().out
