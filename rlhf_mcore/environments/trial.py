@@ -38,8 +38,8 @@ def try_environment(cfg: Config, prompts: Sequence[Prompt]) -> list[tuple[str, s
                         problems[key] = prompts[key].prompt_id, f"in {method}: {answer.error}"
                     if answer.timed_out:  # with the others it may be the same, a timeout each
                         raise ConfigError(
-                            f"environment.function={cfg.environment.function} on {prompts[key].prompt_id}, in {method}: {answer.error}; nothing more was tried. Correct "
-                            "it, or raise environment.timeout_s"
+                            f"environment.function={cfg.environment.function} on {prompts[key].prompt_id}, in {method}: "
+                            f"{answer.error}; nothing more was tried. Correct it, or raise environment.timeout_s"
                         )
     finally:
         sessions.close_all()

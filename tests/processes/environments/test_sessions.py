@@ -225,8 +225,8 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     assert reward_test.main(["run.yaml", "environment.function=file.py:Counting"]) == 0
     assert (
         capsys.readouterr().out
-        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n\nwarning: environment.max_tokens is "
-        "null, so an episode, what the environment writes included, has at most 256 tokens, as many as one turn "
+        == "environment.function=file.py:Counting: 2 episodes of a turn without a word, 0 failed\n\nwarning: environment.max_tokens "
+        "is null, so an episode, what the environment writes included, has at most 256 tokens, as many as one turn "
         "(rollout.sampling.max_new_tokens): set it to what environment.max_turns=8 turns need\n"
     )
     assert reward_test.main(["run.yaml", "environment.function=file.py:Counting", "environment.max_tokens=4096"]) == 0
@@ -240,6 +240,6 @@ def test_reward_test_plays_a_turn_without_a_word(make: Make, capsys: pytest.Capt
     assert reward_test.main(["run.yaml", "environment.function=slow.py:Slow", "environment.timeout_s=0.5"]) == 2
     found = capsys.readouterr()
     assert found.out == "" and found.err == (
-        f"error: environment.function=slow.py:Slow on train.jsonl, line {found.err.partition('line ')[2][0]}, in reset: gave no answer "
-        "within environment.timeout_s=0.5 s; nothing more was tried. Correct it, or raise environment.timeout_s\n"
+        f"error: environment.function=slow.py:Slow on train.jsonl, line {found.err.partition('line ')[2][0]}, in reset: gave no "
+        "answer within environment.timeout_s=0.5 s; nothing more was tried. Correct it, or raise environment.timeout_s\n"
     )
