@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,8 +18,24 @@ if TYPE_CHECKING:
     Written = Callable[[EngineParameter, Tensor], None]
 
 
+class Scratch:
+    """Memory for one weight at a time, which stays: fresh pages for each would take a sixth of the time of packing it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, in the place of the one before."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(*shape)
+
+
 @contextmanager
-def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[dict[str, Tensor]]:
+def reloading(
+    model: nn.Module, group: Sequence[EngineParameter], scratch: Scratch | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Replace the repacked parameters of one layer, through vLLM's layerwise reload.
 
     Yields flat tensors in the loading layout, uninitialised, by parameter name; every element of them has to be written.
@@ -29,13 +46,14 @@ def reloading(model: nn.Module, group: Sequence[EngineParameter]) -> Iterator[di
     Args:
         model: the live model.
         group: one of ``EngineMap.repacked``.
+        scratch: where layers that are reloaded one after the other may be written.
     """
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.platforms import current_platform
 
     module: Any = model.get_submodule(group[0].module)
     if _has_packed_weight_alone(module, group):
-        with _packing(module, group[0]) as flats:
+        with _packing(module, group[0], scratch or Scratch()) as flats:
             yield flats
         return
     layerwise.initialize_layerwise_reload(module)
@@ -73,9 +91,9 @@ def _has_packed_weight_alone(module: Any, group: Sequence[EngineParameter]) -> b
 
 
 @contextmanager
-def _packing(module: Any, weight: EngineParameter) -> Iterator[dict[str, Tensor]]:
+def _packing(module: Any, weight: EngineParameter, scratch: Scratch) -> Iterator[dict[str, Tensor]]:
     """As :func:`reloading`, without the records that vLLM keeps of what is loaded."""
-    empty, whole = module.weight, torch.empty(weight.shape, dtype=weight.dtype)
+    empty, whole = module.weight, scratch.empty(weight.shape, weight.dtype)
     yield {weight.name: whole.view(-1)}
     module.weight = torch.nn.Parameter(whole, requires_grad=False)
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_mcore.bridge.map.pieces import view
-from rlhf_mcore.bridge.map.reload import reloading
+from rlhf_mcore.bridge.map.reload import Scratch, reloading
 from rlhf_mcore.bridge.map.trace import EngineMap, EngineParameter
 from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform
@@ -125,6 +125,7 @@ class EngineDestinations(Destinations):
         for parameter in engine.direct:
             self._prepare(parameter, self._flats[parameter.name])
         self._groups = _groups(engine, plan)
+        self._scratch = Scratch()  # of layers that are opened one after the other
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         """Flat tensors that the bucket writes."""
@@ -154,7 +155,7 @@ class EngineDestinations(Destinations):
 
     @contextmanager
     def _reloaded(self, group: _Group) -> Iterator[Mapping[str, Tensor]]:
-        with reloading(self._model, group.parameters) as flats:
+        with reloading(self._model, group.parameters, self._scratch if group.is_transient else None) as flats:
             for parameter in group.parameters:
                 self._prepare(parameter, flats[parameter.name])
             yield flats
