@@ -221,13 +221,13 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         few = max(len(record.rewards) // 10, 1)
         first, last = sum(record.rewards[:few]) / few, sum(record.rewards[-few:]) / few
         label = f"training reward (mean of {few} steps)" if few > 1 else "training reward (first and last step)"
-        rows.append((label, f"{first:.3f}", f"{last:.3f}", f"{last - first:+.3f}"))
+        rows.append((label, f"{first:z.3f}", f"{last:z.3f}", f"{last - first:+z.3f}"))
     if len(record.evaluations) > 1:
         before, after = record.evaluations[min(record.evaluations)], record.evaluations[max(record.evaluations)]
         for name, label in SUMMARISED.items():
             if name in before and name in after:
-                change = f"{after[name] - before[name]:+.3f}"
-                rows.append((label, f"{before[name]:.3f}", f"{after[name]:.3f}", change))
+                change = f"{after[name] - before[name]:+z.3f}"
+                rows.append((label, f"{before[name]:z.3f}", f"{after[name]:z.3f}", change))
     directory = shown_path(record.directory.path)
     chosen = BEST if cfg.checkpoint.load_best_model_at_end else LATEST
     footer = [

@@ -391,6 +391,10 @@ def _unknown(key: str, place: str, *, suggest: bool) -> str:
     problem = f"{place}: unknown key {shorten(key, 100)}"
     if not suggest:
         return f"{problem}; correct or remove it"
-    suggestion = nearest(key[:100])
-    top = ", ".join(known for known in KEYS if "." not in known)
-    return f"{problem}; " + (f"did you mean {suggestion}?" if suggestion else f"the top keys are: {top}")
+    if suggestion := nearest(key[:100]):
+        return f"{problem}; did you mean {suggestion}?"
+    group = key.rpartition(".")[0]
+    while group and group not in KEYS:
+        group = group.rpartition(".")[0]
+    names = ", ".join(known.rpartition(".")[2] for known in KEYS if known.rpartition(".")[0] == group)
+    return f"{problem}; the keys {f'of {group}' if group else 'at the top'} are: {names}"

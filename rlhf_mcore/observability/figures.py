@@ -36,7 +36,7 @@ def _percent(value: float) -> str:
 
 
 FIGURES = (
-    Figure("reward", "reward/mean", "{:.3f}".format, 5, worth=9),
+    Figure("reward", "reward/mean", "{:z.3f}".format, 5, worth=9),
     Figure("loss", "loss/sft", "{:.4f}".format, 6, worth=9),
     Figure("loss", "loss/reward_model", "{:.4f}".format, 6, worth=9),
     Figure("pairs right", "reward_model/accuracy", "{:.3f}".format, 5, worth=6),
@@ -66,7 +66,7 @@ class Curve:
 
 
 CURVES = (
-    Curve("reward", "reward/mean", "{:.3f}".format),
+    Curve("reward", "reward/mean", "{:z.3f}".format),
     Curve("loss", "loss/sft", "{:.4f}".format),
     Curve("loss", "loss/reward_model", "{:.4f}".format),
     Curve("kl", "kl/mean", "{:.4f}".format),

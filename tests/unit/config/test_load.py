@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import nearest
 from rlhf_mcore.config.load import load_config
-from rlhf_mcore.config.schema import Config, RuleConfig
+from rlhf_mcore.config.schema import Config, ReferenceConfig, RuleConfig
 
 
 def problems(*overrides: str, file: str = "run.yaml") -> list[str]:
@@ -89,6 +90,16 @@ def test_an_unknown_key_names_file_line_and_nearest_key(workspace: Any) -> None:
     workspace.write("run.yaml", "model: {path: m}\n")
     assert problems("trainer.num_stps=3") == [
         "override 'trainer.num_stps=3': unknown key trainer.num_stps; did you mean trainer.num_steps?"
+    ]
+
+
+def test_an_unknown_key_that_is_near_none_lists_those_of_its_group(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\n")
+    assert problems("reference.wrongly=1", "zzz.zzz=1") == [
+        "override 'reference.wrongly=1': unknown key reference.wrongly; the keys of reference are: "
+        + ", ".join(field.name for field in fields(ReferenceConfig)),
+        "override 'zzz.zzz=1': unknown key zzz.zzz; the keys at the top are: "
+        + ", ".join(field.name for field in fields(Config)),
     ]
 
 
