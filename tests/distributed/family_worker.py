@@ -57,11 +57,13 @@ SHARED, PADDED = ("qwen3_5_text",), ("pp2_ep2_dp2_uneven", "cp4")
 
 
 def layouts_of(model: str) -> tuple[str, ...]:
-    """All layouts of a model; experts with biases are whole on a rank."""
+    """All layouts of a model; experts with biases are whole on a rank, and so is a head of keys, of which Qwen3.5 has two here."""
     if not set(FEW.get(model, ())) <= set(MOE_LAYOUTS):
         return tuple({**LAYOUTS, **CONTEXT_LAYOUTS})
     return tuple(
-        name for name, (tp, _, _, _, _, etp, *_) in MOE_LAYOUTS.items() if model != "gpt_oss" or (etp or tp) == 1
+        name
+        for name, (tp, _, _, _, _, etp, *_) in MOE_LAYOUTS.items()
+        if (model != "gpt_oss" or (etp or tp) == 1) and (model != "qwen3_5_moe_text" or tp <= 2)
     )
 
 

@@ -29,7 +29,8 @@ def check_weights(found: Any) -> None:
 
 def check_update(found: Any, oracle: Any) -> None:
     assert found["saved"] == ""
-    assert found["assembled"] < 2**17, "less than two experts of gpt-oss, of which a layer has four in one tensor"
+    # A bucket and a part that an earlier one began: of gpt-oss a part is an expert of 65,536 bytes, of which a tensor has four.
+    assert found["assembled"] < 80_000 + 65_536
     assert found["update"]["loss/total"] == pytest.approx(oracle["loss"], rel=1e-5)
     assert found["update"]["actor/grad_norm"] == pytest.approx(oracle["grad_norm"], rel=1e-5)
     assert found["update"]["weights"] == ""
