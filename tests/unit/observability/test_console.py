@@ -169,8 +169,11 @@ def test_a_log_gets_what_a_signal_asks_for_at_once(capfd: pytest.CaptureFixture[
 
 
 def test_a_notebook_whose_output_is_no_file_survives_a_signal() -> None:
-    with Console("plain", 20, "quickstart", output=log_file()) as console:
+    output = log_file()
+    with Console("plain", 20, "quickstart", output=output) as console:
         console.acknowledge("asked to save")
+        console.note("saved")
+    assert printed(output) == "saved\n"
 
 
 def test_off_prints_nothing() -> None:
