@@ -22,12 +22,12 @@ from rlhf_mcore.config.keys import (
     item_keys,
     item_type,
     leaves,
-    nearest,
     type_name,
     value_of,
     walk,
 )
 from rlhf_mcore.config.load import load_config
+from rlhf_mcore.config.other_names import hint
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.schema.key import Choices, Range
 from rlhf_mcore.config.show import redact, to_yaml
@@ -122,10 +122,7 @@ def _explain(name: str) -> Iterator[str]:
     """
     found = [name] if name in KEYS else [key for key in KEYS if key.endswith(f".{name}")]
     if not found:
-        meant = nearest(name)
-        raise ConfigError(
-            f"there is no key {name}; " + (f"did you mean {meant}?" if meant else "docs/configuration.md has them all")
-        )
+        raise ConfigError(f"there is no key {name}; {hint(name)}")
     for place, key in enumerate(found):
         yield from [""] if place else []
         yield from _group(key) if is_group(key) else _key(key)

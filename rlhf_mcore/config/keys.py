@@ -95,15 +95,20 @@ def type_name(hint: Any) -> str:
     return " or ".join(names) + (" or null" if NoneType in get_args(hint) else "")
 
 
-def nearest(key: str) -> str | None:
-    """The known key that a misspelt one most likely means, or None.
+def nearest(key: str, *, groups: bool = False) -> str | None:
+    """The known key that a misspelt one most likely means, or None. ``groups``: it may be a group.
 
     The whole dotted name is compared first; if nothing is close, its last part alone, so that ``lr`` finds
-    ``actor.optimizer.lr``.
+    ``actor.optimizer.lr``. Of several keys of that last name it is the one with most of the other parts.
     """
-    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
-    if close:
-        return close[0]
-    by_last = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
-    last = difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1, cutoff=0.75)
-    return by_last[last[0]] if last else None
+    known = [name for name in KEYS if groups or not is_group(name)]
+    *groups_of, last = key.split(".")
+    for close in difflib.get_close_matches(key, known, n=5, cutoff=0.75):
+        if difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio() >= 0.6:  # not by its groups alone
+            return close
+    names = difflib.get_close_matches(last, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
+    same = [name for name in known if names and name.rpartition(".")[2] == names[0]]
+    shared = {name: len(set(name.split(".")).intersection(groups_of)) for name in same}
+    if groups_of and len(same) > 1 and not any(shared.values()):
+        return None  # `model.name`: several groups have a name, and none of them is meant
+    return max(same, key=lambda name: shared[name], default=None)

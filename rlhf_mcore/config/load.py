@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -22,7 +23,8 @@ from omegaconf.errors import InterpolationValidationError, OmegaConfBaseExceptio
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, nearest, table_of, type_name, value_of
+from rlhf_mcore.config.keys import KEYS, is_group, is_text, item_keys, item_type, table_of, type_name, value_of
+from rlhf_mcore.config.other_names import hint, is_foreign_group
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import FromEnvironment, redact_arguments
 from rlhf_mcore.config.yaml_text import (
@@ -175,8 +177,6 @@ def _apply(values: _Values, setting: Setting) -> Iterator[str]:
     except OmegaConfBaseException as error:
         expected = type_name(KEYS[setting.key])
         reason = f" ({_first_line(error)})" if "${" in str(setting.value) else ""
-        if expected.startswith("list of") and isinstance(setting.value, str | int | float):
-            reason += f"; write a single one as [{setting.value}]"
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid; expected {expected}{reason}"
     except (ValueError, RecursionError) as error:
         yield f"{setting.place}: {setting.key}={_shown(setting)} is not valid: {_first_line(error)}"
@@ -242,6 +242,7 @@ def _first_line(error: Exception) -> str:
 MAX_FILES = 32  # a configuration and all that it is based on
 BASE_KEY = "base"
 _NULL = "tag:yaml.org,2002:null"
+_REFERENCE = re.compile(r"\$\{[^:{}]+\}")
 _SUGGESTIONS = 20  # looking for the key that a misspelt one means takes milliseconds
 
 
@@ -317,8 +318,7 @@ class SettingReader:
                 value = {name: value}
             self.settings.append(Setting(table, value, document.place(node)))
         elif key not in KEYS:
-            self._num_unknown += 1
-            self.problems.append(_unknown(key, document.place(node), suggest=self._num_unknown <= _SUGGESTIONS))
+            self._take_unknown(document, key, node)
         elif not is_group(key):
             self._take_leaf(document, key, node)
         elif key == "algorithm" and isinstance(node, yaml.ScalarNode) and not is_null:
@@ -330,7 +330,19 @@ class SettingReader:
             names = ", ".join(known for known in KEYS if known.rpartition(".")[0] == key)
             self.problems.append(f"{document.place(node)}: {key} is a group, not a value; set one of its keys: {names}")
 
+    def _take_unknown(self, document: Document, key: str, node: yaml.Node) -> None:
+        """Report a key, or those in it where it is no group that a name of ours is near to."""
+        suggest, holds_keys = self._num_unknown < _SUGGESTIONS, isinstance(node, yaml.MappingNode) and bool(node.value)
+        if suggest and holds_keys and is_foreign_group(key[:100]):
+            for name, child in _items(document, node):
+                self._take(document, f"{key}.{name}", child)
+            return
+        self._num_unknown += 1
+        problem = f"{document.place(node)}: unknown key {shorten(key, 100)}; "
+        self.problems.append(problem + (hint(key[:100], holds_keys=holds_keys) if suggest else "correct or remove it"))
+
     def _take_leaf(self, document: Document, key: str, node: yaml.Node) -> None:
+        node = _written_out(node, KEYS[key])
         unknown = list(_unknown_item_keys(document, key, node))
         if unknown:
             self.problems.extend(unknown)
@@ -342,6 +354,36 @@ class SettingReader:
             )
             return
         self.settings.append(Setting(key, _value(document, node, KEYS[key]), document.place(node)))
+
+
+def _written_out(node: yaml.Node, hint: Any) -> yaml.Node:
+    """A list with the brackets that a single item may leave out, and its rules with the ``name:`` that may be left out.
+
+    A reference to another key (``${data.train}``) may stand for the whole list.
+    """
+    is_null = isinstance(node, yaml.ScalarNode) and node.tag == _NULL
+    kinds = {get_origin(kind): kind for kind in (hint, *get_args(hint))}
+    if is_null or (isinstance(node, yaml.ScalarNode) and _REFERENCE.fullmatch(node.value)):
+        return node
+    if list in kinds:
+        item = item_type(kinds[list])
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        named = [_named(one) for one in items] if "name" in item_keys(kinds[list]) else items
+        is_single = not isinstance(node, yaml.MappingNode) or is_dataclass(item)
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", named, node.start_mark) if is_single else node
+    if dict in kinds and isinstance(node, yaml.MappingNode):
+        pairs = [(name, _written_out(value, get_args(kinds[dict])[1])) for name, value in node.value]
+        return yaml.MappingNode(node.tag, pairs, node.start_mark)
+    return node
+
+
+def _named(item: yaml.Node) -> yaml.Node:
+    """``final_number`` is short for ``{name: final_number}``."""
+    if not isinstance(item, yaml.ScalarNode) or item.tag == _NULL:
+        return item
+    text = "tag:yaml.org,2002:str"
+    pair = (yaml.ScalarNode(text, "name", item.start_mark), yaml.ScalarNode(text, item.value, item.start_mark))
+    return yaml.MappingNode("tag:yaml.org,2002:map", [pair], item.start_mark)
 
 
 def _value(document: Document, node: yaml.Node, hint: Any) -> Any:
@@ -385,16 +427,3 @@ def _base_files(document: Document, node: yaml.Node) -> list[str]:
             f"{document.place(node)}: {BASE_KEY}={shorten(value)} must be a file, or a list of files, beside this one"
         )
     return files
-
-
-def _unknown(key: str, place: str, *, suggest: bool) -> str:
-    problem = f"{place}: unknown key {shorten(key, 100)}"
-    if not suggest:
-        return f"{problem}; correct or remove it"
-    if suggestion := nearest(key[:100]):
-        return f"{problem}; did you mean {suggestion}?"
-    group = key.rpartition(".")[0]
-    while group and group not in KEYS:
-        group = group.rpartition(".")[0]
-    names = ", ".join(known.rpartition(".")[2] for known in KEYS if known.rpartition(".")[0] == group)
-    return f"{problem}; the keys {f'of {group}' if group else 'at the top'} are: {names}"

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_mcore.config.choices import PRESETS
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.keys import nearest
+from rlhf_mcore.config.keys import KEYS, is_group, nearest, value_of
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import Config, ReferenceConfig, RuleConfig
 
@@ -32,6 +32,51 @@ def test_values_arrive_with_the_types_of_the_schema(workspace: Any) -> None:
 def test_lists_of_groups_become_dataclasses(workspace: Any) -> None:
     cfg = load_config("run.yaml", ["reward.rules=[{name: boxed}, {name: format, weight: 1e-1}]"])
     assert cfg.reward.rules == [RuleConfig("boxed", 1.0), RuleConfig("format", 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("override", "rules"),
+    [
+        ("reward.rules=final_number", [RuleConfig("final_number")]),
+        ("reward.rules=[final_number]", [RuleConfig("final_number")]),
+        ("reward.rules={name: boxed, weight: 2}", [RuleConfig("boxed", 2.0)]),
+        ("reward.rules=[math, {name: format, weight: 0.1}]", [RuleConfig("math"), RuleConfig("format", 0.1)]),
+    ],
+)
+def test_a_rule_may_be_its_name_and_a_single_one_needs_no_brackets(
+    workspace: Any, override: str, rules: list[RuleConfig]
+) -> None:
+    assert load_config("run.yaml", [override]).reward.rules == rules
+    workspace.write(
+        "run.yaml", "model: {path: m}\n" + override.replace("=", ": ", 1).replace("reward.", "reward: {", 1) + "}\n"
+    )
+    assert load_config("run.yaml").reward.rules == rules
+
+
+def test_tables_of_rules_may_be_written_likewise(workspace: Any) -> None:
+    cfg = load_config("run.yaml", ["reward.sources={a: math, b: [code, {name: format}]}"])
+    assert cfg.reward.sources == {"a": [RuleConfig("math")], "b": [RuleConfig("code"), RuleConfig("format")]}
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("data.train=a.jsonl", ["a.jsonl"]),
+        ("data.train=1.10", ["1.10"]),
+        ("data.eval=${oc.env:RLHF_MCORE_TEST_DIR}/a.jsonl", ["here/a.jsonl"]),
+        ("data.eval=${data.train}", ["t.jsonl"]),
+        ("data.weights=2", [2.0]),
+        ("trainer.profile.steps=3", [3]),
+        ("logging.trackers=wandb", ["wandb"]),
+        ("actor.layout.layers_per_stage=4", [4]),
+    ],
+)
+def test_a_single_value_is_a_list_of_one(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, override: str, value: list[Any]
+) -> None:
+    monkeypatch.setenv("RLHF_MCORE_TEST_DIR", "here")
+    workspace.write("run.yaml", "model: {path: m}\ndata: {train: [t.jsonl]}\n")
+    assert value_of(load_config("run.yaml", [override]), override.partition("=")[0]) == value
 
 
 @pytest.mark.parametrize("text", ["off", "1.10", "1e3", "0123", "yes", "2024-01-01"])
@@ -74,7 +119,8 @@ def test_an_empty_group_is_no_mistake(workspace: Any) -> None:
         ("trainer.num_step", "trainer.num_steps"),
         ("actor.optimiser.lr", "actor.optimizer.lr"),
         ("rollout.sampling.temprature", "rollout.sampling.temperature"),
-        ("actr", "actor"),
+        ("actr", None),
+        ("model.name", None),
         ("lr", "actor.optimizer.lr"),
         ("model.num_steps", "trainer.num_steps"),
         ("zzzzzz", None),
@@ -82,6 +128,11 @@ def test_an_empty_group_is_no_mistake(workspace: Any) -> None:
 )
 def test_the_nearest_known_key(wrong: str, meant: str | None) -> None:
     assert nearest(wrong) == meant
+
+
+def test_a_group_is_the_nearest_key_only_of_what_holds_keys() -> None:
+    assert nearest("actr", groups=True) == "actor"
+    assert all(not is_group(near) for key in KEYS if (near := nearest(f"{key}x")))
 
 
 def test_an_unknown_key_names_file_line_and_nearest_key(workspace: Any) -> None:
@@ -123,14 +174,11 @@ def test_an_unknown_key_in_a_list_of_groups(workspace: Any) -> None:
         ("trainer.num_steps=", "trainer.num_steps=None is not valid; expected int"),
         ("trainer.minibatch_size=x", "trainer.minibatch_size='x' is not valid; expected int or null"),
         ("actor.optimizer.lr=[1]", "actor.optimizer.lr=[1] is not valid; expected float"),
-        (
-            "data.train=a.jsonl",
-            "data.train='a.jsonl' is not valid; expected list of str; write a single one as [a.jsonl]",
-        ),
+        ("data.train={a: b}", "data.train={'a': 'b'} is not valid; expected list of str"),
         ("deterministic=maybe", "deterministic='maybe' is not valid; expected bool"),
         (
-            "reward.rules=[x]",
-            "reward.rules=['x'] is not valid; expected list of {" + ", ".join(vars(RuleConfig())) + "}",
+            "reward.rules=[[x]]",
+            "reward.rules=[['x']] is not valid; expected list of {" + ", ".join(vars(RuleConfig())) + "}",
         ),
     ],
 )
