@@ -374,7 +374,7 @@ def _report(
         compared = comparison((other.given, ours.given), graded[1], graded[0], cfg.seed)
         file = ours.directory.path / f"comparison-{other.subject.name}.json"
         write_atomically(file, pretty_json(compared))
-        _show(console, f"{ours.given} (second) against {other.given} (first)", comparison_table(compared))
+        _show(console, f"{ours.given} against {other.given}", comparison_table(compared))
         console.note(f"written   {shown_path(file)}")
     return made, compared
 

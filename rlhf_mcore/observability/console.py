@@ -32,6 +32,7 @@ from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import choices_of
 from rlhf_mcore.observability.figures import (
     CURVES,
+    explain_labels,
     figure_text,
     figures_that_fit,
     phase_shares,
@@ -100,6 +101,7 @@ class Console:
         self._sample: tuple[int, str, str, float | None] | None = None
         self._warnings: set[str] = set()
         self._step_seconds: tuple[float, ...] = ()
+        self._explained = False  # the labels of step lines
 
     def __enter__(self) -> Console:
         self._started = self._phase_started = self._step_ended = self._clock()
@@ -148,6 +150,9 @@ class Console:
             if (value := metrics.get(curve.metric)) is not None:  # replaced in one step: the display reads it
                 self._curves = {**self._curves, curve.metric: (*self._curves.get(curve.metric, ()), float(value))}
         if self.mode == "plain":
+            if not self._explained and (explained := explain_labels(metrics)):
+                self._explained = True
+                self._print(explained)
             self._print(step_line(step, self.total_steps, metrics))
         elif self.mode == "json":
             self._print_json({"step": step, **metrics})

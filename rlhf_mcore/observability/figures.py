@@ -16,7 +16,7 @@ class Figure:
     """A metric as people read it.
 
     ``width`` is that of its usual values, so that lines stand in columns. Where there is no room for all, figures with
-    the lowest ``worth`` go first.
+    the lowest ``worth`` go first. ``meaning`` explains a label that does not explain itself.
     """
 
     label: str
@@ -24,6 +24,7 @@ class Figure:
     text: Callable[[float], str]
     width: int
     worth: int
+    meaning: str = ""
 
     @property
     def column_width(self) -> int:
@@ -42,11 +43,20 @@ FIGURES = (
     Figure("pairs right", "reward_model/accuracy", "{:.3f}".format, 5, worth=6),
     Figure("kl", "loss/kl", "{:.4f}".format, 6, worth=5),
     Figure("entropy", "actor/entropy", "{:.2f}".format, 4, worth=2),
-    Figure("len", "rollout/response_length_mean", "{:.1f}".format, 5, worth=6),
-    Figure("cut off", "rollout/truncated_fraction", _percent, 4, worth=1),
+    Figure("len", "rollout/response_length_mean", "{:.1f}".format, 5, 6, "mean tokens of a response"),
+    Figure(
+        "cut off",
+        "rollout/truncated_fraction",
+        _percent,
+        4,
+        1,
+        "responses that reached rollout.sampling.max_new_tokens",
+    ),
     Figure("grad norm", "actor/grad_norm", "{:.2f}".format, 5, worth=3),
     Figure("grad norm", "reward_model/grad_norm", "{:.2f}".format, 5, worth=3),
-    Figure("logprob diff", "rollout/logprob_diff_mean", "{:.0e}".format, 5, worth=4),
+    Figure(
+        "logprob diff", "rollout/logprob_diff_mean", "{:.0e}".format, 5, 4, "engine against trainer, mean of a token"
+    ),
     Figure("stale mean", "rollout/staleness_mean", "{:.2f}".format, 4, worth=4),
     Figure("max", "rollout/staleness_max", "{:.0f}".format, 1, worth=4),
     Figure("mfu", "throughput/mfu", _percent, 4, worth=2),
@@ -127,6 +137,13 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
         if text:
             words.append(f"{figure.label} {text:>{figure.width}}")
     return "  ".join(words)
+
+
+def explain_labels(metrics: Mapping[str, Any]) -> str:
+    """Explain the labels of a step line that need it: ``len: mean tokens of a response; ...``. Empty where none does."""
+    return "; ".join(
+        f"{figure.label}: {figure.meaning}" for figure in FIGURES if figure.meaning and figure_text(figure, metrics)
+    )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

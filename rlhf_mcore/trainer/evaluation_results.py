@@ -44,21 +44,26 @@ def _part(rows: Sequence[Graded], seed: int) -> dict[str, Any]:
     }
 
 
-def comparison(names: tuple[str, str], first: Sequence[Graded], second: Sequence[Graded], seed: int) -> dict[str, Any]:
-    """The content of comparison.json: (second - first) over the prompts that both have."""
-    ours, theirs = _values(first), _values(second)
-    shared = [prompt_id for prompt_id in ours if prompt_id in theirs]
+def comparison(
+    names: tuple[str, str], baseline: Sequence[Graded], evaluated: Sequence[Graded], seed: int
+) -> dict[str, Any]:
+    """Return the content of comparison.json: (evaluated - baseline) over the prompts that both have.
+
+    ``names``: those of the baseline and of the evaluated model.
+    """
+    before, after = _values(baseline), _values(evaluated)
+    shared = [prompt_id for prompt_id in before if prompt_id in after]
     out: dict[str, Any] = {
-        "first": names[0],
-        "second": names[1],
+        "baseline": names[0],
+        "evaluated": names[1],
         "num_prompts": len(shared),
-        "num_prompts_not_shared": len(ours) + len(theirs) - 2 * len(shared),
+        "num_prompts_not_shared": len(before) + len(after) - 2 * len(shared),
         "methods": COMPARISON_METHODS,
     }
     for name in COMPARED if shared else ():
-        pairs = [{prompt_id: values[prompt_id][name] for prompt_id in shared} for values in (ours, theirs)]
-        means = {"first": statistics.mean(list(pairs[0].values())), "second": statistics.mean(list(pairs[1].values()))}
-        out[name] = means | asdict(statistics.compare(pairs[0], pairs[1], seed))
+        pairs = [{prompt_id: values[prompt_id][name] for prompt_id in shared} for values in (before, after)]
+        means = [statistics.mean(list(values.values())) for values in pairs]
+        out[name] = {"baseline": means[0], "evaluated": means[1]} | asdict(statistics.compare(pairs[0], pairs[1], seed))
     return out
 
 
@@ -98,16 +103,16 @@ def sources_table(content: Mapping[str, Any]) -> Table:
 def comparison_table(content: Mapping[str, Any]) -> Table:
     """Header and rows: a column per compared figure; no rows where no prompt is shared."""
     figures = {name: content[name] for name in COMPARED if name in content}
-    columns = [_compared(figure) for figure in figures.values()]
+    columns = [_compared(figure, content["baseline"], content["evaluated"]) for figure in figures.values()]
     rows = [(label, *(column[label] for column in columns)) for label in (columns[0] if columns else ())]
     return ("", *figures), rows
 
 
-def _compared(figure: Mapping[str, Any]) -> dict[str, str]:
+def _compared(figure: Mapping[str, Any], baseline: str, evaluated: str) -> dict[str, str]:
     value, interval = _estimate(figure["difference"], sign="+")
     return {
-        "first": f"{figure['first']:.4f}",
-        "second": f"{figure['second']:.4f}",
+        baseline: f"{figure['baseline']:.4f}",
+        evaluated if evaluated != baseline else f"{evaluated} (now)": f"{figure['evaluated']:.4f}",
         "difference": value,
         INTERVAL: interval,
         "prompts: better / worse / same": f"{figure['wins']} / {figure['losses']} / {figure['ties']}",

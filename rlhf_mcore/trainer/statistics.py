@@ -39,10 +39,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two policies on the same prompts: mean of (second - first), its interval, and how many prompts each wins."""
+    """Compare two policies on the same prompts: mean of (evaluated - baseline), its interval, and how many prompts each wins."""
 
     difference: Estimate
-    wins: int  # prompts on which the second is better
+    wins: int  # prompts on which the evaluated one is better
     losses: int
     ties: int
     sign_test_p: float

@@ -62,6 +62,17 @@ def test_a_step_is_one_line_in_a_log() -> None:
     )
 
 
+def test_labels_are_explained_once_and_only_those_that_are_shown() -> None:
+    output = log_file()
+    console = Console("plain", 3, "grpo", output=output)
+    console.step(0, {"evaluate/accuracy": 0.5})
+    for step in (1, 2):
+        console.step(step, {"rollout/response_length_mean": 7.0, "rollout/logprob_diff_mean": 1e-7})
+    lines = printed(output).splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "len:", "step", "step"]
+    assert "logprob diff: engine against trainer" in lines[1] and "cut off" not in lines[1]
+
+
 def test_lines_of_a_log_stand_in_columns() -> None:
     later = {**METRICS, "rollout/response_length_mean": 10.9, "timing/step_s": 12.0, "rollout/truncated_fraction": 0}
     assert len(step_line(7, 40, METRICS)) == len(step_line(8, 40, later))

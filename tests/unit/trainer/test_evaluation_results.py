@@ -43,13 +43,14 @@ def test_tables() -> None:
 
 def test_a_comparison_says_how_it_was_made() -> None:
     content = comparison(("old", "new"), rows("1100"), rows("1111"), seed=0)
-    assert (content["first"], content["second"], content["num_prompts"]) == ("old", "new", 4)
+    assert (content["baseline"], content["evaluated"], content["num_prompts"]) == ("old", "new", 4)
     accuracy = content["accuracy"]
-    assert (accuracy["first"], accuracy["second"], accuracy["difference"]["value"]) == (0.5, 1.0, 0.5)
+    assert (accuracy["baseline"], accuracy["evaluated"], accuracy["difference"]["value"]) == (0.5, 1.0, 0.5)
     assert (accuracy["wins"], accuracy["losses"], accuracy["ties"], accuracy["sign_test_p"]) == (2, 0, 2, 0.5)
     assert "paired" in content["methods"]["interval"] and "sign test" in content["methods"]["sign_test_p"]
     header, table = comparison_table(content)
     assert header == ("", "accuracy", "reward")
+    assert [row[0] for row in table][:3] == ["old", "new", "difference"]
     assert [row[1] for row in table] == ["0.5000", "1.0000", "+0.5000", "+0.0000 to +1.0000", "2 / 0 / 2", "0.5"]
 
 
