@@ -163,12 +163,10 @@ def torchrun_options(args: argparse.Namespace, local: str, logs: Path) -> list[s
 def _record(path: Path, code: int, node_rank: int, seconds: float) -> None:
     """Leave the exit code for whoever has started the nodes. The first node to fail is the cause, so only it writes."""
     line = f"{code} node {node_rank} ({socket.gethostname()}) ended with exit code {code} after {seconds:.0f} s\n"
-    print(line.partition(" ")[2], end="", file=sys.stderr, flush=True)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(line)
-    except FileExistsError:
-        pass
+    with contextlib.suppress(OSError):  # standard error may be a file on a full disk
+        print(line.partition(" ")[2], end="", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as file:  # it is there, or does not fit
+        file.write(line)
 
 
 def obey_stdin(unknown: list[str]) -> None:

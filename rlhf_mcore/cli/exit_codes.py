@@ -17,6 +17,7 @@ from rlhf_mcore.cli.rank_reports import CONSEQUENCE, FAILURE, USER, Reporter
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.show import without_secrets
 from rlhf_mcore.foreign import shorten
+from rlhf_mcore.observability.files import full_disks, write_atomically
 from rlhf_mcore.own_files import shown_path
 
 DONE = 0
@@ -77,17 +78,16 @@ def report(error: Exception) -> int:
     """
     kind, text = kind_of(error), without_secrets(cause(error))
     reporter = Reporter()
-    with contextlib.suppress(OSError):  # a full disk must not hide what filled it
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(error_file).parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"message": text, "timestamp": int(time.time())})
-            Path(error_file).write_text(content, encoding="utf-8")
+    reporter.failed(kind, text)  # first, because it needs no disk
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        _write_for_torchrun(Path(error_file), text)
+    with contextlib.suppress(OSError):  # a log on a full disk
         if kind == FAILURE or (reporter.is_heard and kind == CONSEQUENCE):
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    with contextlib.suppress(OSError):
         if reporter.is_heard or kind == FAILURE or not _is_told_by_another(os.environ):
             rank = f"rank {os.environ['RANK']}: " if kind != USER and "RANK" in os.environ else ""
             print(f"error: {rank}{text}", file=sys.stderr, flush=True)
-    reporter.failed(kind, text)
     return USER_ERROR if kind == USER else FAILED
 
 
@@ -119,7 +119,21 @@ def cause(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)] or list(frames)
     where = f" ({shown_path(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name})" if own else ""
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}{full_disks_here()}"
+
+
+def full_disks_here() -> str:
+    """Name the full ones among the disks that any process writes to: of its output, its temporary folder, its shared memory."""
+    outputs = [f"/proc/self/fd/{number}" for number in (1, 2)]
+    files = [os.path.dirname(os.path.realpath(each)) for each in outputs if os.path.isfile(each)]
+    return full_disks([*files, os.environ.get("TMPDIR", "/tmp"), ".", "/dev/shm"])
+
+
+def _write_for_torchrun(path: Path, text: str) -> None:
+    """Write the file that torchrun reads, whole or not at all: it cannot read half of one."""
+    with contextlib.suppress(OSError, ConfigError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"message": text, "timestamp": int(time.time())}).encode())
 
 
 def _is_told_by_another(environment: Mapping[str, str]) -> bool:

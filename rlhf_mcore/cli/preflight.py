@@ -30,7 +30,14 @@ from rlhf_mcore.config.show import redact_arguments, to_yaml
 from rlhf_mcore.doctor.machine import memory_bytes
 from rlhf_mcore.families import FAMILIES, UNSUPPORTED
 from rlhf_mcore.foreign import SMALL, read_bytes, read_text, shorten
-from rlhf_mcore.observability.files import free_bytes, json_line, keep_steps, pretty_json, write_atomically
+from rlhf_mcore.observability.files import (
+    FullDiskError,
+    free_bytes,
+    json_line,
+    keep_steps,
+    pretty_json,
+    write_atomically,
+)
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 from rlhf_mcore.own_files import shown_path
 
@@ -232,7 +239,7 @@ def logs_directory(cfg: Config) -> Path:
         write_atomically(made / "launch.json", pretty_json(_launch_record(now)))
     except OSError as error:
         free = free_bytes(next(folder for folder in logs.parents if folder.is_dir()))
-        room = f"; {free:,} bytes are free" if free is not None else ""
+        room = f"; {free:,} bytes are free" if free is not None and not isinstance(error, FullDiskError) else ""
         raise ConfigError(
             f"output_dir={cfg.output_dir!r}: cannot write to {logs} ({error.strerror}{room}); choose another, or make room"
         ) from error

@@ -20,11 +20,22 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rlhf_mcore.cli.exit_codes import DONE, FAILED, INTERRUPTED, REQUEUE, STOPPED, USER_ERROR, of_process
+from rlhf_mcore.cli.exit_codes import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    REQUEUE,
+    STOPPED,
+    USER_ERROR,
+    full_disks_here,
+    of_process,
+    report_of_tool,
+)
 from rlhf_mcore.cli.launch import SHOWN
 from rlhf_mcore.cli.progress import working
 from rlhf_mcore.cli.rank_reports import CONSEQUENCE, USER, RankReports
 from rlhf_mcore.observability.console import printable
+from rlhf_mcore.observability.files import FULL, full_disks
 from rlhf_mcore.own_files import shown_path
 from rlhf_mcore.own_processes import STARTED_BY, children, end_all, end_with_parent, has_ended
 
@@ -78,6 +89,10 @@ def main(argv: Sequence[str]) -> int:
         return of_process(-ended.sigval)
     except ChildFailedError as error:
         return agent.report(error.failures)
+    except OSError as error:  # torchrun makes folders and files for the ranks' logs
+        if error.errno not in FULL:
+            raise
+        return report_of_tool(error)
     return agent.check_done()
 
 
@@ -116,7 +131,7 @@ class Agent:
             return failure.exitcode
         reported = {entry.rank: entry.text for entry in self.reports.failures}
         if rank not in reported:
-            self._say(f"rank {rank} {_how(failure.exitcode)}", rank, failure.local_rank, tail=True)
+            self._say(f"rank {rank} {_how(failure.exitcode)}{self._full_disks()}", rank, failure.local_rank, tail=True)
         elif left := [number for number in self.reports.unfinished() if number not in failures]:
             self._say(_LEFT.format(left[0]), left[0])
         else:
@@ -148,6 +163,9 @@ class Agent:
             local_rank = self.reports.ranks[rank].local_rank
         found = list(self.log_dir.glob(f"*/attempt_*/{local_rank}/stderr.log")) if self.log_dir else []
         return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+    def _full_disks(self) -> str:
+        return full_disks_here() or full_disks([self.log_dir] if self.log_dir else [])
 
     def _say(self, text: str, rank: int, local_rank: int | None = None, *, tail: bool = False) -> None:
         log = self.log_of(rank, local_rank)

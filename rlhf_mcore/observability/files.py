@@ -9,8 +9,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ DIGEST_BYTES = 8
 READ_BYTES = 1 << 20
 SKETCH_BLOCKS = 256
 SKETCH_BLOCK_BYTES = 4096
+
+
+ROOM_BYTES = 1 << 16  # a disk with less is full: a log, a rollout file or a pipe's buffer no longer fits
 
 
 class FullDiskError(OSError):
@@ -58,6 +61,20 @@ def full_disk_named(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         free = free_bytes(path.parent)
         room = f", {free:,} bytes are free" if free is not None else ""
         raise FullDiskError(error.errno, f"{os.strerror(error.errno or 0)}: {needed}{room}") from error
+
+
+def full_disks(places: Iterable[str | Path]) -> str:
+    """Name the places whose disks are full, one of each disk, as the end of a message; "" where all have room.
+
+    What a library raises on a full disk rarely says so, and what it was writing is often gone.
+    """
+    full: dict[int, str] = {}
+    for place in places:
+        with suppress(OSError):
+            free, disk = free_bytes(Path(place)), os.stat(place).st_dev
+            if free is not None and free < ROOM_BYTES:
+                full.setdefault(disk, f"the disk of {place} is full ({free:,} bytes are free)")
+    return "".join(f"; {each}" for each in full.values())
 
 
 def write_atomically(path: Path, content: bytes, mode: int | None = None) -> None:

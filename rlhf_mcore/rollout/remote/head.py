@@ -14,9 +14,12 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.own_files import open_own
 from rlhf_mcore.own_processes import adopt_orphans, children, end_all, has_ended
 from rlhf_mcore.parallel.addresses import LOOPBACK
 
@@ -32,9 +35,11 @@ SETTINGS = {
 _NEEDED = ("gcs_server", "raylet")  # Ray's processes without which there is no Ray
 OBJECT_STORE_BYTES = 80 * 2**20  # tokens and their logprobs are all that travels through it
 _MANY = 65536  # cores that engines may ask for: here the user counts them, not Ray
-_LONGEST_FOLDER = 30  # of its path: sockets below it have names of 70 characters, and a socket's may have 107
+_LONGEST_FOLDER = (
+    20  # of its parent's path: a socket's may have 107 characters, of which Ray and the names below take 87
+)
 _LOOK_S = 0.5
-_PREFIX, _LOCK = "rlhf-ray-", "lock"
+_PREFIX, _LOCK, _OF_RAY = "rlhf-ray-", "lock", "r"
 
 
 def main() -> None:
@@ -58,23 +63,42 @@ def main() -> None:
     finally:
         while left := [pid for pid in children() if not has_ended(pid)]:
             end_all(left)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         os._exit(0)  # Ray's own exit handlers would talk to what has ended
 
 
 def make_folder(parent: Path) -> Path:
-    """A folder of Ray's below ``parent``, locked until this process ends, however it does. Others that nobody holds are removed."""
+    """Make a folder for Ray's own below ``parent``, inside one that this user alone may enter, and hold that until this process ends,
+    however it does. Others of this user that nobody holds are removed.
+
+    Ray opens the folder that it is given to everybody (mode 0777), with its sockets and logs.
+    """
     remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    fcntl.flock(os.open(folder / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600), fcntl.LOCK_EX)
-    return folder
+    while True:
+        private = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        lock = open_own(private / _LOCK, os.O_CREAT | os.O_WRONLY, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for an abandoned one before it was held
+            (folder := private / _OF_RAY).mkdir()
+            return folder
+        os.close(lock)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove what ``make_folder`` has made."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of Ray below ``parent`` whose process was killed together with everything that would have removed them."""
+    """Remove folders of Ray below ``parent`` whose process was killed together with everything that would have removed them.
+
+    Anybody may have put anything at such a name: only a directory of this user with a regular file for its lock is one.
+    """
     for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # of another user, without a lock yet, or held
-            lock = os.open(folder / _LOCK, os.O_WRONLY | os.O_NOFOLLOW)
+        with contextlib.suppress(OSError, ConfigError):  # of another user, without a lock yet, or held
+            if (found := folder.lstat()).st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+                continue
+            lock = open_own(folder / _LOCK, os.O_WRONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -100,6 +101,7 @@ def test_nothing_of_ray_outlives_a_trainer_that_is_killed(tmp_path: Path) -> Non
         of_ray = [head, *descendants(head)]
         commands = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in of_ray)
         [folder] = [folder for folder in Path("/tmp").glob("rlhf-ray-*") if str(folder) in commands]
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700  # Ray opens its own to everybody
         look_at_and_stop_one(trainer.process.pid, of_ray, tmp_path)
         trainer.process.kill()
         trainer.process.wait()
