@@ -111,7 +111,8 @@ def announce(cfg: Config) -> int | None:
     Returns the step that was printed, 0 where nothing was printed; None: the run is complete, which was printed.
 
     Raises:
-        ConfigError: the directory cannot be written or is in use, or its newest checkpoint does not fit the configuration.
+        ConfigError: the directory cannot be written or is in use, or its newest checkpoint does not fit the configuration; or the run
+            is complete, and an input such as the reward is another one now.
     """
     directory = RunDirectory.create(cfg.output_dir, cfg.project, cfg.experiment)
     directory.close()
@@ -129,6 +130,10 @@ def announce(cfg: Config) -> int | None:
     if damaged:
         return 0
     if is_over(cfg, directory.path, newest.step):
+        from rlhf_mcore.trainer.inputs import fingerprints
+        from rlhf_mcore.trainer.resume import compare_inputs  # imports torch
+
+        compare_inputs(newest.path, cfg.checkpoint, fingerprints(cfg))
         say(cfg, finished_text(cfg, newest.path, newest.step))
         return None
     say(cfg, continues_text(cfg, newest.path, newest.step))

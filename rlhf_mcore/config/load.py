@@ -69,7 +69,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
     cfg = Config()
     for key in values.trees:
         group, name = _owner(cfg, key)
-        setattr(group, name, values.typed(key))
+        vars(group)[name] = values.typed(key)
     _mark_environment(cfg, last)
     return cfg
 
@@ -145,7 +145,7 @@ def _mark_environment(cfg: Config, settings: Sequence[Setting]) -> None:
         marked.update(found)
     for key in marked:
         group, name = _owner(cfg, key)
-        setattr(group, name, _from_environment(getattr(group, name), written[key]))
+        vars(group)[name] = _from_environment(getattr(group, name), written[key])
 
 
 def _owner(cfg: Config, key: str) -> tuple[Any, str]:

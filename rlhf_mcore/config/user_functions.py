@@ -10,10 +10,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from os.path import isfile
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.function_digest import function_digest
 from rlhf_mcore.foreign import MissingFile, read_bytes
 
 MAX_CODE_BYTES = 2**20  # a hundred times a long reward function; parsing takes a hundred times the memory
@@ -33,22 +34,8 @@ class OwnFunction(str):
         return self
 
     def fingerprint(self) -> str:
-        """Of its name, its code and its defaults, not of what it reads besides."""
-        held = self.function if hasattr(self.function, "__code__") else type(self.function).__call__
-        code = getattr(held, "__code__", None)
-        content = [str(self), _described(code), _described(getattr(held, "__defaults__", None))]
-        return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _described(value: Any) -> Any:
-    """A constant of code, or code, the same in every process: without addresses and without the order of sets."""
-    if isinstance(value, CodeType):
-        return value.co_code.hex(), value.co_names, [_described(constant) for constant in value.co_consts]
-    if isinstance(value, frozenset):
-        return sorted(map(repr, value))
-    if isinstance(value, tuple):
-        return [_described(part) for part in value]
-    return repr(value) if isinstance(value, str | bytes | int | float | complex | None) else type(value).__qualname__
+        """Of its name, its code, and what of the user's own that code reads."""
+        return hashlib.sha256(f"{self} {function_digest(self.function)}".encode()).hexdigest()
 
 
 def is_file_spec(text: str) -> bool:

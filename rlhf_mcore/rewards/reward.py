@@ -179,6 +179,5 @@ def what_scores(cfg: RewardConfig) -> str:
         return f"reward.remote.url={cfg.remote.url}"
     if cfg.judge.url is not None and cfg.sources is None and not cfg.rules:
         return f"reward.judge.url={cfg.judge.url}"
-    return (
-        "reward.sources" if cfg.sources is not None else f"reward.rules=[{', '.join(rule.name for rule in cfg.rules)}]"
-    )
+    rules = ", ".join(rule.name if rule.weight == 1 else f"{rule.name} * {rule.weight:g}" for rule in cfg.rules)
+    return "reward.sources" if cfg.sources is not None else f"reward.rules=[{rules}]"

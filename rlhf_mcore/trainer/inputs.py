@@ -18,13 +18,17 @@ from typing import Any
 import xxhash
 
 from rlhf_mcore.checkpoint.manifest import hash_file
+from rlhf_mcore.config.derive import grades
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.keys import leaves, value_of
 from rlhf_mcore.config.model_files import CHAT_TEMPLATE_FILES, COMPANIONS
-from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.reward_rules import rule_tables, scores_alone
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config, RewardConfig, RuleConfig
 from rlhf_mcore.config.user_functions import OwnFunction, is_file_spec, parse_file
 from rlhf_mcore.foreign import INDEX, MissingFile, open_file, read_json
 from rlhf_mcore.observability.files import sketch_of_file
+from rlhf_mcore.rewards.reward import what_scores
 
 Inputs = Mapping[str, Mapping[str, str]]  # by what it is, such as "data.train[0]": its path and a digest of its content
 
@@ -32,6 +36,18 @@ _MODEL_KEYS = ("model.path", "critic.path", "reference.path", "reward.model.path
 # Texts, and how many bytes of each are read.
 _TEXTS: dict[str, float] = {"reward.judge.rubric_file": INDEX.num_bytes, "environment.tools": INDEX.num_bytes}
 _TEXTS |= {"environment.options.corpus": math.inf}
+# Of ``reward``: values that decide about scores, and names of what is elsewhere and may move.
+_SCORING = (
+    "model.weight",
+    "judge.model",
+    "judge.weight",
+    "judge.rubric",
+    "judge.parse",
+    "judge.max_score",
+    "judge.max_tokens",
+)
+_NAMING = ("function", "remote.url", "judge.url", "model.path")
+_DEFAULTS = dict(leaves(asdict(RewardConfig())))
 _TOKENIZER = tuple(
     name for name in COMPANIONS if name not in ("config.json", "generation_config.json", *CHAT_TEMPLATE_FILES)
 )
@@ -55,6 +71,8 @@ def fingerprints(cfg: Config) -> Inputs:
         for number, file in enumerate(files):
             found[f"{key}[{number}]"] = _entry(file, _file_digest(Path(file), math.inf))
     found |= own_files(cfg)
+    if run_kind(cfg).generates and grades(cfg):
+        found["reward"] = scored_by(cfg.reward)
     for key in _MODEL_KEYS:
         if (directory := value_of(cfg, key)) is not None:
             found |= {f"{key} ({part})": _entry(directory, digest) for part, digest in _model(Path(directory)).items()}
@@ -64,6 +82,23 @@ def fingerprints(cfg: Config) -> Inputs:
     templates += [_companion(tokenizer / name) for name in CHAT_TEMPLATE_FILES]
     found["chat template"] = _entry(tokenizer, _digest(templates))
     return found
+
+
+def scored_by(cfg: RewardConfig) -> Mapping[str, str]:
+    """What gives the scores, and how they add up. Of functions, models and servers only that there are some."""
+    tree = dict(leaves(asdict(cfg)))
+    parts: dict[str, Any] = {name: tree[name] for name in _SCORING if tree[name] != _DEFAULTS[name]}
+    parts |= {name: tree[name] is not None for name in _NAMING}
+    if not scores_alone(cfg):
+        tables = rule_tables(cfg).items()
+        parts["rules"] = {name: [_changed_from_default(rule) for rule in rules] for name, rules in tables}
+    return {"path": what_scores(cfg), "content": _digest(parts)}
+
+
+def _changed_from_default(rule: RuleConfig) -> dict[str, Any]:
+    """What a release that adds an option does not change."""
+    default = asdict(RuleConfig(rule.name))
+    return {"name": rule.name} | {name: value for name, value in asdict(rule).items() if value != default[name]}
 
 
 def own_files(cfg: Config) -> Inputs:
@@ -78,7 +113,9 @@ def own_files(cfg: Config) -> Inputs:
         f"{key}[{n}]": spec for key, held in values.items() if isinstance(held, list) for n, spec in enumerate(held)
     }
     for key, spec in (values | listed).items():
-        if isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
+        if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
+            found[key] = _entry(spec, spec.fingerprint())
+        elif isinstance(spec, str) and is_file_spec(spec) and Path(spec.rpartition(":")[0]).expanduser().is_file():
             found[key] = _entry(spec, _code_digest(spec))
     for key, limit in _TEXTS.items():
         if isinstance(path := values.get(key), str):
@@ -90,13 +127,13 @@ def changed_inputs(saved: Inputs, current: Inputs) -> list[str]:
     """A line for each input that has another content than it had.
 
     An input that only one of the two has comes with another configuration, and is named by the comparison of these; but the prompts
-    that are trained on are all compared.
+    that are trained on are all compared, and so is a reward function, in checkpoints of releases that did not keep what scores.
     """
     lines = []
     for name in dict.fromkeys((*saved, *current)):
         before, now = saved.get(name), current.get(name)
         if before is None or now is None:
-            if name.startswith("data.train["):
+            if name.startswith("data.train[") or (name == "reward.function" and "reward" not in saved):
                 lines.append(
                     f"{name} was {before['path'] if before else 'not there'} and is {now['path'] if now else 'not there'}"
                 )
@@ -164,8 +201,6 @@ def _companion(file: Path) -> Any:
 
 def _code_digest(spec: str) -> str:
     """Of a user's function: its name, its file, and the modules beside it or in the working directory that the file imports."""
-    if isinstance(spec, OwnFunction):  # given from Python, where it may have no file
-        return _digest([str(spec)])
     path, _, function = spec.rpartition(":")
     first = Path(path).expanduser().resolve()
     roots = [first.parent, Path.cwd()]

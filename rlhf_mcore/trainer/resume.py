@@ -158,10 +158,17 @@ def _compare(checkpoint: Path, cfg: CheckpointConfig, config_yaml: str, inputs: 
             *notes,
             f"{checkpoint.name} holds no fingerprints of data, code and models: the release that wrote it kept none",
         ]
-    return notes + _changed_inputs(checkpoint, cfg, changed_inputs(known, inputs))
+    return notes + compare_inputs(checkpoint, cfg, inputs)
 
 
-def _changed_inputs(checkpoint: Path, cfg: CheckpointConfig, changed: list[str]) -> list[str]:
+def compare_inputs(checkpoint: Path, cfg: CheckpointConfig, inputs: Inputs) -> list[str]:
+    """Lines that warn of inputs with another content than the checkpoint's.
+
+    Raises:
+        ConfigError: there are some, and ``cfg.changed_inputs`` does not let a run continue with them.
+    """
+    known = read_inputs(checkpoint)
+    changed = changed_inputs(known, inputs) if known is not None else []
     if changed and cfg.changed_inputs == "refuse":
         raise ConfigError.many(
             [

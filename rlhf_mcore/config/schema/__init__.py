@@ -17,6 +17,7 @@ from rlhf_mcore.config.schema.algorithm import (
     RolloutCorrectionConfig,
 )
 from rlhf_mcore.config.schema.environment import EnvironmentConfig
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import AT_LEAST_0, group, key
 from rlhf_mcore.config.schema.models import (
     ActorConfig,
@@ -87,7 +88,7 @@ __all__ = [
 
 
 @dataclass
-class Config:
+class Config(Group):
     """The whole tree."""
 
     output_dir: str = key("outputs", "where run directories are made: `<output_dir>/<project>/<experiment>/`")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, FINITE, key, one_of
 
 ACTIONS = ("warn", "save", "stop", "webhook", "command")
 
 
 @dataclass
-class AlarmRuleConfig:
+class AlarmRuleConfig(Group):
     """A bound of a metric. It replaces the default rules of that metric."""
 
     metric: str = key("???", "its name, as in [metrics](metrics.md)")
@@ -32,7 +33,7 @@ class AlarmRuleConfig:
 
 
 @dataclass
-class AlarmsConfig:
+class AlarmsConfig(Group):
     """Rules on metrics, judged after every step."""
 
     defaults: bool = key(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from rlhf_mcore.config.choices import ADVANTAGES, KL_ESTIMATORS, POLICY_LOSSES, PRESETS
+from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.config.run_kinds import RUN_KINDS
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
     AT_LEAST_0,
@@ -22,7 +24,7 @@ from rlhf_mcore.config.schema.key import (
 
 
 @dataclass
-class KLControllerConfig:
+class KLControllerConfig(Group):
     """How the weight of the KL changes over a run; it starts at ``kl.coef``."""
 
     name: str = key("fixed", "", one_of(fixed="", adaptive="towards `target`", linear="to `final` over `steps` steps"))
@@ -35,7 +37,7 @@ class KLControllerConfig:
 
 
 @dataclass
-class KLConfig:
+class KLConfig(Group):
     """KL divergence to the reference policy."""
 
     coef: float = key(
@@ -57,7 +59,7 @@ class KLConfig:
 
 
 @dataclass
-class RolloutCorrectionConfig:
+class RolloutCorrectionConfig(Group):
     """What is done where the trainer's probabilities of tokens are not those of the engine that drew them.
 
     Weights and masks apply to the policy term of the loss only.
@@ -89,7 +91,7 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
-class OverlongConfig:
+class OverlongConfig(Group):
     """A soft punishment for responses that come close to the token limit."""
 
     enabled: bool = key(False, "take a penalty off the score of responses that come close to the token limit")
@@ -103,7 +105,7 @@ class OverlongConfig:
 
 
 @dataclass
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(Group):
     """Replace prompts whose responses all got the same score, from which a group-relative advantage learns nothing."""
 
     enabled: bool = key(False, "replace prompts whose responses all got the same score by others")
@@ -111,7 +113,7 @@ class DynamicSamplingConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Group):
     """What is optimised. A preset only fills in keys that are not set."""
 
     preset: str = key(
@@ -198,3 +200,13 @@ class AlgorithmConfig:
     dynamic_sampling: DynamicSamplingConfig = group(
         DynamicSamplingConfig, "replace prompts whose responses all got the same score"
     )
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "preset" and vars(self).get(name, value) != value in PRESETS:  # it has filled in its keys already
+                raise ConfigError(
+                    f"algorithm.preset={value!r} would change nothing but the name of {vars(self)[name]!r}; give a preset when the "
+                    "configuration is made, as in rm.Config(algorithm=...), or set the keys of algorithm that it stands for"
+                )
+            super().__setattr__(name, value)

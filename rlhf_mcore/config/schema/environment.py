@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_1, key, one_of
 
 
 @dataclass
-class EnvironmentConfig:
+class EnvironmentConfig(Group):
     """What answers the policy between its turns. Without ``function`` a response is a single turn."""
 
     function: Optional[str] = key(

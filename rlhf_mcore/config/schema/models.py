@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, FROM_0_TO_1, Range, group, key, one_of
 
 _PARTS = Range(1, 4096)  # of a model: layers, heads and experts are fewer
@@ -25,7 +26,7 @@ _RANKS = "`[first, end)`: the ranks of the world that hold it"
 
 
 @dataclass
-class LayoutConfig:
+class LayoutConfig(Group):
     """How a trained model is cut. The data-parallel size follows from the world size."""
 
     tp: int = key(1, "tensor-parallel size", _PARTS)
@@ -63,7 +64,7 @@ class LayoutConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Group):
     """The model that everything starts from."""
 
     path: str = key(
@@ -90,7 +91,7 @@ class ModelConfig:
 
 
 @dataclass
-class LossScaleConfig:
+class LossScaleConfig(Group):
     """Dynamic loss scaling."""
 
     initial: float = key(65536.0, "first loss scale (these four: fp16 only)", AT_LEAST_1)
@@ -100,7 +101,7 @@ class LossScaleConfig:
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(Group):
     """Learning-rate schedule, counted in optimizer updates."""
 
     name: str = key("constant", "decay to `min_lr` after warm-up", one_of("constant", "linear", "cosine"))
@@ -118,7 +119,7 @@ class ScheduleConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(Group):
     """fp32 master weights and moments, sharded over data-parallel ranks."""
 
     name: str = key(
@@ -146,7 +147,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class RecomputeConfig:
+class RecomputeConfig(Group):
     """Activation recomputation."""
 
     granularity: str = key(
@@ -169,7 +170,7 @@ class RecomputeConfig:
 
 
 @dataclass
-class MoEConfig:
+class MoEConfig(Group):
     """Training of mixture-of-experts models."""
 
     aux_loss_coef: float = key(
@@ -189,7 +190,7 @@ class MoEConfig:
 
 
 @dataclass
-class MTPConfig:
+class MTPConfig(Group):
     """Layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5)."""
 
     mode: str = key(
@@ -216,7 +217,7 @@ class MTPConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Group):
     """The policy being trained."""
 
     layout: LayoutConfig = group(
@@ -253,7 +254,7 @@ class ActorConfig:
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(Group):
     """The value model of PPO."""
 
     path: Optional[str] = key(
@@ -286,7 +287,7 @@ class CriticConfig:
 
 
 @dataclass
-class ReferenceConfig:
+class ReferenceConfig(Group):
     """The frozen policy that the KL compares with."""
 
     path: Optional[str] = key(None, "the policy that the KL compares with", null="`model.path`")
@@ -296,7 +297,7 @@ class ReferenceConfig:
 
 
 @dataclass
-class RewardModelConfig:
+class RewardModelConfig(Group):
     """A reward model; its score is added to that of the rules or the function."""
 
     path: Optional[str] = key(

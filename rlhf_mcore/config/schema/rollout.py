@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from rlhf_mcore.config.choices import GRADERS
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import (
     ABOVE_0,
     AT_LEAST_0,
@@ -26,7 +27,7 @@ _AHEAD = "trainer.max_staleness"
 
 
 @dataclass
-class RolloutLayoutConfig:
+class RolloutLayoutConfig(Group):
     """How an engine is cut."""
 
     tp: int = key(
@@ -35,7 +36,7 @@ class RolloutLayoutConfig:
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Group):
     """How responses are drawn."""
 
     n: int = key(8, "responses per prompt; group-relative advantages need 2 or more", AT_LEAST_1)
@@ -48,7 +49,7 @@ class SamplingConfig:
 
 
 @dataclass
-class RayConfig:
+class RayConfig(Group):
     """Where engines on devices of their own run."""
 
     address: Optional[str] = key(
@@ -61,7 +62,7 @@ class RayConfig:
 
 
 @dataclass
-class SpeculativeConfig:
+class SpeculativeConfig(Group):
     """Tokens that an engine drafts, and checks in one pass of the model: fewer passes where drafts are good."""
 
     method: str = key(
@@ -88,7 +89,7 @@ class SpeculativeConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Group):
     """The engines that generate responses."""
 
     engine: str = key("vllm", "", one_of("vllm", hf="Hugging Face generate: slow, for comparison"))
@@ -192,7 +193,7 @@ class RolloutConfig:
 
 
 @dataclass
-class BridgeConfig:
+class BridgeConfig(Group):
     """How the actor's weights reach the engines."""
 
     method: str = key(
@@ -227,7 +228,7 @@ class BridgeConfig:
 
 
 @dataclass
-class RuleConfig:
+class RuleConfig(Group):
     """One rule grader and its weight in the sum. A grade g between 0 and 1 counts as incorrect + g * (correct - incorrect)."""
 
     name: str = key("???", "", one_of(*GRADERS))
@@ -252,7 +253,7 @@ class RuleConfig:
 
 
 @dataclass
-class SandboxConfig:
+class SandboxConfig(Group):
     """Where programs of the model run."""
 
     minimum: str = key(
@@ -272,7 +273,7 @@ class SandboxConfig:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Group):
     """Where scores come from: a weighted sum of rules, or a function of your own, and a reward model."""
 
     rules: list[RuleConfig] = key(

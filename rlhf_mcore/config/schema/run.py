@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from rlhf_mcore.config.choices import TRACKERS
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SHARE, Range, group, key, one_of
 
 MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are published have a tenth of it
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Group):
     """Prompts, from parquet or jsonl files."""
 
     train: list[str] = key([], "parquet or jsonl files", is_fixed=True)
@@ -82,7 +83,7 @@ class DataConfig:
 
 
 @dataclass
-class ProfileConfig:
+class ProfileConfig(Group):
     """Which steps are profiled."""
 
     steps: list[int] = key(
@@ -95,7 +96,7 @@ class ProfileConfig:
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(Group):
     """Size and shape of a step."""
 
     num_steps: int = key(100, "steps; each generates, scores and trains", AT_LEAST_1)
@@ -161,7 +162,7 @@ class TrainerConfig:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(Group):
     """When checkpoints are saved, which of them stay, and how a run resumes."""
 
     save_steps: int = key(20, "save every so many steps; 0: not by steps", AT_LEAST_0)
@@ -239,7 +240,7 @@ class CheckpointConfig:
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Group):
     """Evaluation on held-out prompts: before, during and after training, and by ``rlhf-mcore evaluate``."""
 
     every: int = key(0, "steps between evaluations; 0: only before and after training", AT_LEAST_0)
@@ -277,7 +278,7 @@ class EvaluateConfig:
 
 
 @dataclass
-class LoggingConfig:
+class LoggingConfig(Group):
     """The record of a run, beside ``metrics.jsonl``."""
 
     console: str = key(

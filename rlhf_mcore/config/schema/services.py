@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+from rlhf_mcore.config.schema.group import Group
 from rlhf_mcore.config.schema.key import ABOVE_0, AT_LEAST_0, AT_LEAST_1, FINITE, Range, key
 
 SCORE = r"(?i)score[\s:=*_]{0,6}(-?[0-9]+(?:\.[0-9]+)?)"
 
 
 @dataclass
-class RemoteRewardConfig:
+class RemoteRewardConfig(Group):
     """A server that scores responses; it replaces the rules."""
 
     url: Optional[str] = key(
@@ -29,7 +30,7 @@ class RemoteRewardConfig:
 
 
 @dataclass
-class JudgeConfig:
+class JudgeConfig(Group):
     """A language model that grades responses by a rubric; its grade is added."""
 
     url: Optional[str] = key(None, "base of an OpenAI-compatible API, such as `http://127.0.0.1:8000/v1`", null="none")
@@ -52,7 +53,7 @@ class JudgeConfig:
 
 
 @dataclass
-class RewardRayConfig:
+class RewardRayConfig(Group):
     """Where the workers of ``reward.pool: ray`` run."""
 
     address: Optional[str] = key(
@@ -66,7 +67,7 @@ class RewardRayConfig:
 
 
 @dataclass
-class RewardAlarmConfig:
+class RewardAlarmConfig(Group):
     """A line when the mean score of a data source jumps. The run continues."""
 
     deviations: float = key(

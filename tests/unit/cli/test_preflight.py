@@ -18,6 +18,7 @@ from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.schema import EnvironmentConfig
 from rlhf_mcore.config.show import to_yaml
 from rlhf_mcore.observability.run_directory import RunDirectory
+from rlhf_mcore.trainer.inputs import fingerprints
 
 RUN = Path("outputs") / "rlhf_mcore" / "default"
 
@@ -37,6 +38,8 @@ def make_checkpoint(step: int, **changes: object) -> None:
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
     (folder / "config.yaml").write_text(to_yaml(cfg))
+    state = {"format": 2, "step": step, "world_size": 1, "state": {}, "recent": [], "inputs": fingerprints(cfg)}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
 
 
 def train(*overrides: str) -> int:
@@ -54,6 +57,23 @@ def test_a_finished_run_says_so_and_nothing_is_started(
         "raise trainer.num_steps to train on, or choose another experiment\n"
     )
     assert not (RUN / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("reward.rules=[math]", "reward has another content than when the checkpoint was written (reward.rules=[final_number] then"),
+        ("data.train=[train.jsonl,train.jsonl]", "data.train[1] was not there and is train.jsonl"),
+    ],
+)
+def test_a_finished_run_from_something_else_is_refused(
+    launched: list[Path], capsys: pytest.CaptureFixture[str], change: str, problem: str
+) -> None:
+    make_checkpoint(100)
+    assert train(change) == 2 and launched == []
+    told = capsys.readouterr()
+    assert problem in told.err and "start a new experiment" in told.err and told.out == ""
+    assert train(change, "checkpoint.changed_inputs=warn") == 0
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(

@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.schema import CheckpointConfig, Config
+from rlhf_mcore.config.schema import CheckpointConfig, Config, RuleConfig
 from rlhf_mcore.config.show import to_yaml
+from rlhf_mcore.config.user_functions import OwnFunction
 from rlhf_mcore.trainer import inputs as module
 from rlhf_mcore.trainer.inputs import changed_inputs, fingerprints, keys_of
 from rlhf_mcore.trainer.resume import find_start
@@ -255,3 +256,49 @@ def test_a_checkpoint_without_fingerprints_is_resumed_and_that_is_said(place: Pa
     cfg.data.train = ["more.jsonl", "train.jsonl"]  # then the paths are all that is known
     with pytest.raises(ConfigError, match=r"data\.train was"):
         find_start(place / "run", CheckpointConfig(), to_yaml(cfg), fingerprints(cfg))
+
+
+def seven(solution_str: str) -> float:
+    return float("7" in solution_str)
+
+
+REWARDS: dict[str, Callable[[Config], object]] = {
+    "a function in the place of the rules": lambda cfg: setattr(cfg.reward, "function", OwnFunction(seven)),
+    "another rule": lambda cfg: setattr(cfg.reward, "rules", ["math"]),
+    "another weight": lambda cfg: setattr(cfg.reward.rules[0], "weight", 0.5),
+    "a further rule": lambda cfg: cfg.reward.rules.append(RuleConfig("format")),
+    "another penalty": lambda cfg: setattr(cfg.reward.rules[0], "incorrect", -1.0),
+    "rules by source": lambda cfg: setattr(cfg.reward, "sources", {}),
+    "a judge": lambda cfg: setattr(cfg.reward.judge, "url", "http://127.0.0.1:1/v1"),
+    "a server": lambda cfg: setattr(cfg.reward.remote, "url", "http://127.0.0.1:1"),
+}
+
+
+@pytest.mark.parametrize("change", REWARDS)
+def test_another_reward_is_refused_as_other_data_are(place: Path, change: str) -> None:
+    cfg = config()
+    cfg.reward.function = cfg.environment.function = None
+    before = fingerprints(cfg)
+    save(place / "run", 100, cfg, inputs=before)
+    REWARDS[change](cfg)
+    now = fingerprints(cfg)
+    with pytest.raises(ConfigError, match=r"^reward has another content .*reward\.rules=\[final_number\]"):
+        find_start(place / "run", CheckpointConfig(), to_yaml(cfg), now)
+    assert find_start(place / "run", CheckpointConfig(changed_inputs="warn"), to_yaml(cfg), now).step == 100
+
+
+def test_how_a_reward_is_asked_is_no_other_reward(place: Path) -> None:
+    cfg = config()
+    cfg.environment.function, cfg.reward.judge.url = None, "http://10.0.0.1:1/v1"
+    before = fingerprints(cfg)
+    cfg.reward.judge.url, cfg.reward.judge.timeout_s, cfg.reward.timeout_s = "http://10.0.0.2:1/v1", 5.0, 5.0
+    cfg.reward.workers, cfg.reward.rules[0].weight = 3, 0.5  # rules that a function replaces
+    assert changed_inputs(before, fingerprints(cfg)) == []
+
+
+def test_a_reward_from_python_is_compared_with_the_rules_of_an_older_release(place: Path) -> None:
+    cfg = config()
+    cfg.reward.function = cfg.environment.function = None
+    before = {name: entry for name, entry in fingerprints(cfg).items() if name != "reward"}
+    cfg.reward.function = OwnFunction(seven)
+    assert changed_inputs(before, fingerprints(cfg)) == ["reward.function was not there and is python:seven"]
