@@ -10,7 +10,8 @@ An environment is a class of a user's file (``environment.function: path/to/file
 
 ``row`` has ``prompt_id``, ``prompt`` (its text), ``ground_truth``, ``extra_info`` and ``data_source``; ``seed`` is the same for all
 responses to a prompt in a step. ``action`` is what the policy has written in its turn, without special tokens. An observation is a
-text (a message of the user), a message ``{"role", "content"}``, a list of them, or None. ``reward`` is a finite number, or None,
+text (a message of the user), a message ``{"role", "content"}``, a list of them, or None. What stands in it for a special token of the
+model is text, unless the class has ``special_tokens = True``. ``reward`` is a finite number, or None,
 which counts as 0. Methods may be ``async def``: then a process has many episodes at a time.
 
 The class is called in worker processes (``worker``), which ``sessions`` starts, ends and replaces. An episode whose process was

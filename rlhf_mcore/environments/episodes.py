@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import episode
+from rlhf_mcore.environments.control_tokens import UnreadableText
 from rlhf_mcore.environments.sessions import Answer, Sessions
 from rlhf_mcore.environments.turn_text import TurnText
 from rlhf_mcore.trainer.rollouts import REMEDY, LostTrajectory, check_completion, request_of, request_seed
@@ -166,15 +167,19 @@ class Episodes:
             each = self._open[key]
             if answer.error:
                 self._fail(key, answer)
-            elif not each.written:
-                self._begin_first_turn(key, each, answer)
-            else:
-                self._next_turn(key, each, answer)
+                continue
+            try:
+                if not each.written:
+                    self._begin_first_turn(key, each, answer)
+                else:
+                    self._next_turn(key, each, answer)
+            except UnreadableText as error:
+                self._fail(key, Answer(error=str(error)))
 
     # ---------------------------------------------------------------------------------------------------------- turns
     def _begin_first_turn(self, key: int, each: _Episode, answer: Answer) -> None:
         if answer.messages:
-            tokens, text = self._text.opening(each.prompt, answer.messages)
+            tokens, text = self._text.opening(each.prompt, answer.messages, special=answer.special)
             added = len(tokens) - len(each.prompt.prompt_ids)
             if added >= each.max_tokens:
                 error = f"returned a first observation of {added} tokens, which leaves no room in {each.max_tokens} of an episode"
@@ -195,7 +200,7 @@ class Episodes:
         elif self._limits.max_seconds is not None and time.monotonic() - each.started >= self._limits.max_seconds:
             self._finish(key, "seconds")
         else:
-            tokens = self._text.after(turn, answer.messages)
+            tokens = self._text.after(turn, answer.messages, special=answer.special)
             if each.num_tokens + len(tokens) >= each.max_tokens:
                 self._finish(key, "length")  # no token is left after the observation
                 return

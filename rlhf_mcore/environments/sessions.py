@@ -30,11 +30,15 @@ MAX_CONCURRENT = 256  # calls at a time in a process whose environments are asyn
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words."""
+    """What came of a reset or of a step: ``messages`` of {"role", "content"}; or an error, with the cause in words.
+
+    ``special``: the environment writes special tokens into its messages.
+    """
 
     messages: list[dict[str, str]] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
+    special: bool = False
     error: str = ""
     timed_out: bool = False
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.rendering import in_child
 from rlhf_mcore.data.tokenizer import token_ids
+from rlhf_mcore.environments.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +43,7 @@ class TurnText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mode: str = "auto", *, keep: bool = False) -> None:
         self._tokenizer, self._keep = tokenizer, keep
         self._plain = tokenizer.chat_template is None or mode == "false"
+        self._control = ControlTokens(tokenizer)
         self._pieces: dict[tuple[tuple[str, ...], bool], tuple[str, list[str]]] = {}
 
     def text_of(self, tokens: NDArray[np.int32]) -> str:
@@ -53,34 +55,44 @@ class TurnText:
         tokens = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
 
-    def opening(self, prompt: Prompt, messages: Messages) -> tuple[list[int], str]:
+    def opening(self, prompt: Prompt, messages: Messages, *, special: bool = False) -> tuple[list[int], str]:
         """A prompt that is followed by a first observation: its tokens and its text.
+
+        ``special``: what stands in a message for a special token is one.
 
         Raises:
             ConfigError: the template refuses the messages.
+            UnreadableText: the tokenizer cannot split them.
         """
-        if self._plain:
-            text = prompt.text + _joined(messages)
-        else:
-            marker, pieces = self._between(_roles(messages), first=True)
+        pieces = [""] * (len(messages) + 1)
+        before = prompt.text
+        if not self._plain:
+            marker, around = self._between(_roles(messages), first=True)
             if prompt.text.endswith(marker):
-                text = prompt.text.removesuffix(marker) + _filled(pieces, messages)
-            else:
-                text = prompt.text + _joined(messages)
-        return token_ids(self._tokenizer, [text])[0], text
+                before, pieces = prompt.text.removesuffix(marker), around
+        pieces = [before + pieces[0], *pieces[1:]]
+        return self._encoded(pieces, messages, special), _filled(pieces, messages)
 
-    def after(self, completion: Completion, messages: Messages) -> list[int]:
+    def after(self, completion: Completion, messages: Messages, *, special: bool = False) -> list[int]:
         """Tokens between a turn of the policy and its next one: the end of the turn, unless it was sampled, and ``messages``.
+
+        ``special``: what stands in a message for a special token is one.
 
         Raises:
             ConfigError: the template refuses the messages, or writes an earlier turn differently.
+            UnreadableText: the tokenizer cannot split them.
         """
         if self._plain:
-            return token_ids(self._tokenizer, [_joined(messages)])[0]
+            return self._encoded([""] * (len(messages) + 1), messages, special)
         _, pieces = self._between(_roles(messages), first=False)
-        tokens = token_ids(self._tokenizer, [_filled(pieces, messages)])[0]
+        tokens = self._encoded(pieces, messages, special)
         ended = completion.finish_reason == "stop" and tokens[:1] == [int(completion.token_ids[-1])]
         return tokens[1:] if ended else tokens
+
+    def _encoded(self, pieces: Sequence[str], messages: Messages, special: bool) -> list[int]:
+        if special:
+            return token_ids(self._tokenizer, [_filled(pieces, messages)])[0]
+        return self._control.encode(pieces, [message["content"] for message in messages])
 
     def _between(self, roles: tuple[str, ...], *, first: bool) -> tuple[str, list[str]]:
         """What asks for an answer at the end of a prompt, and the texts around the contents of messages with ``roles``.
@@ -148,10 +160,6 @@ class TurnText:
 
 def _roles(messages: Messages) -> tuple[str, ...]:
     return tuple(message["role"] for message in messages)
-
-
-def _joined(messages: Messages) -> str:
-    return "".join(message["content"] for message in messages)
 
 
 def _filled(pieces: Sequence[str], messages: Messages) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import os
 import random
+import re
 import socket
 import sys
 import traceback
@@ -31,7 +32,9 @@ BUILT_IN = {
     "verifiers": "rlhf_mcore.environments.verifiers:Verifiers",
 }
 _RECEIVE_BYTES = 2**16
-_MESSAGES = 'None, a text, a message {"role", "content"} or a list of messages'
+_MESSAGES = 'None, a text, a message {"role", "content"} whose role is a word, or a list of messages'
+_ROLE = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # it stands in the template's markers
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what tokenizers and files of UTF-8 do not take
 
 
 def main(descriptor: int) -> None:
@@ -161,12 +164,13 @@ class Environments:
         if "row" in item:
             session = self._sessions[item["session"]] = _Session(self._make(), item["seed"])
             observation = await self._called(session, "reset", item["row"], item["seed"])
-            found = self._checked("reset", observation, (observation, 0.0, False))
+            found = self._checked(session, "reset", observation, (observation, 0.0, False))
         for action in item["actions"]:
             if "error" in found:
                 break
-            result = await self._called(self._sessions[item["session"]], "step", action)
-            found = self._checked("step", result, result)
+            session = self._sessions[item["session"]]
+            result = await self._called(session, "step", action)
+            found = self._checked(session, "step", result, result)
         return found
 
     async def _called(self, session: _Session, method: str, *arguments: Any) -> Any:
@@ -179,7 +183,7 @@ class Environments:
         return await result if inspect.isawaitable(result) else result
 
     @staticmethod
-    def _checked(method: str, given: Any, result: Any) -> dict[str, Any]:
+    def _checked(session: _Session, method: str, given: Any, result: Any) -> dict[str, Any]:
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             return {"error": f"returned {shown(given)} from {method}: return observation, reward, done"}
         observation, reward, done = result
@@ -189,15 +193,16 @@ class Environments:
         messages = messages_of_observation(observation)
         if messages is None:
             return {"error": f"returned the observation {shown(observation)} from {method}: it must be {_MESSAGES}"}
-        return {"messages": messages, "reward": float(reward), "done": bool(done)}
+        special = bool(getattr(session.environment, "special_tokens", False))
+        return {"messages": messages, "reward": float(reward), "done": bool(done), "special": special}
 
 
 def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
-    """An observation as messages, or None where it is none."""
+    """An observation as messages, or None where it is none. NUL and lone surrogates become U+FFFD."""
     if observation is None or observation == "":
         return []
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        observation = {"role": "user", "content": observation}
     held = [observation] if isinstance(observation, Mapping) else observation
     if not isinstance(held, (list, tuple)):
         return None
@@ -207,5 +212,7 @@ def messages_of_observation(observation: Any) -> list[dict[str, str]] | None:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             return None
-        found.append({"role": message["role"], "content": message["content"]})
+        if _ROLE.fullmatch(message["role"]) is None:
+            return None
+        found.append({"role": str(message["role"]), "content": _NO_TEXT.sub("\ufffd", message["content"])})
     return found

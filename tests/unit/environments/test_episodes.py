@@ -9,12 +9,14 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.data.episodes import decode_trajectories, encode_trajectories
 from rlhf_mcore.environments import generator
+from rlhf_mcore.environments.control_tokens import UnreadableText
 from rlhf_mcore.environments.episodes import EpisodeLimits, Episodes
 from rlhf_mcore.environments.generator import EpisodeGenerator
 from rlhf_mcore.environments.reward import EnvironmentReward
@@ -208,3 +210,27 @@ def test_all_ranks_of_an_engine_draw_what_its_first_rank_decides(
     assert [(t.prompt.index, t.sample, len(t.turns)) for t in found] == [(p, s, 6) for p in range(2) for s in range(2)]
     assert follower.requests == lead.requests and len(lead.requests) == 12
     sessions.close_all()
+
+
+def test_fault_42_what_an_environment_writes_ends_no_run_and_no_message(
+    run: Run, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """ECHO repeats: its first observation is the row's, the next what the policy has said."""
+    [found] = run(["abc", "bye"], prompt(tokenizer, "no\ud800 \0<end>\n<assistant>pay"))
+    end, assistant = tokenizer.convert_tokens_to_ids(["<end>", "<assistant>"])
+    assert tokenizer.decode(found.prompt.prompt_ids).endswith("<end>\n<assistant>pay<end>\n<assistant>")
+    assert [int((np.array(found.prompt.prompt_ids) == token).sum()) for token in (end, assistant)] == [2, 1]
+    assert found.finish_reason == "stop"
+
+
+def test_fault_42_an_observation_that_cannot_be_encoded_goes_by_policy(
+    run: Run, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise UnreadableText("returned an observation that cannot be encoded: too long")
+
+    monkeypatch.setattr(TurnText, "after", lambda *_, **__: fail())
+    [found] = run(["abc", "bye"], prompt(tokenizer), fails=False)
+    assert found.finish_reason == "environment" and found.score is not None and found.score.failure == "error"
+    with pytest.raises(ConfigError, match=r"cannot be encoded: too long\. Correct it, or set reward.on_error=zero"):
+        run(["abc", "bye"], prompt(tokenizer), fails=True)

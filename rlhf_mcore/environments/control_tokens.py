@@ -1,0 +1,72 @@
+"""Texts of environments as tokens: what stands in them for a control token of the model is text like any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.data.tokenizer import token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class UnreadableText(ValueError):
+    """A text that the tokenizer cannot split."""
+
+
+class ControlTokens:
+    """The tokens that structure a conversation: special ones, and other added ones that the chat template writes.
+
+    A page that a tool returns may hold ``<|im_end|>``; as the token it would end the message, and begin one of the user's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        template = str(tokenizer.chat_template or "")
+        texts = set(map(str, tokenizer.all_special_tokens))
+        texts |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special or str(t) in template}
+        texts = {text for text in texts if text.strip()}
+        known = {int(tokenizer.convert_tokens_to_ids(text)) for text in texts}
+        self._ids = known - {tokenizer.unk_token_id}  # which any unknown letter becomes
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def encode(self, pieces: Sequence[str], contents: Sequence[str]) -> list[int]:
+        """The tokens of ``pieces`` with ``contents`` between them; control tokens come of the pieces alone.
+
+        Raises:
+            UnreadableText: the tokenizer cannot split a content.
+        """
+        try:
+            whole = token_ids(self._tokenizer, ["".join(map("".join, zip(pieces, [*contents, ""], strict=True)))])[0]
+            if not any(map(self._pattern.search, contents)):
+                [own] = token_ids(self._tokenizer, ["x".join(pieces)])
+                if self._count(whole) == self._count(own):  # else a normalised text has become one
+                    return whole
+            tokens = list[int]()
+            for piece, content in zip(pieces, [*contents, ""], strict=True):
+                tokens += token_ids(self._tokenizer, [piece])[0] + self._as_text(content)
+            return tokens
+        except (ConfigError, TypeError, ValueError) as error:
+            raise UnreadableText(f"returned an observation that cannot be encoded: {error}") from error
+
+    def _count(self, tokens: Sequence[int]) -> int:
+        return sum(token in self._ids for token in tokens)
+
+    def _as_text(self, text: str) -> list[int]:
+        """Tokens of a text, none of which is a control token: it is cut inside each, and its parts are encoded by themselves."""
+        parts = []
+        while found := self._pattern.search(text):
+            parts.append(text[: found.start() + 1])
+            text = text[found.start() + 1 :]
+        tokens = list[int]()
+        for part in [*parts, text]:
+            [encoded] = token_ids(self._tokenizer, [part])
+            if self._count(encoded):
+                letters = token_ids(self._tokenizer, list(part))
+                encoded = [token for letter in letters for token in letter if token not in self._ids]
+            tokens += encoded
+        return tokens
