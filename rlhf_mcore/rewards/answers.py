@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-from rlhf_mcore.rewards.latex import canonical, leading_number, parse_number
+from rlhf_mcore.rewards.forms import read_answer
+from rlhf_mcore.rewards.latex import is_other_number, leading_number, parse_number
 
 MAX_RESPONSE_CHARS = 2**18  # 64k tokens of four characters
 MAX_LINE_CHARS = 300  # of the line after a mark
@@ -23,13 +24,11 @@ _DECORATION = re.compile(r"(?<![0-9)])\*\*|\*\*(?![0-9(])|^[*_]{1,8}|[*_]{1,8}$|
 _LABEL = re.compile(r"(?:the\s{1,4})?(?:final\s{1,4})?answer\s{0,4}:\s{0,4}", re.IGNORECASE)
 _END = re.compile(r"\n|####")
 _DIGIT = re.compile(r"[0-9]")
-# What makes the number before it a part of something else: 3/4, 2^10, 2 * 3, 7:30, 1.2.3.
-_CONTINUES = re.compile(r"(?:\s?(?:\*\*?|[/^+\u00d7\u00f7\u00b7]|\\(?:times|cdot|div)(?![A-Za-z]))\s?|[:.])[-0-9({\\$]")
-_HEADING = re.compile(r"[.):]\s+\S|[):]\S")  # 2. Solve, 3) Check
-# Another number that it may be as well: 18 or 19, 18, 19, 18-19, 18 dollars and 5 cents.
-_ALTERNATIVE = re.compile(
-    r"\s?(?:[,;~&|\u00b1\u2013\u2014-]|\\pm)\s?\\?[$€£]?[0-9(]|[^0-9\n]{0,40}?(?<![A-Za-z])(?:or|and|to|through|versus|vs)(?![A-Za-z])[^0-9\n]{0,40}[0-9]"
-)
+# Where what is said about a number begins: because 7 * 6 is 42, (7 * 6), which is more than 40.
+_REMARK = re.compile(r",?\s(?:because|since|as|which|so|after|where)\s|\s\((?=[^()]*\)\s*\.?$)|,\s(?=[A-Za-z])")
+_NAMES_OR_COMPUTES = re.compile(r"[A-Za-z]?|[A-Za-z\s]{2,}|[-0-9.,\s+*/()$\u00d7\u00f7]+")  # left of an equals sign
+_PROSE = re.compile(r"\s(?:[A-Za-z]{2}|[aIL]\b|[a-z]{1,2}\.)[A-Za-z\s.,'/-]*")
+_SYMBOLS = re.compile("[\x00-\x1f\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+")  # such as a check mark
 
 _CHOICE_IS = re.compile(
     r"\b(?:answer|choice|option)\s{0,4}(?:is)?\s{0,4}:?\s{0,4}(?=[*_(\[\\$]{0,8}[A-Ja-j](?![A-Za-z]))", re.IGNORECASE
@@ -37,7 +36,16 @@ _CHOICE_IS = re.compile(
 _SENTENCE_END = re.compile(r"[\n;]|\.(?=\s|$)|,?\s(?:because|since|as|which)\s")
 _CHOICE_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\b|[*_`${}\\]")
 _CHOICES = re.compile(r"[(\[]?([A-J])[)\].]?(?:\s{0,4}(?:,|;|&|and\b)?\s{0,4}[(\[]?([A-J])[)\].]?){0,9}", re.IGNORECASE)
-_CHOICE_AND_TEXT = re.compile(r"[(\[]([A-J])[)\]]\s{0,4}\S|([A-J])[.):]\s{0,4}\S", re.IGNORECASE)
+_CHOICE_AND_TEXT = re.compile(r"(?:[(\[]([A-J])[)\]]|([A-J])[.):])\s{0,4}(?=\S)", re.IGNORECASE)
+# In what follows a choice: another one, or that it is none.
+_OTHER_CHOICE = re.compile(
+    r"[(\[][A-J][)\]]|(?<![A-Za-z])[A-J][):]|\bor\b\s{0,4}(?:option\s{0,4})?[A-J]\b|/\s{0,4}[A-J]\b", re.IGNORECASE
+)
+_OTHER_LETTER = re.compile(r"(?:^|[\s,;/])[B-HJ]\.\s")
+_IS_NONE = re.compile(
+    r"(?:is|are|was|seems?)?\s{0,4}(?:not|n't|wrong|incorrect|false|maybe|perhaps|possibly)\b|(?:or|and|/|\||\?)\s*$",
+    re.IGNORECASE,
+)
 
 
 def fits(response: str) -> bool:
@@ -143,7 +151,10 @@ def letters_of(answer: str) -> str:
         letters = re.findall("[A-J]", re.sub(r"\band\b", "", answer, flags=re.IGNORECASE).upper())
         return "".join(sorted(set(letters))) if len(set(letters)) == len(letters) else ""
     match = _CHOICE_AND_TEXT.match(answer)
-    return (match[1] or match[2]).upper() if match else ""
+    rest = "" if match is None else answer[match.end() :]
+    if match is None or any(search(rest) for search in (_OTHER_CHOICE.search, _OTHER_LETTER.search, _IS_NONE.match)):
+        return ""
+    return (match[1] or match[2]).upper()
 
 
 def within(answer: str) -> str:
@@ -154,21 +165,36 @@ def within(answer: str) -> str:
 
 def number_of(text: str) -> Fraction | None:
     r"""The number that an answer is in whatever notation (``x = 45``, ``\dfrac12``, ``18\text{ dollars}``), or None."""
-    return parse_number(text) or parse_number(canonical(text))
+    number = parse_number(text)
+    return read_answer(text).value if number is None else number
 
 
 def _number_of_line(line: str) -> Fraction | None:
-    """The number that a marked line gives as the answer. Words may follow it, but no other number that it may be as well."""
+    """The number that a marked line gives as the answer. Words may follow it, but none that make another number of it."""
     line = line[label.end() :] if (label := _LABEL.match(line)) else line
     if not _DIGIT.search(line) or "boxed" in line:
         return None
+    line = _SYMBOLS.sub("", line).strip()
     number = number_of(line)
     if number is not None:
         return number
-    found = leading_number(line.rpartition("=")[2].strip())
-    if found is None or any(pattern.match(found[1]) for pattern in (_CONTINUES, _HEADING, _ALTERNATIVE)):
+    remark = _REMARK.search(line)
+    if remark is not None:
+        said = line[remark.end() :].rstrip(" .)")
+        if is_other_number(said.split(" ")[0]) or number_of(said) is not None:
+            return None
+        number = number_of(line[: remark.start()])
+        if number is not None:
+            return number
+        line = line[: remark.start()]
+    left, _, right = line.rpartition("=")
+    found = leading_number(right.strip())
+    if found is None or not _NAMES_OR_COMPUTES.fullmatch(left) or _DIGIT.search(found[1]):
         return None
-    return found[0]
+    words = found[1].rstrip().removesuffix(".").rstrip(" ,;")
+    return (
+        found[0] if not words or (words[0] == " " and _PROSE.fullmatch(words) and not is_other_number(words)) else None
+    )
 
 
 def _lines(mark: re.Pattern[str], text: str) -> list[tuple[int, str]]:

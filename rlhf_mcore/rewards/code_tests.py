@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,6 @@ def _equal(value: Any, expected: Any) -> bool:
 
 def _is_close(value: float, expected: float) -> bool:
     try:
-        return abs(value - expected) <= _SMALLEST + _TOLERANCE * abs(expected)
+        return math.isfinite(expected) and abs(value - expected) <= _SMALLEST + _TOLERANCE * abs(expected)
     except OverflowError:  # an integer beyond what a float holds
         return False

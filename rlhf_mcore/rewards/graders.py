@@ -33,7 +33,8 @@ from rlhf_mcore.rewards.answers import (
 )
 from rlhf_mcore.rewards.code import CodeGrader
 from rlhf_mcore.rewards.code_tests import code_of
-from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, canonical, parse_number
+from rlhf_mcore.rewards.forms import canonical, is_same, names_differ, read_answer
+from rlhf_mcore.rewards.latex import MAX_NUMBER_CHARS, parse_number
 from rlhf_mcore.rewards.pool import WorkerPool
 from rlhf_mcore.rewards.shape import Language, Length, Pattern
 from rlhf_mcore.rewards.symbolic import Equivalence, Verdict
@@ -167,9 +168,10 @@ class MathGrader:
             truth = _truth_answer(_truth_text(ground_truth))
             if not answer or not truth:
                 continue
-            if _same(answer, truth):
+            forms = read_answer(truth), read_answer(answer)
+            if is_same(*forms, ask=lambda *_: False):
                 grades[index] = (1.0, None)
-            elif not _differ(answer, truth):
+            elif is_same(*forms, ask=lambda *_: True):
                 open_questions.setdefault((truth, answer), []).append(index)
         judged = self._equivalence.submit(list(open_questions))
 
@@ -247,18 +249,10 @@ def answer_of(response: str) -> str:
 
 def _same(answer: str | None, ground_truth: Any) -> float:
     """1 if an answer and a ground truth have one spelling."""
-    truth = canonical(_truth_answer(_truth_text(ground_truth)))
-    return float(answer is not None and bool(truth) and canonical(answer) == truth)
-
-
-def _differ(answer: str, truth: str) -> bool:
-    """Whether answers that are spelled differently are different for certain.
-
-    Two numbers are, but 50% may be 1/2; and an equation to solve, x + 1 = 4, is not its right-hand side.
-    """
-    if canonical(answer).count("=") == 1 and "=" not in canonical(truth):
-        return True
-    return "%" not in answer + truth and number_of(answer) is not None and number_of(truth) is not None
+    if answer is None:
+        return 0.0
+    ours, truth = read_answer(answer), read_answer(_truth_answer(_truth_text(ground_truth)))
+    return float(bool(truth.spelling) and ours.spelling == truth.spelling and not names_differ(truth, ours))
 
 
 def _truth_answer(truth: str) -> str:

@@ -1,4 +1,4 @@
-r"""One spelling for answers that mean the same: numbers, fractions, units, lists, and what LaTeX leaves to taste.
+r"""Plain text for what LaTeX, Unicode and taste write in many ways, and the numbers and quantities in it.
 
 Only spellings are unified; nothing is computed beyond reading a number. Text is hostile by assumption: every pass is linear in
 a length that is capped first, and numbers are capped before any arithmetic.
@@ -7,121 +7,182 @@ a length that is capped first, and numbers are capped before any arithmetic.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import unicodedata
 from decimal import Decimal
 from fractions import Fraction
-from itertools import pairwise
 
-MAX_ANSWER_CHARS = 1000  # what is longer is compared as it stands, without spaces
-MAX_BRACES = 100  # as is what is nested by a machine
 MAX_NUMBER_CHARS = 64
 MAX_EXPONENT = 1000
 
-_UNICODE = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u2013": "-",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u00d7": r"\times ",
-        "\u00b7": r"\cdot ",
-        "\u00f7": r"\div ",
-        "π": r"\pi ",
-        "θ": r"\theta ",
-        "∞": r"\infty ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "±": r"\pm ",
-        "\u222a": r"\cup ",
-        "\u2229": r"\cap ",
-        "\u2208": r"\in ",
-        "√": r"\sqrt ",
-        "°": r"^\circ",
-        "²": "^2",
-        "³": "^3",
-    }
-)
+_UNICODE = {
+    **dict.fromkeys("\u2212\u2013\u2010\u2011", "-"),
+    **dict.fromkeys("\u00a0\u202f\u2009", r"\,"),  # what separates thousands in print
+    **dict.fromkeys("\u2044\u2215", "/"),
+    **dict.fromkeys("\u00b7\u22c5", r"\cdot "),
+    "\u00d7": r"\times ",
+    "\u00f7": r"\div ",
+    "\u2236": ":",
+    "\u066b": ".",
+    "\u066c": ",",
+    "\u066a": "%",
+    "π": r"\pi ",
+    "θ": r"\theta ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "±": r"\pm ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u2208": r"\in ",
+    "\u2205": r"\emptyset ",
+    "\u211d": r"\mathbb{R}",
+    "√": r"\sqrt ",
+    "°": r"^\circ",
+    "\u2026": r"\dots ",
+}
+# Digits and signs above or below the line.
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u207b]+|[\u2080-\u208b]+")
+_FIRST_LOWERED = "\u2080"
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
+_AMOUNT = rf"({_CURRENCY}\s?[0-9][0-9.,]*)\s?"
 # Each removes or unifies what has no meaning of its own.
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
     for pattern, plain in (
+        (r"\A\s*~\s*(?=[-+0-9.$])", r"\\approx "),
         (r"\{,\}", ","),
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits|phantom\{[^{}]*\})", ""),
         (r"(?<!\\)\\[()\[\]]", ""),
+        (_AMOUNT + r"[kK](?![A-Za-z])", r"\1 thousand"),
+        (_AMOUNT + r"(?:[mM]|mn)(?![A-Za-z])", r"\1 million"),
+        (_AMOUNT + r"(?:[bB]|bn)(?![A-Za-z])", r"\1 billion"),
         (rf"{_CURRENCY}(?:\s*USD)?", ""),
-        (r"(?<!\\)\\[!,;:]", ""),
-        (r"\\(?:quad|qquad)(?![A-Za-z])|(?<!\\)\\ |~", " "),
+        (r"(?<!\\)\\!", ""),
+        (r"(?<=[0-9])(?<!\\)\\[,;:](?=[0-9]{3}(?![0-9]))", ","),
+        (r"\\(?:quad|qquad)(?![A-Za-z])|(?<!\\)\\[ ,;:]|~", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\leq(?:slant)?(?![A-Za-z])|<=", r"\\le "),
         (r"\\geq(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
         (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
-        (r"\\[lc]dots(?![A-Za-z])|\.\.\.", r"\\dots "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\[lc]?dots(?![A-Za-z])|\.\.\.+", r"\\dots "),
         (r"\\(?:lbrace|\{)", r"\\{"),
         (r"\\(?:rbrace|\})", r"\\}"),
+        (
+            r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9.]+)\s*\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?",
+            r"\1(\2\\pi/180)",
+        ),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})", ""),
         (r"\\degrees?(?![A-Za-z])", ""),
-        (r"\\infin(?![A-Za-z])", r"\\infty"),
+        (r"\\infin(?![A-Za-z])|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\\infty"),
+        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\[lr]?vert(?![A-Za-z])", "|"),
+        (r"\\imath(?![A-Za-z])", "i"),
+        (r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"(?<![A-Za-z\\])(pi|sin|cos|tan|ln|log|exp)(?![A-Za-z])", r"\\\1 "),
+        (r"_\s*\{\\text\{\s*(\w+)\s*\}\s*\}", r"_{\1}"),
+        (r"\A\(([0-9A-Fa-f]+)\)\s*_", r"\1_"),
+        (r"\*\*", "^"),
+        (r"\\ast(?![A-Za-z])|\*", r"\\cdot "),
+        (r"(?<=[0-9])\)?\s*(?:in\s+)?\(?base[ -]([0-9]+)\)?\s*\Z", r"_{\1}"),
     )
 )
 _WRAPPER = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\*?\s*"
-_WRAPPED = re.compile(_WRAPPER + r"\{([^{}]*)\}")
+WRAPPED = re.compile(_WRAPPER + r"\{([^{}]*)\}")
 _JOINED = re.compile(r"\s*(?:(?:" + _WRAPPER + r"\{\s*,?\s*(?:and|or)\s*\})|(?<![A-Za-z\\]),?\s(?:and|or)\s)\s*")
-_UNIT_TEXT = re.compile(r"[A-Za-z][A-Za-z .'/-]*")
-_NO_UNIT = re.compile(r"\b(?:or|and|to|not|than|least|most|if|per\s*cent\s*of)\b")
-_POWER = r"(?:\s*\^\s*(?:[23]|\{\s*[23]\s*\}))?"
-_UNITS = re.compile(
-    r"(?<=[0-9)}])\s*(?:sq(?:uare|\.)?\s+|cubic\s+)?(?:units?|degrees?|dollars?|cents?|percent|pct|"
-    r"(?:kilo|centi|milli)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?)|[ckm]m|kg|mph|km/h|m/s|inch(?:es)?|foot|feet|ft|yards?|miles?|"
-    r"seconds?|minutes?|min|hours?|hrs?|days?|weeks?|months?|years?|pounds?|lbs?|ounces?|oz|people|students?|ways?|radians?|USD)"
-    + _POWER
-    + r"\s*\.?$"
-)
-_NAME = r"(?:[A-Za-z]{1,20}|\\[A-Za-z]{1,12}|[A-Za-z](?:_(?:\w|\{\w{1,8}\}))?|[A-Za-z]\([A-Za-z0-9]\)|\\?angle\s?[A-Z]{1,3})"
-_DEFINES = re.compile(rf"\s*{_NAME}\s*(?:=|\\in(?![A-Za-z]))(?!=)\s*")
-_COMPUTES = re.compile(r"[0-9.\s+*/()^-]+=(?!.*(?<![A-Za-z\\])[A-Za-z](?![A-Za-z]))")  # and is no equation of variables
-_EQUALS = re.compile(r"(?<![<>!:\\])=")
 _ROOT = re.compile(r"\\sqrt\s*(?![{\[\sA-Za-z])(\S)|\\sqrt\s+([A-Za-z0-9])")
 _SHORT_SCRIPT = re.compile(r"([\^_])\s*\{\s*(\w)\s*\}(?=\s*([0-9])?)")
-_CHOICE = re.compile(r"\(([A-Za-z])\)")
-_WORDS = re.compile(r"[A-Za-z]{2,}")
-_BETWEEN_DIGITS = re.compile(r"(?<=[0-9])\s+(?=[0-9])")
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+")
+_DECIMAL = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s?(?:(?P<whole>[0-9]+)[ ](?=[0-9]+/))?"
-    r"(?P<top>(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
+    rf"(?P<top>{_DECIMAL}(?:[eE][-+]?[0-9]+)?)"
     r"(?:/(?P<bottom>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)))?"
 )
-_CLOSING = {"(": ")", "[": "]", "\\{": "\\}"}
+_SCIENTIFIC = re.compile(
+    rf"([-+]?\s?{_DECIMAL})\s*(?:\\times|\\cdot|[xX])\s*10\s*\^\s*(?:([-+]?[0-9]+)|\{{\s*([-+]?[0-9]+)\s*\}})"
+)
+_REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\))")
+
+# Words behind a number that make another number of it, or leave open which number it is. Others are taken for a unit.
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SCALE = re.compile(rf"\s*\b({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
+_OTHER_NUMBER = re.compile(
+    r"(?<![A-Za-z])(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
+    r"twenty|thirty|fou?rty|fifty|sixty|seventy|eighty|ninety|ones|tens|hundreds?|thousands?|[a-z]{1,8}llions?|dozens?|gross|score|"
+    r"lakhs?|crores?|myriads?|googol|mill?|bil|mn|bn|tn|(?-i:MM)|per\s?mille?|remainder|half|halves|thirds?|quarters?|squared?d|cubed|factorial|root|sqrt|infinity|"
+    r"(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]{3,5}teen|[a-z]{3,5}tie|hundred|thousand|[a-z]{1,8}llion)ths?|double|triple|twice|"
+    r"plus|minus|negative|times\s+[A-Za-z]|over|divided|multiplied|choose|mod|modulo|base|power|raised|basis|bps|binary|octal|hex|hexadecimal|"
+    r"or|nor|either|maybe|perhaps|possibly|probably|approx|approximately|about|roughly|nearly|almost|around|ish|least|most|"
+    r"minimum|maximum|max|vs|versus|through|until|till|below|above|am|pm|a\.m|p\.m|bce?|ad|noon|midnight|o'clock|"
+    r"north|south|east|west|northern|southern)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+_NO_UNIT = re.compile(
+    r"\b(?:and|to|than|not|if|is|are|was|were|be|even|odd|prime|when|where|for|but|with|without|such|that)\b",
+    re.IGNORECASE,
+)
+_UNIT = re.compile(
+    r"(?:(?:sq|cu)\.?\s)?(?:[A-Za-z]{3,}|[ckmn]m|kg|mg|km/h|m/s|ft|in|oz|lb|yd|mi|hr|ml|mL|cc|Hz)(?![A-Za-z])"
+    r"(?:[ .,'/-]*[A-Za-z]+){0,7}(?:\s?\^[23])?(?:\s?/\s?[A-Za-z]{1,8}(?:\s?\^[23])?)?[\s.]*"
+)
+_LETTER_UNIT = re.compile(r"\s+(?:sq\s)?[mshlLgCFNJWV](?:\s?\^[23])?(?:\s?/\s?[A-Za-z]{1,8}(?:\s?\^[23])?)?[\s.]*")
+_PERCENT = re.compile(r"\s*(?:\\?%|(?<![A-Za-z])(?:percent|pct|per\s?cent)(?![A-Za-z]))[\s.]*\Z", re.IGNORECASE)
+_AFTER_UNIT = re.compile(r"(?<=[A-Za-z])\s+(?:squared|cubed)\Z", re.IGNORECASE)
+_POWER_OF_UNIT = re.compile(r"(?:[A-Za-z]{2}|[\s/][msh])\^[23]")
 
 
-def canonical(text: str) -> str:
-    r"""The one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
+def plain(text: str) -> str:
+    r"""Write in one way what LaTeX and Unicode write in many, without currency, degrees, and what only makes space.
 
-    Units, currency, percent signs and degrees are dropped; a list without brackets and a set are sorted. A comma is a
-    thousands separator only where it groups three digits, and no list is around it.
+    Text within a formula keeps its wrapper (``\text{...}``), see ``WRAPPED``.
     """
-    if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES:
-        return "".join(text.split())
-    text = text.strip()
-    # Once before units are dropped, so that a number is read as parse_number reads it.
-    number = parse_number(text)
-    if number is not None:
-        return _spelled(number)
-    text = text.translate(_UNICODE)
-    for pattern, plain in _PLAIN:
-        text = pattern.sub(plain, text)
+    text = _ascii(text).strip()
+    while (whole := WRAPPED.fullmatch(text)) is not None:
+        text = whole[1].strip()
+    for pattern, replacement in _PLAIN:
+        text = pattern.sub(replacement, text)
     text = _JOINED.sub(", ", text)
-    text = _without_units(text)
-    if len(_EQUALS.findall(text)) == 1 or r"\in" in text:
-        text = text[match.end() :] if (match := _DEFINES.match(text) or _COMPUTES.match(text)) else text
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
-    text = _SHORT_SCRIPT.sub(lambda match: match[1] + match[2] + " " * bool(match[3]), text)
-    return _canonical_list(_fractions(text))
+    return _SHORT_SCRIPT.sub(lambda match: match[1] + match[2] + " " * bool(match[3]), text).strip()
 
 
+def _ascii(text: str) -> str:
+    """Digits, letters and signs of other widths and scripts as those of ASCII, or as LaTeX; the rest stays."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(_script, text)
+    return "".join(letter if letter.isascii() else _UNICODE.get(letter) or _ascii_letter(letter) for letter in text)
+
+
+def _script(match: re.Match[str]) -> str:
+    """Raised or lowered digits and signs as LaTeX."""
+    digits = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
+    return f"{'^' if match[0][0] < _FIRST_LOWERED else '_'}{{{digits}}}"
+
+
+def _ascii_letter(letter: str) -> str:
+    if letter.isdecimal():
+        return str(unicodedata.decimal(letter))
+    if unicodedata.decomposition(letter).startswith("<fraction>"):
+        return " " + unicodedata.normalize("NFKC", letter).replace("\u2044", "/")
+    if "\uff01" <= letter <= "\uff5e" or "\U0001d400" <= letter <= "\U0001d7ff":
+        return unicodedata.normalize("NFKC", letter)
+    return letter
+
+
+def unwrapped(text: str) -> str:
+    """Plain text without the wrappers around words in it."""
+    return re.sub(r"\s+(?=\^)", "", " ".join(WRAPPED.sub(r" \1 ", text).split())) if "\\" in text else text
+
+
+# --------------------------------------------------------------------------------------------------------------- numbers
 def parse_number(text: str) -> Fraction | None:
     r"""The number that ``text`` is as a whole, or None: 1,234.5, -3/4, 1 1/2, 2e3, ``\$5``, 50%.
 
@@ -131,7 +192,7 @@ def parse_number(text: str) -> Fraction | None:
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    text = re.sub(r"\{,\}", ",", re.sub(r"\\[!,]", "", text)).replace("\u2212", "-")
+    text = re.sub(r"\{,\}|(?<=[0-9])\\,(?=[0-9])", ",", text.replace(r"\!", "")).replace("\u2212", "-")
     text = re.sub(rf"^([-+]?)\s?{_CURRENCY}\s?|\s?{_CURRENCY}$", r"\1", text.strip("$"))
     match = _NUMBER.fullmatch(text.removesuffix("%").removesuffix("\\").strip())
     return None if match is None else _value(match)
@@ -151,6 +212,22 @@ def leading_number(text: str) -> tuple[Fraction, str] | None:
     return None if value is None else (-value if sign == "-" else value, rest[end:])
 
 
+def read_number(text: str) -> Fraction | None:
+    r"""Likewise ``parse_number``, of plain text and in more notations: ``3 \times 10^5``, ``0.\overline{3}``."""
+    value = parse_number(text)
+    if value is not None or len(text) > MAX_NUMBER_CHARS:
+        return value
+    if match := _SCIENTIFIC.fullmatch(text):
+        mantissa, exponent = parse_number(match[1]), int(match[2] or match[3])
+        return None if mantissa is None or abs(exponent) > MAX_EXPONENT else mantissa * Fraction(10) ** exponent
+    if match := _REPEATING.fullmatch(text):
+        sign, whole, digits, period = match[1], match[2], match[3], match[4] or match[5] or match[6]
+        nines = (10 ** len(period) - 1) * 10 ** len(digits)
+        value = Fraction(int(whole + digits or 0), 10 ** len(digits)) + Fraction(int(period), nines)
+        return -value if sign else value
+    return None
+
+
 def _value(match: re.Match[str]) -> Fraction | None:
     """The value of a match of ``_NUMBER``, or None where it exceeds the caps, which are looked at first."""
     top, bottom = match["top"], match["bottom"] or "1"
@@ -167,117 +244,54 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if match["sign"] == "-" else value
 
 
-def _spelled(number: Fraction) -> str:
-    return str(number.numerator) if number.denominator == 1 else f"{number.numerator}/{number.denominator}"
+# ------------------------------------------------------------------------------------------------------------ quantities
+def without_percent(text: str) -> tuple[str, bool]:
+    """Plain text without a percent sign or "percent" at its end, and whether there was one."""
+    match = _PERCENT.search(text[-20:])
+    return (text, False) if match is None else (text[: len(text) - len(match[0])].rstrip(), True)
 
 
-def _without_units(text: str) -> str:
-    """Units at the end are dropped, and other texts stand without the command around them."""
-    text = re.sub(r"\\?%\s*\.?\s*$", "", text)
-    while (start := text.rfind("\\")) > 0:
-        last = re.compile(_WRAPPER + r"\{([^{}]*)\}" + _POWER + r"\s*[./]?\s*$").match(text, start)
-        unit = last[1].strip() if last is not None else ""
-        if (
-            last is None
-            or not text[:start].strip()
-            or (unit and not _UNIT_TEXT.fullmatch(unit))
-            or _NO_UNIT.search(unit)
-        ):
+def without_unit(text: str) -> tuple[str, int]:
+    r"""A plain quantity without its unit, and the product of the scale words ("million", "dozen") in front of that.
+
+    Text whose end is no unit comes back as it is: ``12k``, ``5 squared``, ``x is even``, ``5 or so``.
+    """
+    words = _words_at_end(text)
+    number = text[: len(text) - len(words)]
+    if number.endswith("\\"):  # of a command: \pi units
+        name = re.match("[A-Za-z]*", words)
+        assert name is not None
+        number, words = number + name[0], words[name.end() :]
+    if not words.strip(" .") or not re.search(r"[0-9]|\\(?:pi|infty|sqrt)", number):
+        return text, 1
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[<>=:]", number) and not re.search(r"\\begin", number):
+        return text, 1  # 2 hours 30 minutes
+    factor, unit = 1, words
+    while (scale := _SCALE.match(unit)) is not None:
+        factor, unit = factor * _SCALES[scale[1].lower()], " " + unit[scale.end() :]
+    return (number.rstrip(), factor) if not unit.strip(" .") or is_unit(unit) else (text, 1)
+
+
+def _words_at_end(text: str) -> str:
+    start = len(text)
+    while start:
+        if text[start - 1].isalpha() or text[start - 1] in " .'/-":
+            start -= 1
+        elif _POWER_OF_UNIT.fullmatch(text, max(0, start - 4), start):
+            start -= 2
+        else:
             break
-        text = text[:start].rstrip()
-    return _UNITS.sub("", _WRAPPED.sub(r"\1", text).strip().rstrip("."))
+    return text[start:]
 
 
-def _fractions(text: str) -> str:
-    r"""``\frac{a}{b}`` as a/b, with parentheses where they are needed."""
-    start = text.find(r"\frac")
-    if start < 0:
-        return text
-    top, end = _argument(text, start + len(r"\frac"))
-    bottom, end = _argument(text, end)
-    top, bottom = _fractions(top), _fractions(bottom)
-    if not re.fullmatch(r"-?[^-+,=<>]*", re.sub(r"\([^()]*\)", "", top)):
-        top = f"({top})"
-    if not re.fullmatch(r"[0-9.]+|[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?", bottom):
-        bottom = f"({bottom})"
-    before = text[:start].rstrip()
-    gap = " " if before[-1:].isdigit() and top[:1].isdigit() else ""  # a mixed number, 1 1/2
-    return f"{before}{gap}{top}/{bottom}{_fractions(text[end:])}"
+def is_unit(text: str) -> bool:
+    """Whether the words behind a number are a unit, and leave the number what it is."""
+    text = _AFTER_UNIT.sub("", text.rstrip(" ."))
+    if is_other_number(text) or _NO_UNIT.search(text):
+        return False
+    return bool(_UNIT.fullmatch(text.strip().removeprefix("-")) or _LETTER_UNIT.fullmatch(text))
 
 
-def _argument(text: str, start: int) -> tuple[str, int]:
-    """What a TeX command at ``start`` takes as its next argument, and where that ends."""
-    while start < len(text) and text[start].isspace():
-        start += 1
-    if text[start : start + 1] == "\\":
-        match = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})?").match(text, start)
-        end = match.end() if match else start + 2
-        return text[start:end], end
-    if text[start : start + 1] != "{":
-        return text[start : start + 1], min(start + 1, len(text))
-    depth = 0
-    for end in range(start, len(text)):
-        depth += (text[end] == "{") - (text[end] == "}")
-        if depth == 0:
-            return text[start + 1 : end].strip(), end + 1
-    return text[start + 1 :], len(text)
-
-
-def _canonical_list(text: str) -> str:
-    text = text.strip()
-    number = parse_number(text)
-    if number is not None:
-        return _spelled(number)
-    opening = next((mark for mark in _CLOSING if text.startswith(mark)), None)
-    inner = None
-    if opening is not None and any(text.endswith(mark) for mark in (")", "]", r"\}")):
-        closing = r"\}" if text.endswith(r"\}") else text[-1]
-        inside = text[len(opening) : -len(closing)]
-        inner = inside if _is_balanced(inside) else None
-    parts = _split(text if inner is None else inner)
-    if inner is not None and opening is not None and (len(parts) > 1 or opening == r"\{"):
-        spelled = [_canonical_part(part) for part in parts]
-        if opening == r"\{":
-            spelled.sort()
-        return f"{opening}{', '.join(spelled)}{closing}"
-    if len(parts) > 1:
-        return ", ".join(sorted(_canonical_list(part) for part in parts))
-    return _canonical_part(text)
-
-
-def _canonical_part(text: str) -> str:
-    text = text.strip()
-    number = parse_number(text)
-    if number is not None:
-        return _spelled(number)
-    if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
-        text = text[1:-1]
-    text = "".join(_BETWEEN_DIGITS.sub("\0", text).split()).replace("\0", " ")
-    if choice := _CHOICE.fullmatch(text):
-        return choice[1]
-    return text.lower() if _WORDS.fullmatch(text) else text
-
-
-def _is_balanced(text: str) -> bool:
-    return _depths(text, lambda place: None)
-
-
-def _split(text: str) -> list[str]:
-    """The elements of a list, cut at the commas that no bracket is around."""
-    cuts: list[int] = []
-    if not _depths(text, cuts.append):
-        return [text]
-    parts = [text[start + 1 : end] for start, end in pairwise([-1, *cuts, len(text)])]
-    return parts if all(part.strip() for part in parts) else [text]
-
-
-def _depths(text: str, found: Callable[[int], None]) -> bool:
-    """Call ``found`` with the place of every comma outside brackets. Returns whether brackets are balanced, of any kinds."""
-    depth = 0
-    for place, letter in enumerate(text):
-        depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:
-            return False
-        if letter == "," and depth == 0:
-            found(place)
-    return depth == 0
+def is_other_number(text: str) -> bool:
+    """Whether words behind a number make another one of it, or leave open which it is: "hundred", "thirds", "or", "pm"."""
+    return bool(_OTHER_NUMBER.search(text))

@@ -27,7 +27,7 @@ from rlhf_mcore.data.source import load_transform, transformed_rows
 from rlhf_mcore.protocols import RewardFunction
 from rlhf_mcore.rewards.code import require_isolation
 from rlhf_mcore.rewards.code_tests import UNREADABLE, read_tests
-from rlhf_mcore.rewards.latex import canonical
+from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.pool import NoResults
 from rlhf_mcore.rewards.reward import build_reward, check_sources, text_only, what_scores
 from rlhf_mcore.types import Prompt, Score

@@ -29,6 +29,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 MAX_FLOAT32 = 3.4e38  # scores travel as float32: what overflows there is as useless as inf
 _PR_SET_PDEATHSIG = 1
 _RECEIVE_BYTES = 2**16
+DIGITS = 60  # to which irrational numbers are compared; what is smaller counts as 0
 
 # Takes an item, returns what is sent back for it: {"score", "parts"}, or {"error": what is wrong}.
 Call = Callable[[Any], "dict[str, Any]"]
@@ -227,14 +228,28 @@ def load_math(cpu_s: float) -> Call:
     with open(os.devnull, "wb") as nowhere:  # the parser prints what it does not understand, which is up to the model
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Eq, simplify
     from sympy.core.random import seed
 
-    targets = [LatexExtractionConfig(boxed_match_priority=-1), ExprExtractionConfig()]
+    from rlhf_mcore.rewards.forms import is_same, read_answer
 
-    def read(text: str) -> list[Any]:
-        plain = text.replace("\\$", "").replace("$", "")
-        return parse(f"${' '.join(plain.split())}$", targets, parsing_timeout=None)
+    # As LaTeX alone: the extraction of plain expressions takes a part of a text for the whole. Units are gone; what looks like one
+    # at the end (2t, 5c) is a variable.
+    normalization = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    targets = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=normalization)]
+
+    def ask(truth: str, answer: str) -> bool:
+        ours, theirs = (
+            parse(f"${text}$", targets, "no_fallback", parsing_timeout=None)[:1] for text in (truth, answer)
+        )
+        if not ours or not theirs or isinstance(ours[0], str) or isinstance(theirs[0], str):
+            return False
+        if isinstance(ours[0], Eq) and isinstance(theirs[0], Eq):  # one equation is a multiple of the other
+            sides = [each.lhs.doit() - each.rhs.doit() for each in (ours[0], theirs[0])]
+            return bool(simplify(sides[0] / sides[1]).is_number)
+        return bool(verify(ours, theirs, numeric_precision=DIGITS, allow_set_relation_comp=True, timeout_seconds=None))
 
     def expire(*_: Any) -> None:
         raise _Expired
@@ -245,7 +260,7 @@ def load_math(cpu_s: float) -> Call:
         seed(0)
         signal.setitimer(signal.ITIMER_PROF, cpu_s, 1.0)  # again each second, should something swallow it
         try:
-            return {"equal": bool(verify(read(item["truth"]), read(item["answer"]), timeout_seconds=None))}
+            return {"equal": is_same(read_answer(item["truth"]), read_answer(item["answer"]), ask)}
         except MemoryError:
             raise
         except _Expired:

@@ -108,6 +108,8 @@ def test_what_is_no_tests(truth: Any, problem: str) -> None:
         ("Yes", "YES", False),
         ("2 1", "1 2", False),
         ("nan", "nan", True),
+        ("5.0", "1e400", False),
+        ("1e401", "1e400", False),
         ("inf", "Infinity", False),
         ("1_000", "1000", False),
         ("9" * 100000 + ".5", "1.5", False),
@@ -119,6 +121,9 @@ def test_same_output(printed: str, expected: str, same: bool) -> None:
     assert same_output(printed, expected) is same
 
 
+INF = float("inf")
+
+
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [
@@ -126,8 +131,9 @@ def test_same_output(printed: str, expected: str, same: bool) -> None:
         (0.1 + 0.2, 0.3, True),
         (3, 3.0, True), ("3", 3, False), (10**400, 1.5, False), ({1: (2,)}, {1: [2]}, True), (None, [], False), ([], [], True),
         (True, 1, True), ([1.0, "a"], [1, "a"], True),
+        (5.0, INF, False), (INF, 5.0, False), (-INF, INF, False), (10**400, INF, False), (INF, INF, True), ([1.0, 2.0], [INF, INF], False),
     ],
-    ids=range(14),
+    ids=range(20),
 )  # fmt: skip
 def test_same_value(value: Any, expected: Any, same: bool) -> None:
     assert same_value(value, expected) is same

@@ -25,8 +25,25 @@ CHOSEN = {
     "A, C": "AC",
     "C and A": "AC",
     "ABD": "ABD",
+    "Answer: (B) Vitamin C.": "B",
+    "Answer: B. A. Smith": "B",
 }
 NO_CHOICE = ["", "A or B", "Answer: B or C", "A dog", "answer is a dog", "A. Paris\nB. London", "A, A", "I am not sure"]
+NO_CHOICE += [
+    "(A) 5 or (B) 6",
+    "The answer is (A) or (B)",
+    "The answer is (A)/(B)",
+    "Answer: (A) 5, (B) 6",
+    "Answer: B. Paris or C. Rome",
+]
+NO_CHOICE += [
+    r"\boxed{(A) 5 \text{ or } (B) 6}",
+    "Answer: (A) or B",
+    "Answer: A) 5 or B",
+    "(A) is wrong",
+    "Answer: (B) maybe",
+    "A. or B.",
+]
 
 
 @pytest.mark.parametrize("response", CHOSEN)

@@ -9,8 +9,8 @@ from itertools import combinations
 
 import pytest
 
+from rlhf_mcore.rewards.forms import canonical
 from rlhf_mcore.rewards.graders import GRADERS, boxed
-from rlhf_mcore.rewards.latex import canonical
 
 # The answer first, then what means the same.
 ANSWERS: list[list[str]] = [
@@ -119,7 +119,8 @@ ANSWERS: list[list[str]] = [
     ["3^4", "3^{4}"],
     ["2516_8", r"2516_{8}", r"2516_{ 8 }"],
     ["1101_2", r"1101_{2}", r"1101_2"],
-    [r"4 \times 10^5", r"4\times 10^{5}", "4\u00d710^5"],
+    [r"4 \times 10^5", r"4\times 10^{5}", "4\u00d710^5", "400000", "4e5"],
+    ["300000", r"3\times 10^5"],
     # algebra
     ["x", "x"],
     ["A", "(A)", r"\text{A}", r"\text{(A)}", r"\textbf{(A)}", r"\mathrm{A}"],

@@ -1,0 +1,400 @@
+r"""The form of an answer, read once: number, text, expression, relation, equation, or a collection of answers; and which are the same.
+
+What is not known to be mathematics is a text, which is the same as its own spelling only. Dates, times, ranges, numerals of another
+base and approximations are texts: as arithmetic they would be something else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from rlhf_mcore.rewards.latex import (
+    WRAPPED,
+    parse_number,
+    plain,
+    read_number,
+    unwrapped,
+    without_percent,
+    without_unit,
+)
+
+MAX_ANSWER_CHARS = 1000  # what is longer is compared as it stands, without spaces
+MAX_BRACES = 100  # as is what is nested by a machine
+MAX_DEPTH = 20
+
+LIST, SET, MATRIX = "", "{}", "matrix"
+_ORDERED = ("()", "[]", "[)", "(]", MATRIX)
+_OPENING = {"(": "(", "[": "[", "\\{": "{"}
+_NAME = (
+    r"(?:[A-Za-z]{1,20}|\\[A-Za-z]{1,12}|[A-Za-z](?:_(?:\w|\{\w{1,8}\}))?|[A-Za-z]\([A-Za-z0-9]\)|\\?angle\s?[A-Z]{1,3}"
+    r"|\(\s?[A-Za-z](?:\s?,\s?[A-Za-z]){1,3}\s?\))"
+)
+_DEFINES = re.compile(rf"\s*({_NAME})\s*(?:=|\\in(?![A-Za-z]))(?!=)\s*")
+_COMPUTES = re.compile(r"(?:[0-9.\s+/(){}^-]|\\(?:cdot|times|div|frac|sqrt)(?![A-Za-z]))+=")
+_EQUALS = re.compile(r"(?<![<>!:\\])=")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![A-Za-z])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_CHOICE = re.compile(r"\(([A-Za-z])\)")
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+_SPACE = re.compile(r"((?<=[0-9])\s+(?=[0-9]))|\s+")
+_BETWEEN_DIGITS = re.compile(r"(?<![_^][0-9])(?<=[0-9])\s+(?=[0-9])")
+_DECIMAL = re.compile(r"(?<![\w.^_\\])([0-9]*)\.([0-9]+)(?![0-9.])")
+_MATRIX = re.compile(r"\\begin\{[pbB]?matrix\}(.*)\\end\{[pbB]?matrix\}", re.DOTALL)
+_NEW_ROW = re.compile(r"\\\\(?:\s*\[[0-9.]+[a-z]{2}\])?|\\cr(?![A-Za-z])")
+_KNOWN = re.compile(
+    r"\\(?:frac|sqrt|pi|infty|emptyset|alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|"
+    r"nu|xi|rho|sigma|tau|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|sin|cos|tan|cot|sec|"
+    r"csc|arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|lg|exp|max|min|gcd|lcm|cdot|times|div|cup|cap|setminus|in|binom|le|"
+    r"ge|ne|mathbb|int|sum|prod|lim|to|partial|lfloor|rfloor|lceil|rceil)"
+)
+_TOKEN = re.compile(
+    r"\\begin\{vmatrix\}|\\end\{vmatrix\}|\\mathbb\s*\{[A-Z]\}|\\[{}]|(\\[A-Za-z]+)|[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[A-Za-z]{1,2}(?![A-Za-z])"
+    r"|(?<=[0-9A-Za-z)}])!|[-+/^_=<>|(),{}\[\]]|\s+"
+)
+_NO_MATHEMATICS = re.compile(  # of a whole text without spaces
+    r"[0-9]+-[0-9]+(?:-[0-9]+)*"  # a range, a date
+    r"|[0-9]+(?:[/.][0-9]+){2,}"  # a date
+    r"|.*[0-9)]_.*"  # a numeral of another base
+    r"|.*(?<![0-9.])0[xXbBoO][0-9A-Fa-f].*"
+    r"|.*[0-9][eE][-+]?[0-9].*"
+    r"|[A-Za-z]{2}"  # rather initials or a word than a product
+    r"|(?:[=+/^_]|\\cdot|\\times).*|.*(?:[-=+/^_<>]|\\cdot|\\times|\\div|\\le|\\ge|\\ne)",  # unfinished
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer in its form. ``spelling`` is the same for what differs in spelling alone; "" for nothing."""
+
+    kind: str  # number | text | expression | equation | relation | collection
+    spelling: str
+    source: str = ""  # as LaTeX for a solver
+    value: Fraction | None = None  # of a number
+    is_percent: bool = False
+    parts: tuple[Answer, ...] = ()  # of a collection
+    brackets: str = LIST  # of a collection: LIST, SET, MATRIX (parts are rows), or one of (), [], [), (]
+    name: str = ""  # x of x = 3
+
+    @property
+    def has_variables(self) -> bool:
+        return bool(_letters(self.source) - {"e", "i"})
+
+    @property
+    def as_equation(self) -> str:
+        return f"{self.name}={self.source}" if self.name else self.source
+
+
+@lru_cache(maxsize=1024)
+def read_answer(text: str) -> Answer:
+    """The form of an answer in LaTeX or plain text."""
+    if len(text) > MAX_ANSWER_CHARS or text.count("{") > MAX_BRACES or _depth(text) > MAX_DEPTH:
+        return Answer("text", "".join(text.split()))
+    # Before anything is dropped, so that a number is read as parse_number reads it.
+    value = parse_number(text)
+    if value is not None and "%" not in text:
+        return _number(value, "")
+    return _read(plain(text).rstrip(". "))
+
+
+def canonical(text: str) -> str:
+    r"""The one spelling of an answer: "1/2" for ``\dfrac12``, ``\frac{1}{2}``, 0.5 and ``x = 1/2``; "" for nothing.
+
+    Units, currency, percent signs and degrees are dropped; a list without brackets and a set are sorted. A comma is a
+    thousands separator only where it groups three digits, and no list is around it.
+    """
+    return read_answer(text).spelling
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+def _read(text: str) -> Answer:
+    """The form of plain text."""
+    answer = _quantity(text)
+    if answer is not None:
+        return answer
+    if len(_EQUALS.findall(text)) == 1 or r"\in" in text:
+        match = _DEFINES.match(text)
+        if match is not None:
+            name, value = "".join(match[1].split()), text[match.end() :]
+            if not _letters(name) & _letters(value) or len(_letters(name)) > 1:
+                return replace(_read(value), name=name)
+        elif (match := _COMPUTES.match(text)) is not None:
+            result = _read(text[match.end() :].strip())
+            if result.kind != "text" and not result.has_variables:
+                return result
+    opening = next((mark for mark in _OPENING if text.startswith(mark)), None)
+    if opening is not None and text.endswith((")", "]", r"\}")):
+        closing = r"\}" if text.endswith(r"\}") else text[-1]
+        inside = text[len(opening) : -len(closing)]
+        if _is_balanced(inside):
+            parts = _split(inside)
+            brackets = _OPENING[opening] + closing[-1]
+            if brackets in (SET, *_ORDERED) and (len(parts) > 1 or brackets == SET):
+                return _collection(brackets, [_read(part.strip()) for part in parts], text, (opening, closing))
+    parts = _split(text)
+    if len(parts) > 1:
+        return _collection(LIST, [_read(part.strip()) for part in parts], text, ("", ""))
+    return _leaf(text)
+
+
+def _quantity(text: str) -> Answer | None:
+    """The number that plain text is, with a percent sign or a unit."""
+    rest, is_percent = without_percent(unwrapped(text))
+    number, factor = without_unit(rest)
+    value = read_number(number)
+    if value is None and "," not in number:
+        value = read_number(_spell(number))
+    return None if value is None else _number(value * factor, text, is_percent)
+
+
+def _number(value: Fraction, text: str, is_percent: bool = False) -> Answer:
+    spelling = str(value.numerator) if value.denominator == 1 else f"{value.numerator}/{value.denominator}"
+    sign, digits = "-" * (value < 0), abs(value.numerator)
+    source = f"{sign}{digits}" if value.denominator == 1 else rf"{sign}\frac{{{digits}}}{{{value.denominator}}}"
+    return Answer("number", spelling, source, value, is_percent)
+
+
+def _collection(brackets: str, parts: list[Answer], text: str, marks: tuple[str, str]) -> Answer:
+    spelled = [f"{part.name}={part.spelling}" if part.name else part.spelling for part in parts]
+    if brackets in (LIST, SET):
+        spelled.sort()
+    return Answer(
+        "collection", f"{marks[0]}{', '.join(spelled)}{marks[1]}", text, parts=tuple(parts), brackets=brackets
+    )
+
+
+def _leaf(text: str) -> Answer:
+    """What is neither a number nor a collection."""
+    if text.startswith("{") and text.endswith("}") and _is_balanced(text[1:-1]):
+        return _read(text[1:-1].strip())
+    if (match := _MATRIX.fullmatch(text)) is not None and r"\begin" not in match[1]:
+        rows = [[_read(cell.strip()) for cell in row.split("&")] for row in _NEW_ROW.split(match[1]) if row.strip()]
+        lines = tuple(_collection("()", row, "", ("(", ")")) for row in rows)
+        return Answer("collection", "".join(text.split()), text, parts=lines, brackets=MATRIX)
+    is_worded = any(len(each[1].strip()) > 1 for each in WRAPPED.finditer(text))
+    flat = unwrapped(text).removeprefix("+")
+    core, factor = without_unit(without_percent(flat)[0])
+    if factor != 1:
+        core = flat
+    spelling = _spell(core)
+    if (choice := _CHOICE.fullmatch(spelling)) is not None:
+        spelling = choice[1]
+    if factor != 1 or (is_worded and _WORDS.search(_COMMAND.sub("", core))) or not _is_mathematics(core):
+        words = re.sub(r"(?<=[A-Za-z])\.", "", spelling)
+        return Answer("text", words.lower() if _WORDS.search(words) else spelling)
+    source = _DECIMAL.sub(lambda match: rf"\frac{{{match[1]}{match[2]}}}{{1{'0' * len(match[2])}}}", core)
+    if core.count(r"\pm") == 1:
+        both = [_read(re.sub(r"^\s*\+", "", core.replace(r"\pm", sign)).strip()) for sign in "+-"]
+        return Answer("collection", spelling, source, parts=tuple(both))
+    kind = "relation" if _RELATION.search(core) else "equation" if _EQUALS.search(core) else "expression"
+    return Answer(kind, spelling, source)
+
+
+def _is_mathematics(text: str) -> bool:
+    """Whether plain text is a formula throughout, as far as can be seen: known commands, single letters, digits, signs."""
+    if _NO_MATHEMATICS.fullmatch("".join(text.split())) or _BETWEEN_DIGITS.search(text) or text.count("|") % 2:
+        return False
+    place, has_matrix = 0, r"\begin{vmatrix}" in text
+    while place < len(text):
+        match = _TOKEN.match(text, place)
+        if match is None:
+            if not has_matrix or not text.startswith(("&", "\\\\"), place):
+                return False
+            place += 1 + (text[place] == "\\")
+            continue
+        if match[1] is not None and not _KNOWN.fullmatch(match[1]) and match[1] != r"\pm":
+            return False
+        place = match.end()
+    return True
+
+
+def _spell(text: str) -> str:
+    """A leaf without spaces but between digits, its fractions as a/b."""
+    text = _SPACE.sub(lambda match: " " * bool(match[1]), _fractions(text).strip())
+    return text.lower() if _WORDS.fullmatch(text) else text
+
+
+def _letters(text: str) -> set[str]:
+    """The letters of LaTeX that are variables, or constants such as e."""
+    return set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text)))
+
+
+def _fractions(text: str) -> str:
+    r"""``\frac{a}{b}`` as a/b, with parentheses where they are needed."""
+    start = text.find(r"\frac")
+    if start < 0:
+        return text
+    top, end = _argument(text, start + len(r"\frac"))
+    bottom, end = _argument(text, end)
+    top, bottom = _fractions(top), _fractions(bottom)
+    if not re.fullmatch(r"-?[^-+,=<>]*", re.sub(r"\([^()]*\)", "", top)):
+        top = f"({top})"
+    if not re.fullmatch(r"[0-9.]+|[A-Za-z]|\\[A-Za-z]+(?:\{[^{}]*\})?", bottom):
+        bottom = f"({bottom})"
+    before = text[:start].rstrip()
+    gap = " " if before[-1:].isdigit() and top[:1].isdigit() else ""  # a mixed number, 1 1/2
+    return f"{before}{gap}{top}/{bottom}{_fractions(text[end:])}"
+
+
+def _argument(text: str, start: int) -> tuple[str, int]:
+    """What a TeX command at ``start`` takes as its next argument, and where that ends."""
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if text[start : start + 1] == "\\":
+        match = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})?").match(text, start)
+        end = match.end() if match else start + 2
+        return text[start:end], end
+    if text[start : start + 1] != "{":
+        return text[start : start + 1], min(start + 1, len(text))
+    depth = 0
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start + 1 : end].strip(), end + 1
+    return text[start + 1 :], len(text)
+
+
+def _depth(text: str) -> int:
+    return max(accumulate((letter in "([{") - (letter in ")]}") for letter in text), default=0)
+
+
+def _is_balanced(text: str) -> bool:
+    return _depths(text, lambda place: None)
+
+
+def _split(text: str) -> list[str]:
+    """The elements of a list, cut at the commas that no bracket is around."""
+    cuts: list[int] = []
+    if not _depths(text, cuts.append):
+        return [text]
+    parts = [text[start + 1 : end] for start, end in pairwise([-1, *cuts, len(text)])]
+    return parts if all(part.strip() for part in parts) else [text]
+
+
+def _depths(text: str, found: Callable[[int], None]) -> bool:
+    """Call ``found`` with the place of every comma outside brackets. Returns whether brackets are balanced, of any kinds."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth < 0:
+            return False
+        if letter == "," and depth == 0:
+            found(place)
+    return depth == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- comparing
+Ask = Callable[[str, str], bool]  # whether two expressions, relations or equations in LaTeX are equal
+
+
+def is_same(truth: Answer, answer: Answer, ask: Ask) -> bool:
+    """Whether two answers are mathematically the same. Whatever needs a solver is asked of ``ask``.
+
+    With a constant ``ask`` the result is what is certain: True in spite of False, or False in spite of True.
+    """
+    if not truth.spelling or not answer.spelling:
+        return False
+    if names_differ(truth, answer):
+        return _are_equations(truth, answer) and ask(truth.as_equation, answer.as_equation)
+    if truth.spelling == answer.spelling:
+        return True
+    if "text" in (truth.kind, answer.kind):
+        return False
+    if truth.value is not None and answer.value is not None:
+        return _are_equal_numbers(truth, answer)
+    if "equation" in (truth.kind, answer.kind):
+        return _are_equations(truth, answer) and ask(truth.as_equation, answer.as_equation)
+    if truth.parts and answer.parts:
+        return _are_same_collections(truth, answer, ask)
+    for one, other in ((truth, answer), (answer, truth)):
+        if one.brackets == SET and len(one.parts) == 1 and one.parts[0].spelling != r"\emptyset":
+            return is_same(one.parts[0], other, ask) if one is truth else is_same(other, one.parts[0], ask)
+    if {truth.kind, answer.kind} & {"relation", "collection"} and not (_is_range(truth) and _is_range(answer)):
+        return False
+    return not _is_other_case(truth, answer) and ask(truth.source, answer.source)
+
+
+def names_differ(truth: Answer, answer: Answer) -> bool:
+    """Whether answers give values to different variables: x = 3 and y = 3."""
+    ours, theirs = truth.name.lower(), answer.name.lower()
+    return ours != theirs and len(ours) == len(theirs) == 1
+
+
+def _are_equations(truth: Answer, answer: Answer) -> bool:
+    """Whether two answers may be one equation: x = 3 is a value, and no equation of it is its solution."""
+    return all(
+        each.kind == "equation" or (each.name and each.kind == "expression" and each.has_variables)
+        for each in (truth, answer)
+    )
+
+
+def _are_equal_numbers(truth: Answer, answer: Answer) -> bool:
+    """Equal numbers; 50% is 50 and 1/2."""
+    assert truth.value is not None and answer.value is not None
+    if truth.is_percent == answer.is_percent:
+        return truth.value == answer.value
+    percent, other = (truth.value, answer.value) if truth.is_percent else (answer.value, truth.value)
+    return other in (percent, percent / 100)
+
+
+def _is_other_case(truth: Answer, answer: Answer) -> bool:
+    """Whether a letter is a capital in one answer, and none in the other."""
+    ours, theirs = _letters(truth.source), _letters(answer.source)
+    return any(letter.swapcase() in theirs - ours for letter in ours - theirs)
+
+
+def _is_range(answer: Answer) -> bool:
+    """Whether an answer is an interval, a union of some, or a relation that says the same."""
+    return (
+        answer.kind == "relation"
+        or answer.brackets in _ORDERED[:4]
+        or bool(re.search(r"\\(?:cup|cap|mathbb|setminus)", answer.source))
+    )
+
+
+def _are_same_collections(truth: Answer, answer: Answer, ask: Ask) -> bool:
+    ours, theirs = _assigned(truth), _assigned(answer)
+    if ours is not None and theirs is not None:
+        return ours.keys() == theirs.keys() and all(is_same(ours[name], theirs[name], ask) for name in ours)
+    if (ours is None) != (theirs is None):
+        values, other = (ours, answer) if ours is not None else (theirs, truth)
+        if values is None or other.brackets != "()" or len(other.parts) != len(values):
+            return False
+        pairs = [(values[name], part) for name, part in zip(sorted(values), other.parts, strict=True)]
+        return all(is_same(a, b, ask) if other is answer else is_same(b, a, ask) for a, b in pairs)
+    if truth.brackets in _ORDERED or answer.brackets in _ORDERED:
+        same_shape = truth.brackets == answer.brackets and len(truth.parts) == len(answer.parts)
+        return same_shape and all(is_same(a, b, ask) for a, b in zip(truth.parts, answer.parts, strict=True))
+    return _are_matched(truth.parts, answer.parts, ask)
+
+
+def _assigned(answer: Answer) -> dict[str, Answer] | None:
+    """The values of several variables, x = 1, y = 2, by name; None: it is something else."""
+    if answer.brackets == "()" and answer.name.startswith("("):
+        return dict(zip(answer.name[1:-1].split(","), answer.parts, strict=False))
+    names = [part.name for part in answer.parts]
+    is_assignment = answer.brackets in (LIST, SET, "()") and all(names) and len(set(names)) == len(names) > 1
+    return {part.name: replace(part, name="") for part in answer.parts} if is_assignment else None
+
+
+def _are_matched(ours: Sequence[Answer], theirs: Sequence[Answer], ask: Ask) -> bool:
+    """Whether every element is the same as one of the other collection, each of another one (Kuhn's augmenting paths)."""
+    if len(ours) != len(theirs):
+        return False
+    taken: dict[int, int] = {}  # of theirs, by which of ours
+
+    def take(index: int, seen: set[int]) -> bool:
+        for other in range(len(theirs)):
+            if other not in seen and is_same(ours[index], theirs[other], ask):
+                seen.add(other)
+                if other not in taken or take(taken[other], seen):
+                    taken[other] = index
+                    return True
+        return False
+
+    return all(take(index, set()) for index in range(len(ours)))
