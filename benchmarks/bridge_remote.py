@@ -140,7 +140,7 @@ class OneEngine:
         assert self._process.stdout is not None
         return [] if self._process.stdout.readline() else ["the engine is gone"]
 
-    def resume(self) -> None: ...
+    def resume(self, version: int) -> None: ...
 
     def close(self) -> None:
         assert self._process.stdin is not None

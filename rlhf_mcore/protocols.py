@@ -214,8 +214,8 @@ class RemoteEngines(Protocol):
         """
         ...
 
-    def resume(self) -> None:
-        """Let engines generate again. Those that took part have whole weights."""
+    def resume(self, version: int) -> None:
+        """Let engines generate again. Those that took part have whole weights, of this version."""
         ...
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rlhf_mcore.bridge.files.transfer import Gatherer
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
 from rlhf_mcore.bridge.map.rules import hf_shapes, of_trunk
+from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, EngineEnd, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import GatherBridge, NoTarget, PlannedBridge, SyncsParts, TrainedWeights
 from rlhf_mcore.cli.run_context import Data, RunContext
@@ -159,14 +160,19 @@ def _disaggregated(
         run.stack.enter_context(ahead.run())
         first = FirstRank(ahead, fleet.needs_weights, fleet.begin, fleet.pop_work)
     live = cfg.bridge.live_cpu_weights and rollout.engine == "vllm"
+    parameters, kept = actor.model.local_parameters(), None
+    if in_order:
+        sent = of_trunk(parameters, actor.model.spec.geometry)
+        kept = HostCopies({parameter.name: parameter.tensor.view(-1) for parameter in sent})
     remote = RemoteBridge(
-        Side(actor.model.local_parameters(), NoTarget()),
+        Side(parameters, NoTarget()),
         BridgeJob(actor.model.spec.geometry, cfg.bridge.bucket_bytes, cfg.bridge.verify, live),
         world_group(),
         fleet,
         address=LOOPBACK if rollout.ray.address is None else source_address(rollout.ray.address.rpartition(":")[0]),
         timeout_s=rollout.engine_timeout_s,
         note=run.record.note,
+        kept=kept,
     )
     run.stack.callback(remote.leave)
     bridge = FromDevice(remote, actor.model)
@@ -180,7 +186,8 @@ def _disaggregated(
     on_error = OnError.of(cfg.reward)
     exchange = RowExchange(rollout.sampling.n, asynchronous=schedule.max_staleness > 0, on_error=on_error)
     collector = _collector(cfg, on_error)
-    source = PipelinedBatches(data.train, first, exchange, run.record, bridge.sync, rewards.add_model, collector)
+    resync = bridge.sync if kept is None else lambda _version: sync_again()
+    source = PipelinedBatches(data.train, first, exchange, run.record, resync, rewards.add_model, collector)
     canary = _build_canary(run, actor, worker, NoTarget())
     worker = replace(worker, make_request=make_request)
     trained = FromDevice(_trained_weights(cfg, actor, remote, NoTarget()), actor.model)
@@ -209,6 +216,7 @@ def start_fleet(run: RunContext) -> Fleet | None:
         cfg.trainer.threads_per_rank,
         rollout.engine_timeout_s,
         rollout.engine_restarts,
+        rollout.deterministic_order,
     )
     fleet = Fleet(cluster, plan, run.record.note)
     count = "an engine" if plan.num_engines == 1 else f"{plan.num_engines} engines"

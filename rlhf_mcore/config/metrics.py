@@ -119,6 +119,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "few",
             "raise trainer.max_staleness, or give engines more devices",
         ),
+        Metric(
+            "rollout/other_version",
+            "responses that newer weights have drawn than they were begun with, because their engine was lost, since the last step",
+            "responses",
+            "0",
+            "rollout.deterministic_order=true, which has them drawn by the weights that they were begun with",
+        ),
         Metric("bridge/received_bytes", "weights that the first rank has received for its engine", BYTES),
         Metric("bridge/local_bytes", "weights that the first rank has copied without a message", BYTES),
         Metric("bridge/sent_bytes", "weights that the first rank has sent to engines of their own", BYTES),

@@ -216,7 +216,7 @@ def _pass(
 def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
     """Pinned host memory of a rank: what is offloaded, and what asynchronous saves copy, its state and its share of the weights.
 
-    And the weights of an engine that keeps them when it sleeps.
+    And the weights of an engine that keeps them when it sleeps, and the copies of what engines of their own were sent last.
     """
     keeps = _shares_device(inputs) and inputs.cfg.rollout.sleep and inputs.cfg.rollout.sleep_level == 1
     total = _engine_weights(inputs) if keeps else 0
@@ -224,6 +224,8 @@ def pinned_bytes(inputs: PlanInputs, rank: int) -> int:
         state = state_bytes(role, rank)
         total += state.weights * (WEIGHTS in role.offload)
         total += (state.masters + state.moments) * (OPTIMIZER in role.offload)
+        if role.name == "actor" and inputs.cfg.rollout.deterministic_order:
+            total += state.weights
         if role.trained and inputs.cfg.checkpoint.async_save:
             share = -(-num_parameters(role.geometry) * BYTES[role.dtype] // role.layout.world_size)
             total += state.masters + state.moments + share

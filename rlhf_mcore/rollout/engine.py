@@ -214,6 +214,9 @@ class Engine(VersionedWeights, ABC):
         for request_id, number in self._num_drawn().items():
             begin_version(self._in_flight[request_id].versions, number, version)
 
+    def forget_prefixes(self) -> None:
+        """Keep nothing of what requests have computed. None is in flight. All ranks of an engine call it together."""
+
     @property
     def num_in_flight(self) -> int:
         """Requests that are not finished."""

@@ -247,6 +247,10 @@ class VLLMEngine(Engine):
         if not self._llm.reset_prefix_cache(reset_running_requests=bool(self._in_flight)):
             raise RuntimeError("vLLM did not reset its prefix cache; were requests still running?")
 
+    def forget_prefixes(self) -> None:
+        """See :class:`Engine`."""
+        self._reset_prefix_cache()
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Replace all weights by full tensors under Hugging Face names, through vLLM's own layerwise reload.
 

@@ -252,6 +252,10 @@ class SamplingAhead:
             )
         group, sample = self._asked.pop(completion.request_id)
         check_completion(group.requests.pop(completion.request_id), completion)
+        if self.schedule.in_order and any(version != group.version for _, version in completion.versions):
+            raise RuntimeError(
+                f"a response that version {group.version} was to draw is of versions {completion.versions}"
+            )
         group.completions[sample] = completion
         if group.requests:
             return

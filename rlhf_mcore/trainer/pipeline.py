@@ -26,6 +26,7 @@ TURN_S = 10.0
 _COUNTED = (
     "rollout/in_flight",
     "rollout/redrawn",
+    "rollout/other_version",
     "throughput/engine_steps",
     "throughput/engine_tokens",
     "throughput/engine_busy_s",
@@ -43,7 +44,8 @@ class FirstRank:
     ahead: SamplingAhead
     needs_weights: Callable[[], bool]  # whether engines wait for weights, and none has any
     begin: Callable[[Sequence[Request]], Wait]  # to generate
-    pop_work: Callable[[], EngineWork]  # what all engines have done since the last call
+    # What all engines have done since the last call, and responses by another version than they were submitted for.
+    pop_work: Callable[[], tuple[EngineWork, int]]
 
 
 def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
@@ -60,7 +62,8 @@ def together(turn: Callable[[], str], resync: Callable[[], object]) -> None:
 class PipelinedBatches:
     """Batches whose responses were sampled while earlier ones were learned from, by a policy that is at most so much older.
 
-    ``prompts`` are those of the data, on every rank. ``resync`` brings the weights of a version to the engines again.
+    ``prompts`` are those of the data, on every rank. ``resync`` brings weights to engines that have replaced all others: those that
+    were published last, if these are kept, else the trainer's, whose version it is told.
     """
 
     prompts: Sequence[Prompt]
@@ -97,8 +100,8 @@ class PipelinedBatches:
         batch, metrics = scored_batch(step, self.collector.collect(draw, attempt), self.exchange, self.recorder)
         counted: list[float] = []
         if first is not None:
-            work = first.pop_work()
-            counted = [first.ahead.num_in_flight, first.ahead.redrawn, work.steps, work.tokens, work.busy_s]
+            work, other = first.pop_work()
+            counted = [first.ahead.num_in_flight, first.ahead.redrawn, other, work.steps, work.tokens, work.busy_s]
         found = map(float, broadcast_json(counted, 0))
         return batch, {**metrics, **dict(zip(_COUNTED, found, strict=True))}
 
@@ -107,7 +110,7 @@ class PipelinedBatches:
         self._wait(version, lambda ahead: not ahead.num_in_flight)
 
     def _wait(self, version: int, is_done: Callable[[SamplingAhead], bool]) -> None:
-        """Until the first rank finds ``is_done``. Engines that have replaced all others get the weights that the trainer has."""
+        """Until the first rank finds ``is_done``. ``version`` is that of the weights that the trainer has."""
 
         def turn() -> str:
             if self.first is None:

@@ -241,7 +241,7 @@ class EngineProcesses:
                     self.end(name.partition(".")[0])
         return problems
 
-    def resume(self) -> None:
+    def resume(self, version: int) -> None:
         self.log.append("resume")
 
 

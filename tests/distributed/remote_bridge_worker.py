@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from rlhf_mcore.bridge.map.rules import hf_shapes
+from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.mcore.groups import ModelGroups
@@ -59,7 +60,14 @@ class Trainer:
         groups = (moe_groups_of if self.has_experts else groups_of)(layout, self.groups)
         return build(self.path, groups, self.platform, Settings())[0]
 
-    def bridge(self, model: MegatronModel, node: str = "", timeout_s: float = TIMEOUT_S, **job: Any) -> RemoteBridge:
+    def bridge(
+        self,
+        model: MegatronModel,
+        node: str = "",
+        timeout_s: float = TIMEOUT_S,
+        kept: HostCopies | None = None,
+        **job: Any,
+    ) -> RemoteBridge:
         geometry = model.spec.geometry
         assert set(hf_shapes(geometry)) == set(load_file(self.file))
         side = Side(model.local_parameters(), NoTarget(), node)
@@ -70,6 +78,7 @@ class Trainer:
             self.engines,
             address=LOOPBACK,
             timeout_s=timeout_s,
+            kept=kept,
         )
 
     def first(self, action: Callable[[EngineProcesses], Any]) -> Any:
@@ -150,6 +159,33 @@ def some_tensors(run: Trainer) -> dict[str, Any]:
     found["log"] = run.first(lambda engines: engines.log)
     bridge.leave()
     run.end("a", "b", "c")
+    return found
+
+
+def sent_again(run: Trainer) -> dict[str, Any]:
+    """An engine is lost after the model was updated: its successor gets what was sent before, and the next sync the update."""
+    newer, found = run.path / "updated.safetensors", {}
+    for is_static in (True, False):  # as on a CPU, and as on a device
+        model = run.model("tp2_pp2")
+        parameters = model.local_parameters()
+        kept = HostCopies({p.name: p.tensor.view(-1) for p in parameters})
+        kept.is_static = is_static
+        bridge = run.bridge(model, kept=kept)
+        run.start("a")
+        bridge.sync(0)
+        for parameter in parameters:
+            parameter.tensor *= 2
+        run.end("a")
+        run.start("b")
+        bridge.sync_again()
+        before = run.weights("b")
+        bridge.sync(1)
+        if dist.get_rank() == 0:
+            save_file({name: tensor * 2 for name, tensor in load_file(run.file).items()}, newer)
+        dist.barrier()
+        found[f"static {is_static}"] = [before, run.weights("b", newer=newer)]
+        bridge.leave()
+        run.end("b")
     return found
 
 
@@ -262,7 +298,7 @@ def main(directory: Path) -> None:
         findings["uneven"] = layouts(run, list(UNEVEN_LAYOUTS))
     with trainer(directory, "qwen3") as run:
         findings["layouts"] = layouts(run, DENSE_LAYOUTS)
-        for part in (some_tensors, faults, own_fault, nodes, changes):
+        for part in (some_tensors, sent_again, faults, own_fault, nodes, changes):
             findings[part.__name__] = part(run)
     with trainer(directory, "qwen3_moe") as run:
         findings["experts"] = layouts(run, list(MOE_LAYOUTS)[:-1])

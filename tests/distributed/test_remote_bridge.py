@@ -55,6 +55,13 @@ def test_what_has_changed_travels_alone_and_who_comes_late_gets_everything(findi
     assert len(found["late"][0]) == len(found["again"][0]) == 3
 
 
+def test_fault_36_an_engine_that_comes_after_an_update_gets_what_was_sent_before_it(findings: Any) -> None:
+    assert len(findings["sent_again"]) == 2
+    for before, after in findings["sent_again"].values():
+        assert [(held["wrong"], held["version"]) for held in before] == [([], 0)]
+        assert [(held["wrong"], held["version"]) for held in after] == [([], 1)]
+
+
 def test_a_group_is_kept_as_long_as_the_same_processes_take_part(findings: Any) -> None:
     joined = ["pause", "join", "sync", "resume"]
     kept = ["pause", "some", "resume"]

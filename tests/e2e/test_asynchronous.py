@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlhf_mcore.rollout.remote.cluster import TOKEN_VARIABLE, Cluster
+from rlhf_mcore.rollout.remote.control import ask
 from rlhf_mcore.rollout.remote.head import SETTINGS
 from tests.commands import ROOT, Started, environment, finished, left_behind, started, wait_for
 from tests.metric_names import assert_registered
@@ -41,7 +44,12 @@ SMALL = [
     "deterministic=true",
 ]
 REWARD = """
+import contextlib, os, signal
+
 def score(data_source, solution_str, ground_truth, extra_info):
+    with contextlib.suppress(FileNotFoundError):  # a test wants this process to be killed while others' responses are drawn
+        os.rename("victim", "killed")
+        os.kill(int(open("killed").read()), signal.SIGKILL)
     return (sum(map(ord, solution_str)) % 3) / 2  # differs between responses to two of three prompts
 """
 # Of a rank's time and of what the schedule counts; all else is what was learned.
@@ -207,6 +215,55 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path, who
     assert metrics(workspace, "headless") == whole
 
 
+ONE_OFF = ["trainer.max_staleness=1", "rollout.deterministic_order=true", "rollout.sampling.max_new_tokens=48"]
+
+
+def staleness(directory: Path, experiment: str) -> list[float]:
+    """Of every step's tokens on average."""
+    path = directory / "outputs" / "quickstart" / experiment / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines())
+    return [record["rollout/staleness_mean"] for record in records if record["step"]]
+
+
+def differences(directory: Path, *experiments: str) -> list[str]:
+    """What differs between two runs: steps and their metrics, files of the last weights."""
+    one, other = (metrics(directory, name) for name in experiments)
+    folders = [directory / "outputs" / "quickstart" / name / "latest" / "actor" for name in experiments]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    found = [f"step {a['step']}" for a, b in zip(one, other, strict=True) if a != b]
+    found += ["staleness"] * (staleness(directory, experiments[0]) != staleness(directory, experiments[1]))
+    return found + ["weights"] * (weights[0] != weights[1])
+
+
+def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspace: Path) -> None:
+    """It is lost while it draws for the next step, whose policy the trainer has updated when another engine is there."""
+    arguments = [*ONE_OFF, "trainer.num_steps=6", "rollout.engine_timeout_s=20"]
+    calm = run(workspace, "async.yaml", "experiment=calm", *arguments)
+    assert calm.returncode == 0, calm.stderr
+    with running(workspace, "experiment=lost", *arguments) as job:
+        [engine] = engine_to_lose(workspace, "lost", job, 2)
+        (workspace / "partial").write_text(str(engine))
+        (workspace / "partial").rename(workspace / "victim")  # when the next response is scored
+        [engine] = engine_to_lose(workspace, "lost", job, 4)
+        os.kill(engine, signal.SIGSTOP)
+        printed = job.end()
+    assert job.process.returncode == 0 and "Traceback" not in printed, printed
+    assert differences(workspace, "calm", "lost") == []
+    assert len(re.findall(r"started again, its [1-9]\d* requests are drawn again: ", printed)) == 2, printed
+    assert staleness(workspace, "calm") == [0.0] + [1.0] * 5 and not (workspace / "victim").exists()
+
+
+def engine_to_lose(directory: Path, experiment: str, job: Started, records: int) -> list[int]:
+    """The processes of engines when so many records are written, before the next responses begin."""
+    job.wait_for(lambda: len(metrics(directory, experiment)) >= records - 1)
+    found: list[int] = []
+    job.wait_for(lambda: found.extend(processes_of(directory, "ray::EngineHost")) or found)
+    path = directory / "outputs" / "quickstart" / experiment / "metrics.jsonl"
+    while job.process.poll() is None and len(path.read_bytes().splitlines()) < records:
+        time.sleep(0.002)
+    return found
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(3600)
 def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
@@ -222,6 +279,76 @@ def test_fault_18_ten_random_kills_of_engines(workspace: Path) -> None:
     assert job.process.returncode == 0 and "Traceback" not in printed, printed
     learned = trained_on(workspace, "ten")
     assert len(learned) == len(set(learned)) == 480
+
+
+MISHAPS = ("kill", "kill", "kill twice", "stall", "stall and go on", "drain", "remove", "kill the run too")
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_fault_36_in_order_twenty_mishaps_of_engines_change_nothing(workspace: Path, num_engines: int) -> None:
+    """Kills, stalls and departures at random instants; with two engines prompts are dropped, and evaluations come between."""
+    arguments = [*ONE_OFF, f"rollout.num_engines={num_engines}", "trainer.num_steps=150", "checkpoint.save_steps=4"]
+    arguments += ["rollout.engine_timeout_s=15", "rollout.engine_restarts=10", "checkpoint.save_total_limit=2"]
+    if num_engines > 1:
+        arguments += [*FURTHER, "trainer.max_staleness=2", "evaluate.every=3"]
+    calm, other = f"calm{num_engines}", f"mishaps{num_engines}"
+    ended = finished(command("async.yaml", *arguments, f"experiment={calm}"), workspace, environment(workspace), 1200)
+    assert ended.returncode == 0, ended.stderr
+    chance, kinds, printed, is_killed = random.Random(num_engines), [*MISHAPS, *MISHAPS, *MISHAPS[:4]], "", True
+    while is_killed:
+        with running(workspace, *arguments, f"experiment={other}") as job:
+            is_killed = False
+            while kinds and not is_killed:
+                is_killed = have_mishap(job, workspace, other, chance, kinds.pop(0))
+            if is_killed:
+                job.process.kill()
+            printed += job.end(1200)
+        wait_for(lambda: not processes_of(workspace), 60)
+    assert job.process.returncode == 0 and "Traceback" not in printed, printed[-6000:]
+    again = [int(number) for number in re.findall(r"its (\d+) requests are drawn again", printed)]
+    found = differences(workspace, calm, other)
+    print(f"{num_engines} engines: 20 mishaps, {len(again)} with requests in flight, {len(found)} differences")
+    assert found == [] and again
+
+
+def have_mishap(job: Started, directory: Path, name: str, chance: random.Random, kind: str) -> bool:
+    """Let something happen to an engine some steps from here. Whether the run is to be killed then."""
+    step = len(metrics(directory, name)) + chance.randint(1, 4)
+    job.wait_for(lambda: len(metrics(directory, name)) >= step, 600)
+    time.sleep(chance.uniform(0, 0.4))
+    job.wait_for(lambda: processes_of(directory, "ray::EngineHost"))
+    if kind in ("drain", "remove"):
+        change_engines(job, directory / "outputs" / "quickstart" / name, kind)
+        return False
+    victim = chance.choice(processes_of(directory, "ray::EngineHost"))
+    os.kill(victim, signal.SIGSTOP if "stall" in kind else signal.SIGKILL)
+
+    def again() -> None:
+        with suppress(ProcessLookupError):
+            if "stall" in kind:
+                os.kill(victim, signal.SIGCONT)  # before it is given up, or behind
+            for engine in processes_of(directory, "ray::EngineHost")[:1] if "kill" in kind else []:
+                os.kill(engine, signal.SIGKILL)  # while it starts, gets weights or draws
+
+    if kind in ("kill twice", "stall and go on"):
+        Timer(chance.uniform(1, 25), again).start()
+    elif kind == "kill the run too":
+        time.sleep(chance.uniform(0, 3))
+        return True
+    return False
+
+
+def change_engines(job: Started, directory: Path, command: str) -> None:
+    """Let an engine leave, and another one come: before it where it is the only one, else behind, where there is room for it."""
+    first = [found["name"] for found in ask(directory, "list")]
+    if len(first) == 1:
+        ask(directory, "add", number=1)
+    ask(directory, command, name=first[0])
+    if len(first) > 1:
+        job.wait_for(lambda: first[0] not in [found["name"] for found in ask(directory, "list")])
+        ask(directory, "add", number=1)
 
 
 @pytest.mark.matrix

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from rlhf_mcore.bridge.plan.rank_plan import Bucket, RankPlan
 from rlhf_mcore.platform import current_platform
 
 Written = Callable[[EngineParameter, Tensor], None]
+_ALIGNMENT = 64  # bytes, of tensors in one buffer
 
 
 class Sources(Protocol):
@@ -50,6 +52,36 @@ class LiveSources(Sources):
 
     def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
         return self._flats
+
+    def close(self, bucket: Bucket) -> None: ...
+
+
+class HostCopies(Sources):
+    """Copies of tensors on the host, as they were at the last ``take``: a version that can be sent after the model was updated."""
+
+    def __init__(self, flats: Mapping[str, Tensor]):
+        """``flats`` are the live tensors, flat, by buffer name. They may be elsewhere until ``take``."""
+        self._flats = flats
+        self._copies: dict[str, Tensor] = {}
+        self.device = next((flat.device for flat in flats.values()), current_platform().device())
+        self.is_static = self.device.type == "cpu"
+
+    def take(self) -> None:
+        """Copy the tensors. Memory is allocated the first time."""
+        if not self._copies:
+            sizes = [flat.numel() * flat.element_size() for flat in self._flats.values()]
+            starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+            memory = current_platform().host_buffer(starts[-1])
+            for (name, flat), start, size in zip(self._flats.items(), starts, sizes, strict=False):
+                self._copies[name] = memory[start : start + size].view(flat.dtype)
+        copies = current_platform().copies()
+        copies([(self._copies[name], flat) for name, flat in self._flats.items()])
+        copies.synchronize()
+
+    def open(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        if self.is_static:
+            return self._copies
+        return {name: self._copies[name].to(self.device) for name in bucket.source_buffers}
 
     def close(self, bucket: Bucket) -> None: ...
 

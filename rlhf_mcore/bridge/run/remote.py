@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rlhf_mcore.bridge.map.reload import keep_loading_layout
-from rlhf_mcore.bridge.run.endpoints import Sources
+from rlhf_mcore.bridge.run.endpoints import HostCopies, Sources
 from rlhf_mcore.bridge.run.sync import PlannedBridge
 from rlhf_mcore.bridge.run.transports import machine
 from rlhf_mcore.parallel.addresses import listener
@@ -148,6 +148,7 @@ class RemoteBridge:
         address: of the machine of the first rank, where all other processes reach it. A store listens there and nowhere else.
         timeout_s: how long a rank waits for others to come, and for a message.
         note: is told that a transfer is made again; which engines have failed is known to their control.
+        kept: copies that every sync makes of what it sends, so that ``sync_again`` sends the same after the model was updated.
     """
 
     def __init__(
@@ -160,11 +161,14 @@ class RemoteBridge:
         address: str,
         timeout_s: float,
         note: Callable[[str], None] = lambda text: None,
+        kept: HostCopies | None = None,
     ) -> None:
         assert (engines is None) == (trainers.rank() > 0), "the first rank controls the engines"
         self._side, self._job, self._trainers, self._engines = side, job, trainers, engines
         self._address, self._timeout_s, self._note = address, timeout_s, note
+        self._kept, self._side_again = kept, side if kept is None else replace(side, sources=kept)
         self._end: _End | None = None
+        self._end_side = side  # of this end
         self._members: list[EngineProcess] = []  # of the group, behind the trainer's ranks
         self._problems: list[str] = []  # of the last transfer that failed
         self._version = -1
@@ -183,7 +187,20 @@ class RemoteBridge:
             RuntimeError: it fails again and again though all engines are well, or the control of the engines has raised.
             SyncMismatch: see :meth:`PlannedBridge.sync`.
         """
-        self._version, started, tried, tries = version, time.perf_counter(), None, 0
+        if (kept := self._kept) is not None:
+            on_every_rank(kept.take, self._trainers)
+        self._version = version
+        return self._bring(self._side, only)
+
+    def sync_again(self) -> SyncStats:
+        """As ``sync``, with the version of the last one and its weights: those that are kept, or what the trainer has by now."""
+        return self._bring(self._side_again, None)
+
+    def _bring(self, side: Side, only: Sequence[str] | None) -> SyncStats:
+        version, started, tried, tries = self._version, time.perf_counter(), None, 0
+        if side is not self._end_side:
+            self.leave()
+        self._end_side = side
         stats: SyncStats | None = None
         while stats is None:
             found = self._on_first(lambda engines: [astuple(process) for process in engines.pause()])
@@ -199,12 +216,8 @@ class RemoteBridge:
                 if members and not self._join(members):
                     continue
             stats = self._together(partial(self._sync_once, version, only)) if members else SyncStats(0, 0, 0, 0)
-        self._on_first(lambda engines: engines.resume())
+        self._on_first(lambda engines: engines.resume(version))
         return replace(stats, seconds=time.perf_counter() - started)
-
-    def sync_again(self) -> SyncStats:
-        """As ``sync``, with the weights and the version of the last one."""
-        return self.sync(self._version)
 
     def leave(self) -> None:
         """Leave the group, if there is one. The next sync makes another."""
@@ -230,7 +243,7 @@ class RemoteBridge:
         def join() -> bool:
             if self._engines is not None:
                 self._engines.join([spec(rank) for rank in range(first, size)], self._job.to_json())
-            self._end = _End(self._side, self._job, spec(self._trainers.rank()), listening)
+            self._end = _End(self._end_side, self._job, spec(self._trainers.rank()), listening)
             self._members = members
             return True
 

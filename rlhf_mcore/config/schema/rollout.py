@@ -177,7 +177,8 @@ class RolloutConfig(Group):
     deterministic_order: bool = key(
         False,
         "`trainer.max_staleness`: a step trains on prompts in their order, not in that in which they finish",
-        more="A run that was killed and resumed then equals the uninterrupted one bit for bit.",
+        more="A run that was killed and resumed, or has lost engines, then equals the undisturbed one bit for bit. Each rank keeps a "
+        "copy of the weights that it has published, in host memory.",
         only_with=_AHEAD,
     )
     engine_timeout_s: float = key(

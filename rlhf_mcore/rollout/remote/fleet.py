@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count, groupby
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rlhf_mcore.config.errors import ConfigError
 from rlhf_mcore.protocols import EngineProcess, EngineRank, PeersLost
+from rlhf_mcore.rollout.remote.backlog import Backlog, FreeBacklog, OpenRequests, SharedBacklog
 from rlhf_mcore.rollout.remote.host import Meeting, Report
 from rlhf_mcore.rollout.remote.parts import (
     REMEDY,
@@ -44,7 +44,8 @@ class Fleet:
     One thread of its own talks to the engines, all but the calls that submit and transfer. ``clock`` counts seconds.
 
     Every request is answered once. Those of an engine that fails are drawn again by another one, from their start and with the same
-    seeds. An engine that was started, or started again, has no requests before it has weights, which it gets at the next sync.
+    seeds; how they are dealt is the backlog's. An engine that was started, or started again, has no requests before it has weights,
+    which it gets at the next sync.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Fleet:
         self._changed = threading.Condition(threading.RLock())
         self._numbers = count()
         self._engines: list[FleetEngine] = [self._new() for _ in range(plan.num_engines)]
-        self._backlog: deque[Request] = deque()
+        self._backlog: Backlog = SharedBacklog(plan.num_engines) if plan.in_order else FreeBacklog()
+        self._version = -1  # of the weights that were brought last
+        self._open = OpenRequests(lambda text: self._notes.append(text))
         self._finished: list[Completion] = []
         self._generated: dict[int, Completion] = {}  # by their ids, which ``generate`` waits for
         self._own_ids = count(-1, -1)  # of requests of ``generate``; others count from 0
@@ -201,8 +204,8 @@ class Fleet:
             engine.progressed = now
         self._work += report.work - (seen.work if seen is not None else EngineWork())
         engine.seen = report
-        for completion in report.completions:
-            if engine.requests.pop(completion.request_id, None) is not None:  # or it was cancelled
+        for completion in self._backlog.take(engine, report.completions):
+            if self._open.answer(completion):
                 if completion.request_id < 0:
                     self._generated[completion.request_id] = completion
                 else:
@@ -221,7 +224,8 @@ class Fleet:
         if engine.draining:
             self._leave(engine)
             return
-        self._notes.append(f"engine {engine.name} has failed and is started again: {reason}")
+        again = f", its {len(engine.requests)} requests are drawn again" if engine.requests else ""
+        self._notes.append(f"engine {engine.name} has failed and is started again{again}: {reason}")
         self._release(engine)
         engine.state, engine.attempt = "due", engine.attempt + 1
 
@@ -230,8 +234,9 @@ class Fleet:
         if engine.processes:
             self._ended.append((engine.key, engine.processes))
         engine.processes, engine.starting, engine.reports, engine.answered = (), [], [], []
-        self._backlog.extendleft(reversed(engine.requests.values()))
-        engine.requests = {}
+        self._open.lose(engine.requests)
+        self._backlog.put_back(engine)
+        engine.version = -1
 
     def _leave(self, engine: FleetEngine) -> None:
         self._release(engine)
@@ -269,12 +274,13 @@ class Fleet:
     def num_in_flight(self) -> int:
         """Requests that are not finished."""
         with self._changed:
-            return len(self._backlog) + sum(len(engine.requests) for engine in self._engines)
+            return len(self._open.versions)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw. All samples of a prompt go to one engine, the one with the fewest requests."""
+        """Begin to draw."""
         with self._checked():
-            self._backlog.extend(requests)
+            self._open.submit(requests, self._version)
+            self._backlog.add(requests, self._version)
             self._dispatch()
 
     def collect(self, timeout_s: float) -> list[Completion]:
@@ -295,11 +301,14 @@ class Fleet:
         """Stop to draw these."""
         dropped = set(request_ids)
         with self._changed:
-            self._backlog = deque(request for request in self._backlog if request.request_id not in dropped)
+            self._backlog.drop(dropped)
+            self._open.drop(dropped)
             self._finished = [found for found in self._finished if found.request_id not in dropped]
             for number in dropped & self._generated.keys():
                 del self._generated[number]
             for engine in self._engines:
+                if engine.share is not None:
+                    engine.share.drop(dropped)
                 if mine := dropped & engine.requests.keys():
                     for request_id in mine:
                         del engine.requests[request_id]
@@ -313,19 +322,11 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Requests that no engine has, to those that serve."""
-        serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
-        if self._participants is not None or not serving or not self._backlog:
+        if self._participants is not None:
             return
-        given: dict[str, list[Request]] = {}
-        for _, group in groupby(self._backlog, key=lambda request: list(request.prompt_ids)):
-            engine = min(serving, key=lambda engine: len(engine.requests))
-            samples = list(group)
-            engine.requests |= {request.request_id: request for request in samples}
-            given.setdefault(engine.name, []).extend(samples)
-        self._backlog.clear()
-        for engine in serving:
-            if engine.name in given:
-                engine.processes[0].call("submit", given[engine.name])
+        serving = [engine for engine in self._engines if engine.state == "serving" and not engine.draining]
+        for engine, requests in self._backlog.deal(serving):
+            engine.processes[0].call("submit", requests, self._plan.in_order)
 
     # ------------------------------------------------------------------------------------------ weights
     def pause(self) -> list[EngineProcess]:
@@ -395,22 +396,27 @@ class Fleet:
                             self._error = lost
         return problems
 
-    def resume(self) -> None:
+    def resume(self, version: int) -> None:
         """Let those that were paused draw again."""
         with self._checked():
-            paused, self._participants = self._participants or [], None
+            if self._plan.in_order and any(own != version for own in self._open.versions.values()):
+                raise RuntimeError(f"weights of version {version} have come while requests of another are being drawn")
+            paused, self._participants, self._version = self._participants or [], None, version
             for engine, process in paused:
                 if process in engine.processes:
                     process.call("resume")
-                    engine.state, engine.progressed = "serving", self._clock()
+                    engine.state, engine.version, engine.progressed = "serving", version, self._clock()
             self._dispatch()
 
     # ------------------------------------------------------------------------------------------ members
-    def pop_work(self) -> EngineWork:
-        """What all engines have done since the last call, as they last reported it."""
+    def pop_work(self) -> tuple[EngineWork, int]:
+        """What all engines have done since the last call, as they last reported it.
+
+        And how many responses were drawn by another version than they were submitted for, because their engine was lost.
+        """
         with self._changed:
             work, self._work = self._work, EngineWork()
-            return work
+            return work, self._open.pop_other()
 
     def status(self) -> list[EngineStatus]:
         """All engines."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rlhf_mcore.rollout.engine import Engine, EngineModel
     from rlhf_mcore.types import Completion, Request
 
-Order = tuple[str, Any]  # "submit" and requests, "cancel" and request ids, "pause", "wait" for environments
+# "submit" and requests, "cancel" and request ids, "forget" cached prefixes, "pause", "wait" for environments.
+Order = tuple[str, Any]
 
 _WAIT_S = 0.05  # for environments, between two looks at what the trainer wants
 
@@ -160,8 +161,13 @@ class EngineHost:
             self._episodes = order.episodes()
 
     # ------------------------------------------------------------------------------------------ generation
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Begin to draw. Of a lead; returns at once."""
+    def submit(self, requests: Sequence[Request], afresh: bool = False) -> None:
+        """Begin to draw. Of a lead; returns at once.
+
+        ``afresh``: the engine is idle, and draws as if these were its first requests with its weights.
+        """
+        if afresh:
+            self._orders.put(("forget", []))
         self._orders.put(("submit", requests))
 
     def cancel(self, request_ids: Collection[int]) -> None:
@@ -259,6 +265,8 @@ class EngineHost:
                 engine.submit(found)
             elif kind == "cancel":
                 engine.cancel(found)
+            elif kind == "forget":
+                engine.forget_prefixes()
             elif kind == "pause":
                 self._paused.set()
         stands = self._paused.is_set() or any(kind == "wait" for kind, _ in orders) or not engine.num_in_flight

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rlhf_mcore.rollout.remote.host import EngineOrder, Report
-    from rlhf_mcore.types import Request
+    from rlhf_mcore.types import Completion, Request
 
 
 class Call(Protocol):
@@ -63,6 +63,7 @@ class FleetPlan:
     threads: int  # compute threads of a process
     timeout_s: float  # an engine that does not answer, or draws nothing, for so long has failed
     restarts: int  # failures in a row that an engine may have before the run ends
+    in_order: bool = False  # responses depend neither on time nor on what happens to engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,21 @@ class EngineStatus:
     requests: int
     tokens: int
     failures: int
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Requests that an engine draws together, and nothing beside them."""
+
+    requests: dict[int, Request]  # by their ids
+    version: int  # of the weights that they are drawn by
+    answered: set[int] = field(default_factory=set)
+    is_repeated: bool = False  # an engine that drew it was lost
+    held: list[Completion] = field(default_factory=list)  # answers that have not been given yet
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Forget these requests."""
+        self.requests = {number: each for number, each in self.requests.items() if number not in request_ids}
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +109,8 @@ class FleetEngine:
     reports: list[Call] = field(default_factory=list)  # one of each process, under way
     answered: list[float] = field(default_factory=list)
     requests: dict[int, Request] = field(default_factory=dict)  # that it has been given and has not answered
+    share: Share | None = None  # that these are of, where requests are dealt in shares
+    version: int = -1  # of its weights; -1: it has none
     seen: Report | None = None
     progressed: float = 0.0  # when it last drew a token, or had nothing to draw
 

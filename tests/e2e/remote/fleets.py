@@ -85,7 +85,7 @@ def publish(fleet: Fleet, version: int, *directories: Path, name: str = "group")
     assert fleet.finish(60.0) == []
     fleet.begin_sync(version, None)
     assert fleet.finish(60.0) == []
-    fleet.resume()
+    fleet.resume(version)
     return [member.process for member in members]
 
 

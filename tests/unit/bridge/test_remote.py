@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
+import torch
 
 from rlhf_mcore.bridge.run import remote
+from rlhf_mcore.bridge.run.endpoints import HostCopies
 from rlhf_mcore.bridge.run.remote import BridgeJob, RemoteBridge, Side
 from rlhf_mcore.bridge.run.sync import NoTarget
 from rlhf_mcore.parallel.addresses import LOOPBACK
@@ -30,6 +33,7 @@ class Engines:
     processes: list[EngineProcess] = field(default_factory=lambda: [EngineProcess("a", "a1"), EngineProcess("b", "b1")])
     problems: list[list[str]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
     specs: list[GroupSpec] = field(default_factory=list)
     synced: list[Any] = field(default_factory=list)
 
@@ -50,21 +54,25 @@ class Engines:
         self.told.append("finish")
         return self.problems.pop(0) if self.problems else []
 
-    def resume(self) -> None:
+    def resume(self, version: int) -> None:
         self.told.append("resume")
+        self.resumed.append(version)
 
 
 class End:
     """The trainer's end of a group, without one."""
 
     lost: list[str] = []  # noqa: RUF012 - what syncs raise
+    sent: list[Any] = []  # noqa: RUF012 - the sources of syncs
 
     def __init__(self, side: Side, job: BridgeJob, spec: GroupSpec, listening: Any) -> None:
         listening.close()
+        self.sources = side.sources
 
     def sync(self, version: int, only: Sequence[str] | None) -> SyncStats:
         if self.lost:
             raise PeersLost(self.lost.pop())
+        self.sent.append(self.sources)
         return SyncStats(0.0, 0, 0, 7, 11)
 
     def close(self) -> None: ...
@@ -101,6 +109,23 @@ def test_a_process_that_was_started_again_is_another_one(engines: Engines) -> No
     engines.processes[1] = EngineProcess("b", "b2")
     bridge.sync(1, only=["x"])
     assert engines.told == [*JOIN, "resume", *JOIN, "resume"] and engines.synced[1] == (1, None)
+
+
+def test_fault_36_what_was_sent_last_is_kept_and_sent_again(engines: Engines) -> None:
+    """From copies that every sync makes, in a group of its own; the next sync sends what the model has by then."""
+    live = torch.zeros(3)
+    kept = HostCopies({"w": live})
+    End.sent.clear()
+    bridge = RemoteBridge(Side([], NoTarget()), JOB, world_group(), engines, address=LOOPBACK, timeout_s=9.0, kept=kept)
+    bridge.sync(4)
+    live += 1  # the update of step 5
+    engines.processes = [EngineProcess("a", "a2")]
+    bridge.sync_again()
+    assert End.sent == [None, kept] and kept.open(ANY)["w"].tolist() == [0, 0, 0]
+    bridge.sync(5, only=["x"])
+    assert End.sent == [None, kept, None] and kept.open(ANY)["w"].tolist() == [1, 1, 1]
+    assert engines.synced == [(4, None), (4, None), (5, None)] and engines.resumed == [4, 4, 5]
+    assert engines.told == [*JOIN, "resume"] * 3
 
 
 @pytest.mark.parametrize("who", ["an engine", "the trainer"])

@@ -135,6 +135,10 @@ def test_pinned_memory_is_that_of_offloading_and_of_saves_in_the_background() ->
     assert offloaded.pinned_bytes == 2 * 7_615_616_512
     saved = planned("Qwen2.5-7B", 8, "checkpoint.async_save=true")
     assert saved.pinned_bytes == pytest.approx(14 * 7_615_616_512 / 8, rel=1e-3)
+    apart = ["rollout.placement=disaggregated", "trainer.max_staleness=1", "actor.layout.tp=4"]
+    in_order = planned("Qwen2.5-7B", 8, *apart, "rollout.deterministic_order=true")
+    assert planned("Qwen2.5-7B", 8, *apart).pinned_bytes == 0
+    assert in_order.pinned_bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)  # what a rank has sent last
 
 
 def test_a_sleeping_engine_leaves_its_memory_to_training() -> None:

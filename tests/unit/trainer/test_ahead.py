@@ -251,6 +251,15 @@ def test_an_answer_to_nothing_ends_the_run() -> None:
         ahead.poll(1.0)
 
 
+def test_fault_36_in_order_a_response_of_another_version_ends_the_run() -> None:
+    engines = Engines(random.Random(0))
+    ahead, _ = ahead_of(engines, Schedule(1, 1, in_order=True, drain=True))
+    ahead.fill(1)
+    engines.publish(1)  # while it is drawn
+    with pytest.raises(RuntimeError, match=r"version 0 was to draw is of versions \(\(0, 0\), \(2, 1\)\)"):
+        ahead.poll(1.0)
+
+
 def test_damaged_rollouts_are_refused() -> None:
     engines = Engines(random.Random(0))
     ahead, _ = ahead_of(engines, Schedule(2, 1, drain=True))

@@ -68,10 +68,15 @@ def pipeline(
         ahead,
         lambda: bridge.is_lost,
         lambda requests: lambda _: None if bridge.is_lost else drawn(requests),
-        lambda: EngineWork(3, 40, 0.5),
+        lambda: (EngineWork(3, 40, 0.5), 2),
     )
     exchange, own = RowExchange(SAMPLES, asynchronous=True), collector or PlainSampling()
-    source = PipelinedBatches(PROMPTS, first, exchange, record, bridge.sync, collector=own)
+
+    def sync_again(version: int) -> None:
+        """Of what is published last there are copies in order, as ``cli.generation`` has it."""
+        bridge.sync(bridge.synced[-1] if schedule.in_order else version)
+
+    source = PipelinedBatches(PROMPTS, first, exchange, record, sync_again, collector=own)
     publisher = RemotePublisher(bridge, record, source.drain if schedule.drain else None)
     with ahead.run():
         yield source, publisher, bridge
@@ -90,6 +95,7 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
             assert batch.num_rows == 4 and batch.versions is not None and batch.num_rows == len(batch.scores)
             versions.append(sorted(set(batch.versions[batch.loss_mask].tolist())))
             assert [metrics[f"throughput/engine_{name}"] for name in ("steps", "tokens", "busy_s")] == [3, 40, 0.5]
+            assert metrics["rollout/other_version"] == 2
             assert metrics["rollout/redrawn"] == 0 and metrics["reward/mean"] == pytest.approx(
                 float(batch.scores.mean())
             )
@@ -97,18 +103,22 @@ def test_rows_and_metrics_of_steps_that_were_sampled_ahead() -> None:
     assert versions == [[0], [0], [1]] and bridge.synced == [0, 1, 2, 3]
 
 
-def test_fault_18_engines_that_replace_all_others_get_the_weights_that_the_trainer_has() -> None:
-    """Before the update those of the step before, after it those of the step; each under its own version."""
-    with pipeline(Schedule(2, 1, in_order=True, drain=True)) as (source, publisher, bridge):
+@pytest.mark.parametrize("in_order", [True, False])
+def test_fault_18_and_36_engines_that_replace_all_others_get_weights_again(in_order: bool) -> None:
+    """Before the update those of the step before; after it the trainer's, or in order those that requests in flight belong to."""
+    with pipeline(Schedule(2, 1, in_order=in_order, drain=True)) as (source, publisher, bridge):
         publisher.publish(0)
         bridge.lose_all()
         source.next_batch(1)
         assert bridge.synced == [0, 0]
         bridge.lose_all()
         assert source.first is not None
-        source.first.ahead.fill(2)  # in flight, so that publishing has to wait for it
+        source.first.ahead.fill(1)  # in flight, so that publishing has to wait for it
         publisher.publish(1)
-    assert bridge.synced == [0, 0, 1, 1]
+        assert bridge.synced == [0, 0, 0 if in_order else 1, 1]
+        waiting = source.first.ahead.finished().values()
+        versions = {version for found in waiting for each in found for _, version in each.versions}
+        assert versions == ({0} if in_order else {0, 1})
 
 
 def test_fault_18_all_engines_are_lost_in_the_middle_of_an_evaluation() -> None:

@@ -69,11 +69,12 @@ class Engine:
         return [(call.method, *call.arguments) for call in self.calls if call.method in methods]
 
     def draw(self, *request_ids: int) -> None:
-        """Finish these requests."""
+        """Finish these requests, by the weights that came last."""
+        version = self.told("sync")[-1][1] if self.told("sync") else 0
         for number in request_ids:
             request = self.drawing.pop(number)
             ids = np.array([request.seed], np.int32)
-            self.finished.append(Completion(number, ids, np.zeros(1, np.float32), ((0, 0),), "stop"))
+            self.finished.append(Completion(number, ids, np.zeros(1, np.float32), ((0, version),), "stop"))
             self.tokens += 1
 
     def look(self) -> None:
@@ -147,7 +148,7 @@ class Run:
         assert self.fleet.finish(5.0) == []
         self.fleet.begin_sync(version, None)
         assert self.fleet.finish(5.0) == []
-        self.fleet.resume()
+        self.fleet.resume(version)
         return [member.process for member in members]
 
     def engine(self, name: str) -> Engine:
@@ -162,10 +163,11 @@ Start = Callable[..., Run]
 def start() -> Start:
     """A fleet whose engines have weights."""
 
-    def started(engines: int = 2, tp: int = 1, restarts: int = 2) -> Run:
+    def started(engines: int = 2, tp: int = 1, restarts: int = 2, in_order: bool = False) -> Run:
         machines, notes = Machines(), []  # type: ignore[var-annotated]
         order: Any = None
-        fleet = Fleet(machines, FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts), notes.append, machines.clock)
+        plan = FleetPlan(order, engines, tp, 1, TIMEOUT_S, restarts, in_order)
+        fleet = Fleet(machines, plan, notes.append, machines.clock)
         fleet._changed.wait = lambda seconds: machines.wait((), seconds)  # type: ignore[method-assign,assignment,return-value]
         run = Run(machines, fleet, notes)
         for _ in range(3):
@@ -250,10 +252,10 @@ def test_fault_18_and_19_requests_of_an_engine_that_fails_are_drawn_by_another(
     run.turn()
     assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
     failed, *others = run.notes
-    assert failed == f"engine 0 has failed and is started again: {reason}"
+    assert failed == f"engine 0 has failed and is started again, its 1 requests are drawn again: {reason}"
     assert all(note.startswith("engine 0 is ready after ") and note.endswith("the next publish") for note in others)
     tokens = first.reported + second.reported + run.engine("0.1.0").reported  # of both starts of engine 0
-    assert run.fleet.pop_work() == EngineWork(6, tokens, 1.5) and run.fleet.pop_work() == EngineWork()
+    assert run.fleet.pop_work() == (EngineWork(6, tokens, 1.5), 0) and run.fleet.pop_work() == (EngineWork(), 0)
     if fault is not lose:
         first.answers = True
         first.drawing = {11: requests(1)[1]}
@@ -317,7 +319,7 @@ def test_nothing_is_drawn_between_pause_and_resume(start: Start) -> None:
     run.fleet.submit(requests(1))
     run.pass_time(3 * TIMEOUT_S)
     assert not run.engine("0.0.0").drawing and run.machines.ended == []
-    run.fleet.resume()
+    run.fleet.resume(1)
     assert sorted(run.engine("0.0.0").drawing) == [10, 11]
 
 
@@ -426,3 +428,184 @@ def test_a_generation_between_others_gets_its_own(start: Start) -> None:
     assert [completion.request_id for completion in drawn] == [10, 11, 50, 51]
     assert [completion.token_ids.tolist() for completion in drawn] == [[10], [11], [50], [51]]
     assert ids(run.fleet.collect(1)) == [10, 11]
+
+
+# ---------------------------------------------------------------------------------------------- versions, and order
+def restarted(run: Run, *names: str) -> None:
+    """These engines are lost, and their successors are there."""
+    for name in names:
+        lose(run.engine(name))
+    for _ in range(5):
+        run.turn()
+
+
+def begun(engine: Engine) -> list[list[int]]:
+    """Ids of the requests that it was given, by submission."""
+    return [[request.request_id for request in asked] for _, asked, _ in engine.told("submit")]
+
+
+def test_fault_36_what_newer_weights_draw_is_counted_and_told_in_one_line(start: Start) -> None:
+    run = start(engines=1)
+    run.fleet.submit(requests(1, 2))
+    run.engine("0.0.0").draw(10)
+    run.turn()
+    restarted(run, "0.0.0")
+    run.publish(1)
+    run.fleet.submit(requests(3))
+    run.fleet.cancel([20])
+    run.engine("0.1.0").draw(11, 30)
+    run.turn()
+    assert run.fleet.pop_work()[1] == 1  # of request 30 nothing was lost
+    run.engine("0.1.0").draw(21, 31)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [10, 11, 21, 30, 31] and run.fleet.num_in_flight == 0
+    assert run.fleet.pop_work()[1] == 1 and run.fleet.pop_work()[1] == 0
+    assert (
+        run.notes[0] == "engine 0 has failed and is started again, its 3 requests are drawn again: the process is gone"
+    )
+    assert run.notes[2:] == ["2 responses were drawn by newer weights than they were begun with: their engine was lost"]
+
+
+def test_what_another_engine_draws_with_the_same_weights_is_not_counted(start: Start) -> None:
+    run = start(engines=2)
+    run.fleet.submit(requests(1, 2))
+    run.fleet.remove("0")
+    run.engine("1.0.0").draw(10, 11, 20, 21)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [10, 11, 20, 21]
+    assert run.fleet.pop_work()[1] == 0 and run.notes == ["engine 0 has left"]
+
+
+@pytest.mark.parametrize("fault", [lose, silence, keep_from_drawing])
+def test_fault_36_in_order_a_share_is_drawn_again_as_a_whole(start: Start, fault: Callable[[Engine], None]) -> None:
+    """With what was answered, so that the rest has the same beside it; answers to it come once, those to the rest together."""
+    run = start(engines=1, in_order=True)
+    run.fleet.submit(requests(1, 2))
+    first = run.engine("0.0.0")
+    first.draw(20, 10)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [10, 20]
+    fault(first)
+    run.pass_time(TIMEOUT_S + 8)
+    assert run.fleet.needs_weights() and run.fleet.num_in_flight == 2
+    run.publish(0)
+    second = run.engine("0.1.0")
+    assert begun(second) == begun(first) == [[10, 11, 20, 21]]
+    assert [afresh for _, _, afresh in second.told("submit")] == [True]
+    second.draw(20, 10, 11)
+    run.turn()
+    restarted(run, "0.1.0")  # once more
+    run.publish(0)
+    third = run.engine("0.2.0")
+    assert begun(third) == [[10, 11, 20, 21]]
+    third.draw(20, 21, 11)
+    run.turn()
+    assert run.fleet.collect(0.5) == [] and run.fleet.num_in_flight == 2
+    third.draw(10)
+    run.turn()
+    assert ids(run.fleet.collect(1)) == [11, 21] and run.fleet.num_in_flight == 0
+    run.fleet.submit(requests(3))
+    assert sorted(third.drawing) == [30, 31]
+    assert run.fleet.pop_work()[1] == 0
+
+
+def test_fault_36_in_order_shares_are_those_of_a_run_whose_engines_are_all_well(start: Start) -> None:
+    """They do not depend on how many engines there are, nor on what these draw: an engine has one after the other."""
+    run = start(engines=2, in_order=True)
+    run.fleet.submit(requests(1, 2, 3))
+    assert [begun(run.engine(name)) for name in ("0.0.0", "1.0.0")] == [[[10, 11, 30, 31]], [[20, 21]]]
+    run.fleet.remove("0")
+    second = run.engine("1.0.0")
+    run.fleet.submit(requests(4))  # as a step does that has dropped prompts
+    assert begun(second) == [[20, 21]]
+    second.draw(21)
+    run.turn()
+    assert begun(second) == [[20, 21]]
+    second.draw(20)
+    run.turn()
+    assert begun(second) == [[20, 21], [10, 11, 30, 31]]
+    second.draw(30, 31, 10, 11)
+    run.turn()
+    second.draw(40, 41)
+    run.turn()
+    assert begun(second)[2:] == [[40, 41]] and len(ids(run.fleet.collect(1))) == 8
+    run.fleet.add(2)
+    for _ in range(4):
+        run.turn()
+    run.publish(1)
+    run.fleet.submit(requests(5, 6, 7))
+    assert [sorted(engine.drawing) for engine in run.machines.engines.values()][2:] == [[60, 61], []]
+    assert sorted(second.drawing) == [50, 51, 70, 71]
+
+
+def test_fault_36_in_order_an_engine_that_leaves_finishes_its_share(start: Start) -> None:
+    run = start(engines=2, in_order=True)
+    run.fleet.submit(requests(1, 2))
+    run.fleet.drain("0")
+    run.fleet.submit(requests(3))
+    run.engine("0.0.0").draw(10, 11)
+    run.turn()
+    assert run.machines.ended == ["0.0"] and run.fleet.collect(1) != []
+    run.engine("1.0.0").draw(20, 21)
+    run.turn()
+    assert sorted(run.engine("1.0.0").drawing) == [30, 31]
+
+
+def test_fault_36_in_order_requests_wait_for_their_version(start: Start) -> None:
+    run = start(engines=2, in_order=True)
+    run.publish(3)
+    restarted(run, "1.0.0")
+    run.fleet.submit(requests(1, 2))
+    assert begun(run.engine("0.0.0")) == [[10, 11]]
+    run.fleet.pause()
+    with pytest.raises(RuntimeError, match="weights of version 4 have come while requests of another are being drawn"):
+        run.fleet.resume(4)
+    run.publish(3)  # again, also to the one that was lost
+    assert begun(run.engine("1.1.0")) == [[20, 21]]
+
+
+def test_fault_36_in_order_an_evaluation_is_drawn_again_too(start: Start) -> None:
+    run = start(engines=1, in_order=True)
+    run.publish(2)
+    wait = run.fleet.begin(requests(1, 2))
+    run.engine("0.0.0").draw(-2)
+    run.turn()
+    restarted(run, "0.0.0")
+    assert wait(5) is None and run.fleet.needs_weights()
+    run.publish(2)
+    assert begun(run.engine("0.1.0")) == [[-1, -2, -3, -4]]
+    run.engine("0.1.0").draw(-4, -3, -1, -2)
+    run.turn()
+    drawn = wait(5)
+    assert drawn is not None and ids(drawn) == [10, 11, 20, 21]
+    assert [each.versions for each in drawn] == [((0, 2),)] * 4
+
+
+def test_a_share_on_which_engines_fail_again_and_again_ends_the_run(start: Start) -> None:
+    """What was answered before is drawn again each time: that is no progress."""
+    run = start(engines=1, restarts=2, in_order=True)
+    run.fleet.submit(requests(1))
+    run.engine("0.0.0").draw(10)
+    run.turn()
+    for attempt in range(2):
+        restarted(run, f"0.{attempt}.0")
+        run.publish(0)
+        run.engine(f"0.{attempt + 1}.0").draw(10)
+        run.turn()
+    lose(run.engine("0.2.0"))
+    with pytest.raises(EnginesLost, match="engine 0 has failed 3 times in a row"):
+        run.turn()
+
+
+def test_in_order_what_is_cancelled_is_not_returned(start: Start) -> None:
+    run = start(engines=1, in_order=True)
+    run.fleet.submit(requests(1))
+    run.fleet.submit(requests(2, 3))
+    run.fleet.cancel([10, 20, 21])
+    restarted(run, "0.0.0")
+    run.publish(0)
+    engine = run.engine("0.1.0")
+    assert begun(engine) == [[11]]
+    engine.draw(11)
+    run.turn()
+    assert begun(engine) == [[11], [30, 31]] and ids(run.fleet.collect(1)) == [11]

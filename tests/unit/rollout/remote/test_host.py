@@ -35,6 +35,10 @@ class Engine:
         self.told.append([request.request_id for request in requests])
         self.drawn |= {request.request_id: (request, 0) for request in requests}
 
+    def forget_prefixes(self) -> None:
+        assert not self.drawn
+        self.told.append("forget")
+
     def cancel(self, request_ids: Collection[int]) -> None:
         for request_id in request_ids:
             self.drawn.pop(request_id, None)
@@ -164,6 +168,16 @@ def test_an_engine_waits_for_environments_and_is_paused_meanwhile(started: tuple
     while len(finished) < 2:
         finished += [found.request_id for found in host.report(20).completions]
     assert sorted(finished) == [1, 2] and [told for told in engine.told if told] == [[1], ("sync", 4), [2], "step"]
+
+
+def test_fault_36_what_is_drawn_afresh_finds_nothing_of_what_came_before(started: tuple[EngineHost, Engine]) -> None:
+    host, engine = started
+    engine.allowed.release(100)
+    host.submit([request(1, 1)])
+    assert [found.request_id for found in host.report(20).completions] == [1]
+    host.submit([request(2, 1), request(4, 1)], True)
+    assert [found.request_id for found in host.report(20).completions] == [2, 4]
+    assert engine.told == [[1], "step", "forget", [2, 4], "step"]
 
 
 def test_what_ends_the_engine_is_reported(started: tuple[EngineHost, Engine]) -> None:
