@@ -59,6 +59,7 @@ OWN = (
     "bridge/",
     "rollout/in_flight",
     "rollout/redrawn",
+    "rollout/other_version",
     "rollout/staleness",
     "rollout/stale_",
 )
@@ -218,11 +219,11 @@ def test_fault_32_without_ray_the_run_ends_with_one_message(workspace: Path, who
 ONE_OFF = ["trainer.max_staleness=1", "rollout.deterministic_order=true", "rollout.sampling.max_new_tokens=48"]
 
 
-def staleness(directory: Path, experiment: str) -> list[float]:
-    """Of every step's tokens on average."""
+def ages(directory: Path, experiment: str) -> list[tuple[float, float]]:
+    """Mean staleness of every step's tokens, and how many responses another version has drawn."""
     path = directory / "outputs" / "quickstart" / experiment / "metrics.jsonl"
     records = map(json.loads, path.read_text().splitlines())
-    return [record["rollout/staleness_mean"] for record in records if record["step"]]
+    return [(record["rollout/staleness_mean"], record["rollout/other_version"]) for record in records if record["step"]]
 
 
 def differences(directory: Path, *experiments: str) -> list[str]:
@@ -231,7 +232,7 @@ def differences(directory: Path, *experiments: str) -> list[str]:
     folders = [directory / "outputs" / "quickstart" / name / "latest" / "actor" for name in experiments]
     weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     found = [f"step {a['step']}" for a, b in zip(one, other, strict=True) if a != b]
-    found += ["staleness"] * (staleness(directory, experiments[0]) != staleness(directory, experiments[1]))
+    found += ["ages"] * (ages(directory, experiments[0]) != ages(directory, experiments[1]))
     return found + ["weights"] * (weights[0] != weights[1])
 
 
@@ -250,7 +251,7 @@ def test_fault_36_in_order_an_engine_that_dies_or_stalls_changes_nothing(workspa
     assert job.process.returncode == 0 and "Traceback" not in printed, printed
     assert differences(workspace, "calm", "lost") == []
     assert len(re.findall(r"started again, its [1-9]\d* requests are drawn again: ", printed)) == 2, printed
-    assert staleness(workspace, "calm") == [0.0] + [1.0] * 5 and not (workspace / "victim").exists()
+    assert ages(workspace, "calm") == [(0, 0)] + [(1, 0)] * 5 and not (workspace / "victim").exists()
 
 
 def engine_to_lose(directory: Path, experiment: str, job: Started, records: int) -> list[int]:
