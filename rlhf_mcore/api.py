@@ -25,6 +25,7 @@ from rlhf_mcore.cli.rendezvous import torchrun_world_size
 from rlhf_mcore.cli.train import quiet
 from rlhf_mcore.config.derive import default_world_size, resolve
 from rlhf_mcore.config.errors import ConfigError as ConfigError
+from rlhf_mcore.config.hub import MODEL_KEYS, localize
 from rlhf_mcore.config.load import load_config as load_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
@@ -120,6 +121,7 @@ class Trainer:
         callbacks: Sequence[Callback | OnStep] = (),
     ) -> None:
         cfg = _with_given(cfg, reward, prompts, eval_prompts)
+        localize(cfg)
         validate(cfg, _world_size(cfg))
         check_packages(cfg)
         check_engine(cfg)
@@ -239,6 +241,7 @@ def evaluate(
     cfg = _with_given(cfg, reward, None, prompts)
     cfg.evaluate.checkpoint = str(checkpoint) if checkpoint else cfg.evaluate.checkpoint or default_checkpoint(cfg)
     cfg.evaluate.compare = str(compare) if compare else cfg.evaluate.compare
+    localize(cfg, (*MODEL_KEYS, "data.eval"))
     validate_evaluation(cfg, _world_size(cfg))
     check_packages(cfg)
     check_engine(cfg)

@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _evaluate(path: str, overrides: Sequence[str]) -> int:
     from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.evaluation import default_checkpoint, validate_evaluation
+    from rlhf_mcore.config.hub import MODEL_KEYS, localize, overrides_of
     from rlhf_mcore.config.load import load_config
 
     if os.path.isdir(path):
@@ -75,6 +76,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
             f"{path} is a directory, and the configuration comes first: rlhf-mcore evaluate run.yaml evaluate.checkpoint={path}"
         )
     cfg = load_config(path, overrides)
+    local = localize(cfg, (*MODEL_KEYS, "data.eval"))
     if cfg.evaluate.checkpoint is None:
         cfg.evaluate.checkpoint = default_checkpoint(cfg)
     validate_evaluation(cfg, torchrun_world_size())
@@ -92,7 +94,7 @@ def _evaluate(path: str, overrides: Sequence[str]) -> int:
         preflight.check_environment(cfg)
         logs = preflight.logs_directory(cfg)
         size, shown = default_world_size(cfg, evaluates=True), cfg.logging.console
-        return launch([path, *overrides], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
+        return launch([path, *overrides, *overrides_of(local)], size, cfg.trainer.threads_per_rank, MODULE, logs=logs, console=shown)
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports

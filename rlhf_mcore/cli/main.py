@@ -38,6 +38,8 @@ COMMANDS = {
     "watch": "the same page in a browser during a run",
     "rollouts": "list, add, drain or remove the engines of a running job",
     "pin": "keep a checkpoint of a run under a name",
+    "chat": "talk to a trained model, in a terminal or from a pipe",
+    "push": "upload the trained model of a run to the Hugging Face hub, with a model card",
     "verify-checkpoint": "name every damaged file of a checkpoint, or of all checkpoints of a run",
     "completion": "make TAB complete commands, options, keys and values in bash and zsh",
 }

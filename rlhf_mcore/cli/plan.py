@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from rlhf_mcore.config.hub import MODEL_KEYS, localize
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.planning.known_models import described
 
@@ -72,6 +73,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--trace prints a table and --json prints none; leave one of them out")
     gpu, assumed = device_and_assumptions(args.gpu, args.set)
     cfg = load_config(args.config, args.overrides)
+    localize(cfg, MODEL_KEYS, download=False)  # config.json is enough, and known models need not be here
     with described(cfg) as notes:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

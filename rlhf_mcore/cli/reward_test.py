@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.cli.progress import working
     from rlhf_mcore.config.derive import grades, short_episodes
+    from rlhf_mcore.config.hub import DATA_KEYS, localize
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.reward_rules import scores_alone
     from rlhf_mcore.config.run_kinds import run_kind
@@ -57,6 +58,7 @@ def _try(path: str, overrides: Sequence[str], limit: int) -> int:
     from rlhf_mcore.rewards.trial import as_text, once_each, read_sample, refuse_unknown_sources, try_reward
 
     cfg = load_config(path, overrides, without_model=True)
+    localize(cfg, DATA_KEYS)
     if not run_kind(cfg).generates:
         raise ConfigError(
             f"algorithm.kind={cfg.algorithm.kind} has no reward; reward-test is for reinforcement learning"

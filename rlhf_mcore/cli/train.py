@@ -70,18 +70,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(path: str, overrides: Sequence[str], announced: int, *, print_config: bool) -> int:
-    from rlhf_mcore.config.derive import resolve
+    from rlhf_mcore.config.derive import epochs_text, resolve
+    from rlhf_mcore.config.hub import localize, notes_of, overrides_of
     from rlhf_mcore.config.load import load_config
     from rlhf_mcore.config.validate import validate
 
     cfg, world_size = load_config(path, overrides), torchrun_world_size()
+    local = localize(cfg, download=not print_config)
     try:
         validate(cfg, world_size)
     except ConfigError:
         if print_config:
             show(cfg)  # what is wrong with it is easier to see beside it
         raise
-    cfg = resolve(cfg)
+    epochs, cfg = epochs_text(cfg), resolve(cfg)
     if print_config:
         show(cfg)
         return exit_codes.DONE
@@ -90,7 +92,9 @@ def _train(path: str, overrides: Sequence[str], announced: int, *, print_config:
     preflight.check_packages(cfg)
     preflight.check_engine(cfg)
     if world_size is None:
-        return _launch(cfg, [path, *overrides])
+        for note in (*notes_of(local), *([epochs] if epochs else [])):
+            preflight.say(cfg, note)
+        return _launch(cfg, [path, *overrides, *overrides_of(local)])
     quiet()
     from rlhf_mcore.cli.progress import of_run, working
     from rlhf_mcore.platform import eager_imports

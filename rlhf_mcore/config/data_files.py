@@ -23,6 +23,7 @@ from rlhf_mcore.config.data_rows import (
 )
 from rlhf_mcore.config.derive import needs_answer
 from rlhf_mcore.config.errors import ConfigError, FileProblem
+from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, DataConfig
 from rlhf_mcore.config.user_functions import function_problems
@@ -211,6 +212,8 @@ def read_columns(file: Path, field: str, limits: RowLimits | None = None) -> lis
     """
     if file.is_dir():
         raise ConfigError(f"{field}: {file} is a directory; name the .parquet or .jsonl files in it")
+    if hint := absent_hint(str(file), is_data=True):
+        raise ConfigError(f"{field}: {file} does not exist (looked from {Path.cwd()}){hint}")
     if file.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"{field}: {file} is of an unknown kind {file.suffix!r}; convert it to .parquet or .jsonl")
     if not isfile(file):

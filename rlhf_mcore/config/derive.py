@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from rlhf_mcore.config.choices import ADVANTAGES, Estimator
+from rlhf_mcore.config.data_rows import count_rows
 from rlhf_mcore.config.reward_rules import any_needs_truth, scores_alone
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config, LayoutConfig
@@ -80,6 +81,30 @@ def balanced_stages(num_layers: int, num_stages: int) -> list[int]:
     return [high - low for low, high in pairwise(borders)]
 
 
+def num_steps(cfg: Config) -> int:
+    """Steps of a run: ``trainer.num_steps``, or those in which ``trainer.num_epochs`` passes over the rows are made.
+
+    Where the files are not here, as for planning, epochs tell nothing.
+    """
+    epochs = cfg.trainer.num_epochs
+    rows = count_rows(cfg.data.train) if epochs is not None else None
+    if epochs is None or not rows:
+        return cfg.trainer.num_steps
+    return max(math.ceil(epochs * rows / cfg.trainer.prompts_per_step), 1)
+
+
+def epochs_text(cfg: Config) -> str | None:
+    """What ``trainer.num_epochs`` comes to, in words; None where it is not set."""
+    if cfg.trainer.num_epochs is None:
+        return None
+    leaves_out = cfg.data.transform is not None or cfg.data.overlong_prompts == "drop"
+    more = "; rows that data.transform or data.overlong_prompts=drop leaves out are counted" if leaves_out else ""
+    return (
+        f"trainer.num_epochs={cfg.trainer.num_epochs:g}: {num_steps(cfg)} steps of {cfg.trainer.prompts_per_step} for "
+        f"{count_rows(cfg.data.train) or 0} rows{more}"
+    )
+
+
 def updates_per_run(cfg: Config, minibatch_size: int, ppo_epochs: int) -> int:
     """Number of optimizer updates of a role over the whole run."""
     return cfg.trainer.num_steps * ppo_epochs * (cfg.trainer.prompts_per_step // minibatch_size)
@@ -93,6 +118,7 @@ def resolve(cfg: Config) -> Config:
     """
     cfg = copy.deepcopy(cfg)
     sampling, trainer = cfg.rollout.sampling, cfg.trainer
+    trainer.num_steps, trainer.num_epochs = num_steps(cfg), None
     if trainer.minibatch_size is None:
         trainer.minibatch_size = trainer.prompts_per_step
     if cfg.rollout.max_model_len is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from rlhf_mcore.config.data_files import data_problems
 from rlhf_mcore.config.derive import default_world_size, needs_answer, resolve, role_layouts
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.layouts import layout_problems, model_problems, tensor_cut_problems
 from rlhf_mcore.config.model_files import INDEX_FILE, TOKENIZER_FILES, inspect_generator, tokenizer_problems
 from rlhf_mcore.config.schema import Config
@@ -75,7 +76,7 @@ def find_model(path: str, field: str) -> str:
     problem = "holds no config.json" if isdir(path) else f"is not a directory (looked from {Path.cwd()})"
     raise ConfigError(
         f"{field}={path} {problem}; give a Hugging Face directory, a checkpoint (checkpoint-N), a run directory, or one with "
-        "shards of FSDP (model_world_size_X_rank_Y.pt) or of Megatron (torch_dist)"
+        f"shards of FSDP (model_world_size_X_rank_Y.pt) or of Megatron (torch_dist){absent_hint(path)}"
     )
 
 

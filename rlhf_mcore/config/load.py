@@ -60,6 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, without_mode
         raise ConfigError.many(problems)
     problems = list(_missing(values.unresolved()))
     last = list({setting.key: setting for setting in reader.settings}.values())
+    problems += _choose_length(values, reader.settings)
     problems += list(_too_many_references(last)) or [
         problem for setting in last for problem in _unresolved(values, setting)
     ]
@@ -204,6 +205,30 @@ def _fill_preset(values: _Values) -> None:
             values.write(f"algorithm.{name}", value)
 
 
+def _choose_length(values: _Values, settings: Sequence[Setting]) -> list[str]:
+    """Of ``trainer.num_steps`` and ``num_epochs`` the one that was set later decides; in one place there can be one of them only."""
+    steps, epochs = (
+        max(
+            (place for place, setting in enumerate(settings) if setting.key == key and setting.value is not None),
+            default=-1,
+        )
+        for key in (_STEPS, _EPOCHS)
+    )
+    if steps < 0 or epochs < 0:
+        return []
+    first, second = (settings[place] for place in (steps, epochs))
+    if first.source == second.source:
+        return [
+            f"{first.place}: {_STEPS}={first.value} and {_EPOCHS}={second.value} both tell how long the run is; remove one of them"
+        ]
+    if steps > epochs:
+        values.write(_EPOCHS, None)
+    return []
+
+
+_STEPS, _EPOCHS = "trainer.num_steps", "trainer.num_epochs"
+
+
 def _missing(value: Any, key: str = "") -> Iterator[str]:
     """Mandatory keys that are still "???" in an unresolved tree."""
     if isinstance(value, dict):
@@ -253,6 +278,11 @@ class Setting:
     key: str
     value: Any
     place: str
+
+    @property
+    def source(self) -> str:
+        """The file, or the command line."""
+        return "" if self.place.startswith("override ") else self.place.rpartition(":")[0]
 
 
 class SettingReader:

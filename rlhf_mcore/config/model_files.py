@@ -9,6 +9,7 @@ from os.path import exists, isdir, isfile
 from pathlib import Path, PurePosixPath
 
 from rlhf_mcore.config.errors import ConfigError, FileProblem, shortened
+from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.families import ARCHITECTURES, FAMILIES, UNSUPPORTED
 from rlhf_mcore.families.mtp import num_mtp_layers
 from rlhf_mcore.families.sizes import MAX_SIZES, ROPE_TYPES, rope_type, rotary, size
@@ -62,7 +63,7 @@ def inspect_model(path: str, field: str, heads: Collection[str] = ("lm",)) -> tu
     prefix = f"{field}={path}"
     if not isdir(path):
         where = "is not a directory" if exists(path) else f"does not exist (looked from {Path.cwd()})"
-        return None, [f"{prefix} {where}; give the path of a Hugging Face model directory"]
+        return None, [f"{prefix} {where}; give the path of a Hugging Face model directory{absent_hint(path)}"]
     problems: list[str] = [FileProblem(problem) for problem in _weight_problems(Path(path), prefix)]
     try:
         hf_config = read_config(path, prefix)

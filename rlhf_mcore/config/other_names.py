@@ -53,8 +53,11 @@ _NAMES = {
     "critic.path": "critic_pretrain critic_model_path value_model critic_model",
     "critic.value_clip": "cliprange_value value_clip_range",
     "critic.warmup_steps": "critic_warmup freezing_actor_steps critic_warmup_steps",
-    "trainer.num_steps": (
+    "trainer.num_epochs": (
         "num_train_epochs total_epochs num_epochs num_epoch max_num_epochs num_episodes epochs n_epochs max_train_epochs "
+        "max_epochs"
+    ),
+    "trainer.num_steps": (
         "max_steps total_training_steps max_num_steps num_rollout train_steps num_training_steps total_steps "
         "max_train_steps num_iters train_iters num_train_steps"
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.hub_ids import absent_hint
 from rlhf_mcore.config.model_files import tokenizer_problems
 from rlhf_mcore.config.schema import ModelConfig
 from rlhf_mcore.foreign import INDEX, Fields, MissingFile, read_json, shorten
@@ -31,7 +32,7 @@ def own_tokenizer_problems(model: ModelConfig) -> Iterator[str]:
     if model.tokenizer_path is None:
         yield from tokenizer_problems(model.path, "model.path")
     elif not Path(owner).is_dir():
-        yield f"model.tokenizer_path={owner} is not a directory; give the path of a directory with tokenizer files"
+        yield f"model.tokenizer_path={owner} is not a directory; give the path of a directory with tokenizer files{absent_hint(owner)}"
         return
     else:
         yield from tokenizer_problems(owner, "model.tokenizer_path")

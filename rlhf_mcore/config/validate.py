@@ -25,6 +25,7 @@ from rlhf_mcore.config.derive import (
     longest_example,
     longest_response,
     max_new_tokens,
+    num_steps,
     padded_to,
     resolve,
     role_layouts,
@@ -244,10 +245,11 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
             if (value := getattr(optimizer, name)) != getattr(OptimizerConfig, name):
                 shown = f"{role}.optimizer.{name}={value:g}"
                 yield f"{shown} has no effect with {role}.optimizer.name={optimizer.name}; remove it, or change that"
-    if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= cfg.trainer.num_steps]:
+    last = num_steps(cfg)
+    if beyond := [step for step in cfg.trainer.profile.steps if not 1 <= step <= last]:
         yield (
             f"trainer.profile.steps: {shortened(beyond, separator=', ')} is no step of the run; "
-            f"name steps from 1 to trainer.num_steps={cfg.trainer.num_steps}"
+            f"name steps from 1 to trainer.num_steps={last}"
         )
 
 

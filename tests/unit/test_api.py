@@ -29,3 +29,20 @@ def test_prompts_that_cannot_be_written_name_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(rm.ConfigError, match=r"output_dir: .*/file/.*: Not a directory; choose another output_dir"):
         rm.train(Config(output_dir=str(tmp_path / "file")), prompts=["2+2="])
+
+
+def test_an_id_of_the_hub_is_looked_up_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = tmp_path / "cache" / "models--Org--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"architectures": ["NoneOfOurs"]}')
+    (snapshot / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    cfg = Config(output_dir=str(tmp_path))
+    cfg.model.path = "Org/tiny"
+    with pytest.raises(rm.ConfigError, match=f"model.path={snapshot}: architecture NoneOfOurs is not supported"):
+        rm.Trainer(cfg, prompts=["2+2="])
+    assert cfg.model.path == "Org/tiny"

@@ -101,11 +101,13 @@ def _note(migration: Migration) -> None:
         migration.notes.append("reward.function: called as f(data_source, solution_str, ground_truth, extra_info)")
     elif not supervised:
         _note_rule(migration)
-    if "trainer.num_steps" not in settings:
+    if not {"trainer.num_steps", "trainer.num_epochs"}.intersection(settings):
         migration.notes.append("trainer.num_steps: there, it follows from epochs and rows; set it")
     model = str(settings.get("model.path", ""))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        migration.notes.append(f"model.path: {model} looks like the id of a model; download it and give its directory")
+        migration.notes.append(
+            f"model.path: {model} looks like the id of a model on the hub; give a directory, or unset HF_HUB_OFFLINE"
+        )
     if "model.path" not in settings:
         migration.notes.append("model.path: not in the source; set it to a Hugging Face directory")
     if not settings.get("data.train"):

@@ -245,6 +245,7 @@ ROWS = (
     Row("rollout.temperature", "rollout.sampling.temperature", float),
     Row("rollout.top_p", "rollout.sampling.top_p", float),
     Row("train.max_epochs", "trainer.ppo_epochs", int),
+    Row("train.num_episodes", "trainer.num_epochs", float),
     Row("data.prompt_dataset", "data.train", data_files),
     Row("data.input_key", "data.prompt_key", str),
     Row("data.label_key", "data.answer_key", str),
@@ -346,7 +347,6 @@ REASONS = {
     "train.colocate_actor_ref": _SAME_PROCESSES,
     "train.colocate_all": _SAME_PROCESSES,
     "train.colocate_critic_reward": _SAME_PROCESSES,
-    "train.num_episodes": "depends on the number of rows: set trainer.num_steps to episodes x rows / rollout.batch_size",
     "vllm.num_engines": "there are world size / rollout.layout.tp engines here",
     "vllm.sync_backend": "the bridge brings the weights to engines here",
     "vllm.sync_with_ray": "the bridge brings the weights to engines here",
@@ -396,6 +396,7 @@ def _kind(name: str) -> Joint:
 _SUPERVISED_ROWS = (
     *(replace(row, theirs=ONE_MODEL.get(row.theirs, row.theirs)) for row in MODEL_ROWS),
     Row("train.batch_size", "trainer.prompts_per_step", int),
+    Row("train.max_epochs", "trainer.num_epochs", float),
     Row("data.dataset", "data.train", data_files),
     Row("eval.dataset", "data.eval", lambda names: data_files(names, "data.eval")),
 )
@@ -441,7 +442,6 @@ _SUPERVISED_REASONS = {
     "loss": "pairs are distinguished by the sigmoid of the difference (Bradley and Terry) here",
     "model": "see the keys of model",
     "muon": _MUON,
-    "train.max_epochs": "depends on the number of rows: set trainer.num_steps to epochs x rows / train.batch_size",
 }
 SFT = Table(
     "OpenRLHF (train_sft)",

@@ -172,7 +172,7 @@ def microbatch(values: Values) -> dict[str, Any]:
 def steps(values: Values) -> dict[str, Any]:
     total = values.get("trainer.total_training_steps")
     if total is None:
-        raise Lost("depends on the number of rows: set trainer.num_steps to epochs x rows / data.train_batch_size")
+        return {"trainer.num_epochs": float(values["trainer.total_epochs"])}
     return {"trainer.num_steps": int(total)}
 
 

@@ -69,8 +69,9 @@ class ModelConfig(Group):
 
     path: str = key(
         "???",
-        "a local directory in Hugging Face format: `config.json`, tokenizer, safetensors",
-        more="The headers of the weights are compared with `config.json` (embedding, first and last layer) before any process "
+        "a directory in Hugging Face format: `config.json`, tokenizer, safetensors; or an id of the hub, `ORG/NAME`",
+        more="See [ids of the hub](own-model.md#ids-of-the-hub). "
+        "The headers of the weights are compared with `config.json` (embedding, first and last layer) before any process "
         "has started.",
     )
     tokenizer_path: Optional[str] = key(None, "directory of the tokenizer", null="`model.path`")

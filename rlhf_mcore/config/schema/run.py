@@ -16,7 +16,9 @@ MAX_WORLD = 2**17  # processes; plans list them. The largest runs that are publi
 class DataConfig(Group):
     """Prompts, from parquet or jsonl files."""
 
-    train: list[str] = key([], "parquet or jsonl files", is_fixed=True)
+    train: list[str] = key(
+        [], "parquet or jsonl files, or ids of data sets on the hub, `ORG/NAME:split`", is_fixed=True
+    )
     eval: list[str] = key([], "held-out files, for `evaluate`")
     prompt_key: Any = key(
         "prompt",
@@ -100,6 +102,15 @@ class TrainerConfig(Group):
     """Size and shape of a step."""
 
     num_steps: int = key(100, "steps; each generates, scores and trains", AT_LEAST_1)
+    num_epochs: Optional[float] = key(
+        None,
+        "passes over the rows of `data.train`, in the place of `num_steps`, which follows from it",
+        ABOVE_0,
+        null="`num_steps` tells",
+        more="`num_steps` is `num_epochs` · rows / `prompts_per_step`, rounded up. Rows that `data.transform` or "
+        "`data.overlong_prompts: drop` leaves out are counted. Of a file and the command line the later one wins; both in one place "
+        "are refused.",
+    )
     prompts_per_step: int = key(
         32,
         "prompts of a step, over all ranks",

@@ -84,6 +84,7 @@ def test_print_config_shows_the_resolved_tree(workspace: Any, capsys: pytest.Cap
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"] == {
         "num_steps": 7,
+        "num_epochs": None,
         "prompts_per_step": 32,
         "max_staleness": 0,
         "minibatch_size": 32,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from rlhf_mcore.config.derive import default_world_size, needs_critic, resolve
+from rlhf_mcore.config.derive import default_world_size, epochs_text, needs_critic, resolve
 from rlhf_mcore.config.load import load_config
 
 PPO = "algorithm=ppo"
@@ -23,6 +25,29 @@ def test_what_an_algorithm_leaves_open_is_derived(workspace: Any) -> None:
     cfg = resolve(load_config("run.yaml", set_by_user))
     assert (cfg.algorithm.overlong.max_tokens, cfg.algorithm.overlong.cache_tokens) == (50, 7)
     assert cfg.algorithm.kl.controller.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "num_steps"),
+    [("1", 4), ("2", 7), ("0.5", 2), ("0.001", 1)],  # 13 rows, 4 a step: 13/4, 26/4, 6.5/4
+)
+def test_epochs_are_steps_by_the_rows_of_all_files(workspace: Any, num_epochs: str, num_steps: int) -> None:
+    workspace.write("a.jsonl", '{"prompt": "x", "answer": "1"}\n\n' * 6 + '{"prompt": "x", "answer": "1"}')
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"] * 6, "answer": ["1"] * 6}), "b.parquet")
+    overrides = ["data.train=[a.jsonl, b.parquet]", f"trainer.num_epochs={num_epochs}", "trainer.prompts_per_step=4"]
+    given = load_config("run.yaml", overrides)
+    cfg = resolve(given)
+    assert (cfg.trainer.num_steps, cfg.trainer.num_epochs) == (num_steps, None)
+    assert cfg.algorithm.kl.controller.steps == cfg.actor.optimizer.schedule.total_updates == num_steps
+    assert epochs_text(given) == f"trainer.num_epochs={num_epochs}: {num_steps} steps of 4 for 13 rows"
+    given.data.overlong_prompts = "drop"
+    assert str(epochs_text(given)).endswith(
+        "rows that data.transform or data.overlong_prompts=drop leaves out are counted"
+    )
+
+
+def test_epochs_of_files_that_are_not_here_tell_nothing(workspace: Any) -> None:
+    assert resolve(load_config("run.yaml", ["data.train=[no.jsonl]", "trainer.num_epochs=3"])).trainer.num_steps == 100
 
 
 @pytest.mark.parametrize(

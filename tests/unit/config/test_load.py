@@ -101,6 +101,28 @@ def test_several_bases_apply_in_order(workspace: Any) -> None:
     assert (cfg.seed, cfg.project) == (2, "a")
 
 
+def test_of_steps_and_epochs_the_later_one_decides(workspace: Any) -> None:
+    workspace.write("base.yaml", "model: {path: m}\ntrainer: {num_steps: 30, num_epochs: null}\n")
+    workspace.write("run.yaml", "base: base.yaml\ntrainer: {num_epochs: 2}\n")
+    assert load_config("base.yaml").trainer.num_epochs is None
+    assert load_config("base.yaml", ["trainer.num_epochs=1"]).trainer.num_epochs == 1
+    assert load_config("run.yaml").trainer.num_epochs == 2
+    cfg = load_config("run.yaml", ["trainer.num_steps=7"])
+    assert (cfg.trainer.num_epochs, cfg.trainer.num_steps) == (None, 7)
+
+
+def test_steps_and_epochs_in_one_place_are_refused(workspace: Any) -> None:
+    workspace.write("run.yaml", "model: {path: m}\ntrainer:\n  num_steps: 30\n  num_epochs: 2\n")
+    assert problems() == [
+        "run.yaml:3: trainer.num_steps=30 and trainer.num_epochs=2 both tell how long the run is; remove one of them"
+    ]
+    workspace.write("run.yaml", "model: {path: m}\n")
+    (problem,) = problems("trainer.num_epochs=0.5", "trainer.num_steps=3")
+    assert problem.endswith(
+        "trainer.num_steps=3 and trainer.num_epochs=0.5 both tell how long the run is; remove one of them"
+    )
+
+
 def test_a_cycle_of_bases_is_refused(workspace: Any) -> None:
     workspace.write("a.yaml", "base: b.yaml\n")
     workspace.write("b.yaml", "base: a.yaml\n")

@@ -53,6 +53,8 @@ from rlhf_mcore.config.other_names import find_other_name, hint
         ("--rollout-max-response-len", ["rollout.sampling.max_new_tokens"]),
         ("--hf-checkpoint", ["model.path"]),
         ("--num-rollout", ["trainer.num_steps"]),
+        ("trainer.total_epochs", ["trainer.num_epochs"]),
+        ("num_train_epochs", ["trainer.num_epochs"]),
         # NeMo-RL
         ("grpo.num_prompts_per_step", ["trainer.prompts_per_step"]),
         ("policy.megatron_cfg.tensor_model_parallel_size", ["actor.layout.tp"]),

@@ -89,6 +89,7 @@ def test_flags() -> None:
                 "algorithm.rollout_correction.mask_high": 5.0,
             },
         ),
+        ("--num_episodes 2", {"trainer.num_epochs": 2.0}),
         (
             "--reward.overlong_buffer_len 512",
             {"algorithm.overlong.enabled": True, "algorithm.overlong.cache_tokens": 512},
@@ -133,7 +134,6 @@ def test_what_is_carried_over(flags: str, expected: dict[str, Any]) -> None:
         ("--reward.remote_url http://x", "reward.remote_url", "reward group"),
         ("--zero_stage 3", "ds.zero_stage", "Megatron-core"),
         ("--async_train", "train.async_enable", "synchronous"),
-        ("--num_episodes 2", "train.num_episodes", "trainer.num_steps"),
         ("--actor.optim muon", "actor.optim", "AdamW"),
         (
             f"{IS}_enable {IS}_type seq-mask-tis",

@@ -90,8 +90,9 @@ def test_their_defaults_are_written_out_where_ours_differ() -> None:
         ),
         (
             [ACTOR + "optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50"],
-            {"actor.optimizer.schedule.warmup_ratio": 0.1, "trainer.num_steps": 50},
+            {"actor.optimizer.schedule.warmup_ratio": 0.1, "trainer.num_steps": 50, "trainer.num_epochs": None},
         ),
+        (["trainer.total_epochs=15"], {"trainer.num_epochs": 15.0, "trainer.num_steps": None}),
         (
             [ACTOR + "use_dynamic_bsz=True", ACTOR + "ppo_max_token_len_per_gpu=9000"],
             {"trainer.max_tokens_per_microbatch": 9000},
@@ -181,7 +182,6 @@ def test_what_is_carried_over(overrides: list[str], expected: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("trainer.total_epochs=15", "depends on the number of rows"),
         ("algorithm.adv_estimator=remax", "'remax' has no counterpart; there are: gae, grpo"),
         (ACTOR + "policy_loss.loss_mode=clip_cov", "'clip_cov' has no counterpart"),
         ("actor_rollout_ref.rollout.name=sglang", "'sglang' has no counterpart; there are: vllm, hf"),

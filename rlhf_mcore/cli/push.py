@@ -1,0 +1,273 @@
+"""``rlhf-mcore push RUN_DIR ORG/NAME``: a run's model on the Hugging Face hub, with a card made from the run's records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.checkpoint.delta import readable, verify_chain
+from rlhf_mcore.checkpoint.layout import BEST, LATEST, linked_step, step_of
+from rlhf_mcore.checkpoint.manifest import read_manifest
+from rlhf_mcore.cli import exit_codes
+from rlhf_mcore.cli.arguments import command_parser, examples
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.hub_ids import id_of_snapshot
+from rlhf_mcore.config.keys import DESCRIPTIONS, leaves
+from rlhf_mcore.config.model_files import COMPANIONS, INDEX_FILE
+from rlhf_mcore.config.run_kinds import RL, RUN_KINDS
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.config.show import redact, without_secrets
+from rlhf_mcore.config.yaml_text import load_yaml, read_yaml_text
+from rlhf_mcore.foreign import SMALL, read_json, shorten
+from rlhf_mcore.observability.files import read_lines
+from rlhf_mcore.observability.run_directory import METRICS
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Settings that say how a model was trained; others say where, and by which machines.
+_SHOWN = (
+    "seed",
+    "model.dtype",
+    "actor.optimizer.",
+    "actor.freeze",
+    "critic.optimizer.",
+    "rollout.sampling.",
+    "rollout.engine",
+    "algorithm.",
+    "reward.rules",
+    "reward.sources",
+    "reward.function",
+    "data.max_",
+    "data.apply_chat_template",
+    "trainer.num_steps",
+    "trainer.prompts_per_step",
+    "trainer.minibatch_size",
+    "trainer.ppo_epochs",
+    "trainer.max_staleness",
+    "environment.max_",
+)
+_MEASURED = {
+    "evaluate/accuracy": "held-out accuracy",
+    "evaluate/reward": "held-out reward",
+    "evaluate/margin": "held-out margin",
+    "evaluate/perplexity": "held-out perplexity",
+    "reward/mean": "training reward",
+}
+_OF_THIS_MACHINE = ("_name_or_path", "name_or_path")  # in JSON files of a model: where it was loaded from
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What is uploaded: files of ``model``, some of them changed, and the card."""
+
+    model: Path
+    files: dict[str, Path | bytes]
+    card: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the card, and upload. Returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return _push(args)
+    except (ConfigError, OSError) as error:
+        return exit_codes.report_of_tool(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "rlhf-mcore push",
+        "Upload the trained model of a run to the Hugging Face hub, with a model card (README.md) of its data, settings, metrics and "
+        "versions. The token is that of `hf auth login`, or HF_TOKEN. Paths of this machine and secrets are left out.",
+        examples(
+            "rlhf-mcore push outputs/my/run my-org/my-model --dry-run     # print the card and the files, upload nothing",
+            "rlhf-mcore push outputs/my/run my-org/my-model",
+            "rlhf-mcore push outputs/my/run/checkpoint-100 my-org/my-model --public",
+        )
+        + exit_codes.TOOL_EPILOG,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, or one of its checkpoints")
+    parser.add_argument(
+        "repo", metavar="ORG/NAME", help="repository on the hub; it is made where it is not there, private"
+    )
+    parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the latest")
+    parser.add_argument("--public", action="store_true", help="make a repository that everybody can read")
+    parser.add_argument("--revision", metavar="BRANCH", help="a branch other than main")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and the names of the files, and stop")
+    return parser
+
+
+def _push(args: argparse.Namespace) -> int:
+    if not _ID.fullmatch(args.repo):
+        raise ConfigError(f"{shorten(args.repo)!r} is no name of a repository on the hub; write it as ORG/NAME")
+    checkpoint = _checkpoint(args.run, BEST if args.best else LATEST)
+    with tempfile.TemporaryDirectory(prefix="rlhf_mcore-push-") as scratch:
+        upload = collect(checkpoint, args.repo, Path(scratch))
+        if args.dry_run:
+            sizes = [len(file) if isinstance(file, bytes) else file.stat().st_size for file in upload.files.values()]
+            print(upload.card)
+            print("\n".join(f"{size:>15,}  {name}" for name, size in zip(upload.files, sizes, strict=True)))
+            return exit_codes.DONE
+        print(f"{args.repo}: {_send(upload, args)}")
+    return exit_codes.DONE
+
+
+def collect(checkpoint: Path, repo: str, scratch: Path) -> Upload:
+    """The files of a checkpoint's model and its card.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    if damage := [problem for problem in verify_chain(checkpoint) if problem.is_damage]:
+        raise ConfigError(f"{checkpoint} is damaged, nothing is uploaded: {damage[0]}")
+    tree = load_yaml(read_yaml_text(checkpoint / "config.yaml", "config file"), "config.yaml")
+    settings = dict(leaves(tree)) if isinstance(tree, dict) else {}
+    kind = RUN_KINDS.get(str(settings.get("algorithm.kind")), RL)
+    model = readable(checkpoint, kind.saved_as, scratch)
+    wanted = [*COMPANIONS, INDEX_FILE, *(path.name for path in model.glob("*.safetensors"))]
+    files = {name: _without_origin(model / name) for name in dict.fromkeys(wanted) if (model / name).is_file()}
+    card = without_secrets(_card(checkpoint, repo, settings, kind.saved_as))
+    return Upload(model, {"README.md": card.encode(), **files}, card)
+
+
+def _checkpoint(directory: Path, link: str) -> Path:
+    """The checkpoint that a user means.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if step_of(directory.name) is not None:
+        return directory
+    if linked_step(directory, link) is None:
+        raise ConfigError(
+            f"{directory} has no {link} checkpoint; give a run directory (outputs/PROJECT/EXPERIMENT) that has saved one, or a "
+            "checkpoint in it"
+        )
+    return (directory / link).resolve()
+
+
+def _without_origin(file: Path) -> Path | bytes:
+    """A file, or what is uploaded in its place: without the path that a model or a tokenizer was loaded from."""
+    if file.suffix != ".json" or file.name in (INDEX_FILE, "tokenizer.json"):
+        return file
+    content = dict(read_json(file, limits=SMALL).content)
+    kept = {key: value for key, value in content.items() if key not in _OF_THIS_MACHINE}
+    return file if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _send(upload: Upload, args: argparse.Namespace) -> str:
+    """Make the repository and one commit with all files. Returns its address.
+
+    Raises:
+        ConfigError: the hub refuses it.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi(library_name="rlhf_mcore")
+    operations = [
+        CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)) for name, file in upload.files.items()
+    ]
+    try:
+        api.create_repo(args.repo, private=not args.public, exist_ok=True)
+        if args.revision is not None:
+            api.create_branch(args.repo, branch=args.revision, exist_ok=True)
+        made = api.create_commit(
+            args.repo, operations, commit_message="Upload by rlhf-mcore push", revision=args.revision or "main"
+        )
+    except Exception as error:  # of the library's, of its HTTP client: all are shown alike
+        reason = without_secrets(shorten(" ".join((str(error) or type(error).__name__).split()), 400))
+        raise ConfigError(
+            f"{args.repo}: the Hugging Face hub did not take it ({type(error).__name__}: {reason}); log in with `hf auth login` "
+            "as somebody who may write there, unset HF_HUB_OFFLINE, and push again: what was uploaded is not sent twice"
+        ) from error
+    return str(made.commit_url)
+
+
+# ------------------------------------------------------------------------------------------------------------------- card
+def _card(checkpoint: Path, repo: str, settings: Mapping[str, Any], role: str) -> str:
+    step, preset = step_of(checkpoint.name), settings.get("algorithm.preset")
+    base = _shown_name(str(settings.get("model.path")))
+    sections = [
+        _front_matter(settings, role),
+        f"# {repo.rpartition('/')[2]}",
+        f"{base}, trained for {step} steps with `algorithm: {preset}` by rlhf_mcore.",
+        "## Results",
+        *_results(checkpoint.parent, step or 0),
+        "## Data",
+        *_data(settings),
+        "## Settings",
+        "```yaml\n" + "\n".join(_changed(settings, has_critic=(checkpoint / "critic").is_dir())) + "\n```",
+        "## Versions",
+        ", ".join(f"{name} {version}" for name, version in sorted(read_manifest(checkpoint).libraries.items())),
+    ]
+    if role == "actor":
+        sections += ["## Use", f"```bash\nvllm serve {repo}\n```"]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(settings: Mapping[str, Any], role: str) -> str:
+    model = id_of_snapshot(str(settings.get("model.path")))
+    ids = [id_of_snapshot(str(file)) for file in settings.get("data.train") or ()]
+    lines = [
+        "library_name: transformers",
+        f"pipeline_tag: {'text-generation' if role == 'actor' else 'text-classification'}",
+    ]
+    lines += [f"base_model: {model.repo}"] if model else []
+    if names := list(dict.fromkeys(one.repo for one in ids if one)):
+        lines += ["datasets:", *(f"- {name}" for name in names)]
+    lines += ["tags:", "- rlhf-mcore", f"- {settings.get('algorithm.preset')}"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _shown_name(path: str) -> str:
+    """A model or a file, without the directories of this machine."""
+    one = id_of_snapshot(path)
+    return f"`{one.repo}` (revision `{one.revision[:12]}`)" if one else f"`{Path(path).name}`"
+
+
+def _results(run: Path, step: int) -> Iterator[str]:
+    lines = read_lines(run / METRICS, "restore it from a copy") if (run / METRICS).is_file() else iter(())
+    rows = [line.content for line in lines if line.content.get("step", 0) <= step]
+    table = []
+    for metric, label in _MEASURED.items():
+        values = [row[metric] for row in rows if isinstance(row.get(metric), int | float)]
+        if len(values) > 1:
+            table.append(f"| {label} | {values[0]:.3f} | {values[-1]:.3f} |")
+    if not table:
+        yield "Nothing was measured before and after training."
+        return
+    yield "\n".join(["| | at the start | at the end |", "|---|---|---|", *table])
+
+
+def _data(settings: Mapping[str, Any]) -> Iterator[str]:
+    for key, what in (("data.train", "trained on"), ("data.eval", "held out")):
+        if files := settings.get(key):
+            yield f"{what}: {', '.join(dict.fromkeys(_shown_name(str(file)) for file in files))}"
+
+
+def _changed(settings: Mapping[str, Any], *, has_critic: bool) -> Iterator[str]:
+    """Settings of the training that are not the defaults, as ``key: value``."""
+    default = dict(leaves(asdict(Config())))
+    for key, value in dict(leaves(redact(dict(settings)))).items():
+        is_shown = key in DESCRIPTIONS and key.startswith(_SHOWN) and (has_critic or not key.startswith("critic."))
+        if is_shown and value != default.get(key):
+            yield f"{key}: {json.dumps(_without_paths(value), ensure_ascii=False)}"
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items()}
+    is_path = isinstance(value, str) and (".py:" in value or value.startswith(("/", "~")))
+    return value.rpartition("/")[2] if is_path else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Ids of the Hugging Face hub: what has the form of one, and where the local cache has it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_MODEL = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[\w./-]+))?")
+_DATA = re.compile(rf"(?P<repo>{_PART}/{_PART})(/(?P<config>{_PART}))?(@(?P<revision>[\w./-]+))?(:(?P<split>{_PART}))?")
+_SNAPSHOT = re.compile(
+    r"/(?P<kind>models|datasets)--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(/|$)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository on the hub, and what is wanted of it. ``revision``: a commit, a branch or a tag."""
+
+    kind: str  # model | dataset
+    repo: str
+    revision: str = "main"
+    config: str | None = None
+    split: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the local cache has it."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(HF_HUB_CACHE, f"{self.kind}s--{self.repo.replace('/', '--')}")
+
+    def cached(self) -> Path | None:
+        """The snapshot of the revision that the cache has; parts of it may be missing."""
+        commit = self.revision
+        if not re.fullmatch(r"[0-9a-f]{40}", commit):
+            try:
+                commit = (self.folder / "refs" / commit).read_text(encoding="ascii").strip()
+            except (OSError, ValueError):
+                return None
+        snapshot = self.folder / "snapshots" / commit
+        return snapshot if re.fullmatch(r"[0-9a-f]{40}", commit) and snapshot.is_dir() else None
+
+    def command(self) -> str:
+        """What downloads it by hand."""
+        kind = " --repo-type dataset" if self.kind == "dataset" else ""
+        return f"HF_HUB_OFFLINE=0 hf download {self.repo}{kind}" + (
+            f" --revision {self.revision}" if self.revision != "main" else ""
+        )
+
+
+def model_id(path: str) -> HubId | None:
+    """The id that a path has the form of, where it is none of this machine: neither it nor the folder that it would be in is here."""
+    match = _MODEL.fullmatch(path)
+    if match is None or os.path.lexists(path) or os.path.lexists(path.partition("/")[0]):
+        return None
+    return HubId("model", match["repo"], match["revision"] or "main")
+
+
+def data_id(path: str) -> HubId | None:
+    """As ``model_id``, of a data set: ``ORG/NAME``, ``ORG/NAME:test``, ``ORG/NAME/CONFIG:test``."""
+    match = _DATA.fullmatch(path)
+    if match is None or path.endswith((".parquet", ".jsonl")) or os.path.lexists(path.partition("/")[0]):
+        return None
+    return HubId("dataset", match["repo"], match["revision"] or "main", match["config"], match["split"])
+
+
+def id_of_snapshot(path: str) -> HubId | None:
+    """The id and the commit of a file or a directory in a cache of the hub."""
+    match = _SNAPSHOT.search(path)
+    if match is None:
+        return None
+    return HubId(match["kind"].removesuffix("s"), f"{match['org']}/{match['name']}", match["commit"])
+
+
+def absent_hint(path: str, *, is_data: bool = False) -> str:
+    """What is added to the message that a path is not there: how to download it, where it may be an id."""
+    wanted = (data_id if is_data else model_id)(path)
+    if wanted is None:
+        return ""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return f". As an id of the Hugging Face hub it is not in the cache {HF_HUB_CACHE}, and HF_HUB_OFFLINE=1: {wanted.command()}"

@@ -1,0 +1,215 @@
+"""From an id of the hub to a model that is served: what a user does before and after a training, on a stand-in of the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlhf_mcore.parallel.addresses import free_port
+from tests.commands import ROOT, started, wait_for
+from tests.hub import COMMIT, Hub, stand_in
+from tests.tiny_training import CONFIG, SMALL, make
+
+OTHER = "f" * 40
+TRAIN = [*SMALL, "model.path=Org/tiny", "data.train=Org/sums", "data.eval=Org/sums:test", "trainer.num_steps=2"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run, and the hub that it began with."""
+
+    hub: Hub
+    directory: Path
+    run: Path
+    environment: Mapping[str, str]
+
+    def command(self, *arguments: str, text: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "rlhf_mcore.cli.main", *arguments],
+            cwd=self.directory,
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            input=text,
+            timeout=300,
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    directory = tmp_path_factory.mktemp("hub")
+    make(directory)
+    with stand_in() as hub:
+        model = {path.name: path.read_bytes() for path in (directory / "quickstart" / "model").iterdir()}
+        hub.files["models/Org/tiny"] = {**model, "pytorch_model.bin": b"no", "modeling_tiny.py": b"no"}
+        data = {
+            f"data/{split}-00000-of-00001.parquet": (directory / "quickstart" / f"{name}.parquet").read_bytes()
+            for split, name in (("train", "train"), ("test", "eval"))
+        }
+        hub.files["datasets/Org/sums"] = {**data, "sums.py": b"no"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_CACHE": str(directory / "cache"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+        }
+        made = Trained(hub, directory, directory / "outputs" / "quickstart" / "grpo", environment)
+        done = made.command("train", CONFIG, *TRAIN)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "model.path: Org/tiny at 0123456789ab, from the hub's cache" in done.stdout
+        yield made
+
+
+def test_a_run_names_the_revisions_and_has_fetched_nothing_that_runs(trained: Trained) -> None:
+    text = (trained.run / "config.yaml").read_text()
+    assert (
+        f"models--Org--tiny/snapshots/{COMMIT}" in text and f"datasets--Org--sums/snapshots/{COMMIT}/data/test" in text
+    )
+    names = {path.name for path in (trained.directory / "cache").rglob("*") if "snapshots" in path.parts}
+    assert "model.safetensors" in names and not {"pytorch_model.bin", "modeling_tiny.py", "sums.py"} & names
+
+
+def test_a_run_that_continues_has_the_snapshot_that_it_began_with(trained: Trained) -> None:
+    """The hub and the cache have moved on; nothing is asked for, and the weights are those of two more steps."""
+    refs = trained.directory / "cache" / "models--Org--tiny" / "refs" / "main"
+    refs.write_text(OTHER)
+    trained.hub.commits["models/Org/tiny"] = OTHER
+    trained.hub.asked.clear()
+    try:
+        done = trained.command("train", CONFIG, *TRAIN, "trainer.num_steps=3", HF_HUB_OFFLINE="1")
+    finally:
+        refs.write_text(COMMIT)
+        del trained.hub.commits["models/Org/tiny"]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "the run continues after step 2 of 3" in done.stdout
+    assert (
+        COMMIT in (trained.run / "config.yaml").read_text() and OTHER not in (trained.run / "config.yaml").read_text()
+    )
+    assert trained.hub.asked == []
+
+
+def test_push_shows_and_uploads_the_model_with_its_card(trained: Trained) -> None:
+    shown = trained.command("push", str(trained.run), "Me/sums", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert "models/Me/sums" not in trained.hub.files
+    done = trained.command("push", str(trained.run), "Me/sums", HF_TOKEN="hf_for_this_test")
+    assert done.returncode == 0, done.stderr
+    files = trained.hub.files["models/Me/sums"]
+    card = files["README.md"].decode()
+    assert shown.stdout.startswith(card)
+    for part in (
+        "base_model: Org/tiny",
+        "- Org/sums",
+        "algorithm: grpo",
+        "held-out accuracy",
+        "rlhf_mcore ",
+        "actor.optimizer.lr: 0.0001",
+    ):
+        assert part in card, card
+    assert trained.hub.private["models/Me/sums"] and trained.hub.tokens == {"Bearer hf_for_this_test"}
+    actor = trained.run / "latest" / "actor"
+    assert files["model.safetensors"] == (actor / "model.safetensors").read_bytes()
+    assert set(files) == {"README.md", *(path.name for path in actor.iterdir() if path.is_file())}
+    for name, content in files.items():
+        for secret in (str(trained.directory), str(Path.home()), "hf_for_this_test"):
+            assert secret.encode() not in content, (name, secret)
+
+
+def test_what_is_damaged_is_not_pushed(trained: Trained, tmp_path: Path) -> None:
+    copy = tmp_path / "checkpoint-2"
+    subprocess.run(["cp", "-r", str((trained.run / "checkpoint-2").resolve()), str(copy)], check=True)
+    weights = copy / "actor" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    done = trained.command("push", str(copy), "Me/damaged")
+    assert done.returncode == 2 and "is damaged, nothing is uploaded" in done.stderr
+    assert "models/Me/damaged" not in trained.hub.files
+
+
+def test_chat_answers_a_pipe(trained: Trained) -> None:
+    once = [
+        trained.command("chat", str(trained.run), "--temperature", "0", "--max-new-tokens", "6", text="12+7=").stdout
+        for _ in range(2)
+    ]
+    assert once[0] == once[1] and once[0].strip()
+    nothing = trained.command("chat", str(trained.run), text="")
+    assert nothing.returncode == 2 and "standard input has no text" in nothing.stderr
+
+
+def test_chat_converses_on_a_terminal_and_ends_with_ctrl_d(trained: Trained) -> None:
+    main, inner = pty.openpty()
+    command = [sys.executable, "-m", "rlhf_mcore.cli.main", "chat", str(trained.run), "--max-new-tokens", "4"]
+    process = subprocess.Popen(
+        command, cwd=trained.directory, env=dict(trained.environment), stdin=inner, stdout=inner, stderr=inner
+    )
+    os.close(inner)
+    heard = bytearray()
+
+    def prompts() -> int:
+        heard.extend(os.read(main, 65536))
+        return heard.count(b"> ")
+
+    try:
+        wait_for(lambda: prompts() >= 1, explain=heard.decode)
+        os.write(main, b"1+1\n")
+        wait_for(lambda: prompts() >= 2, explain=heard.decode)
+        os.write(main, b"and 2+2\n")
+        wait_for(lambda: prompts() >= 3, explain=heard.decode)
+        os.write(main, b"\x04")
+        assert process.wait(60) == 0, heard.decode()
+    finally:
+        process.kill()
+        os.close(main)
+    assert b"Traceback" not in heard and b"error" not in heard
+
+
+@pytest.mark.slow
+def test_vllm_serves_the_trained_model(trained: Trained, tmp_path: Path) -> None:
+    # The command `vllm` asks for the version of a package of that name, which the CPU build is not (docs/cpu.md).
+    named = tmp_path / "vllm-0.32.0+cpu.dist-info"
+    named.mkdir()
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    port = free_port("127.0.0.1")
+    vllm = [str(Path(sys.executable).with_name("vllm")), "serve", str(trained.run / "latest" / "actor")]
+    options = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        "trained",
+        "--max-model-len",
+        "64",
+        "--enforce-eager",
+    ]
+    settings = {**trained.environment, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    settings["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+
+    def answers(path: str, body: dict[str, object] | None = None) -> bytes | None:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return bytes(response.read()) or b"ok"
+        except urllib.error.URLError:
+            return None
+
+    with started([*vllm, *options], trained.directory, settings) as server:
+        server.wait_for(lambda: answers("/health"))
+        asked = {"model": "trained", "prompt": "12+7=", "max_tokens": 4, "temperature": 0, "logprobs": 1}
+        answer = json.loads(answers("/v1/completions", asked) or b"{}")
+        server.process.send_signal(signal.SIGINT)
+        server.end(60)
+    assert answer["usage"]["completion_tokens"] >= 1 and answer["choices"][0]["logprobs"]["token_logprobs"][0] <= 0
