@@ -235,4 +235,9 @@ def _summary(cfg: Config, record: RunRecord) -> None:
         f"trained model   {directory}/{chosen}/{run_kind(cfg).saved_as}  (a Hugging Face directory)",
         f"report          rlhf-mcore report {directory}",
     ]
+    if record.all_zero:
+        footer.append(
+            "every reward was 0, so nothing was learned: read rollouts/ in the run directory, and try the reward with "
+            "`rlhf-mcore reward-test CONFIG`"
+        )
     record.console.summary("result", rows, ("", "before", "after", "change"), footer)

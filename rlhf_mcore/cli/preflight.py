@@ -22,8 +22,9 @@ from rlhf_mcore.checkpoint.layout import scan
 from rlhf_mcore.checkpoint.links import best_rule, find_best
 from rlhf_mcore.cli.progress import of_run, working
 from rlhf_mcore.config.checkpoint_rules import NEVER, compare_configs, refuse
+from rlhf_mcore.config.derive import max_new_tokens
 from rlhf_mcore.config.errors import ConfigError
-from rlhf_mcore.config.model_files import inspect_model
+from rlhf_mcore.config.model_files import inspect_model, read_config
 from rlhf_mcore.config.run_kinds import run_kind
 from rlhf_mcore.config.schema import Config
 from rlhf_mcore.config.show import redact_arguments, to_yaml
@@ -40,11 +41,13 @@ from rlhf_mcore.observability.files import (
 )
 from rlhf_mcore.observability.run_directory import LOCK, MAX_METRICS_BYTES, METRICS, RunDirectory
 from rlhf_mcore.own_files import shown_path
+from rlhf_mcore.types import ModelGeometry
 
 KEPT_STARTS = 20  # whose logs a run directory holds
 _STAMP = re.compile(
     r"(\d{8}-\d{6})(?:\.(\d+))?"
 )  # the name of a start's logs; the second start of a second has a number
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU
 RANK_BYTES = 200 * 2**20  # a low estimate of what a rank takes that has only imported what it needs
 
 
@@ -98,6 +101,35 @@ def check_engine(cfg: Config) -> None:
         raise ConfigError(
             f"rollout.engine=vllm: on a CPU vLLM computes the {part} of model.path={cfg.model.path} in bf16 and with {needed} only; "
             f"set {'model.dtype=bf16 or ' if is_met else ''}rollout.engine=hf"
+        )
+    if not geometry.kv_lora_rank and geometry.num_attention_layers and geometry.head_dim not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"rollout.engine=vllm: on a CPU vLLM has attention for heads of {', '.join(map(str, CPU_HEAD_SIZES))} numbers, those of "
+            f"model.path={cfg.model.path} have {geometry.head_dim} (head_dim); set rollout.engine=hf"
+        )
+    _check_cache(cfg, geometry)
+
+
+def _check_cache(cfg: Config, geometry: ModelGeometry) -> None:
+    """Whether an engine's cache on a CPU holds the longest prompt and response; with windows of attention it needs less.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from rlhf_mcore.planning.sync import kv_bytes_per_token
+
+    hf_config = read_config(cfg.model.path, "model.path")
+    has_windows = hf_config.content.get("sliding_window") is not None and hf_config.content.get("use_sliding_window", True)
+    if has_windows or geometry.delta_layers:
+        return
+    width = 2 if cfg.model.dtype in ("bf16", "fp16") else 4
+    tokens = cfg.rollout.max_model_len or cfg.data.max_prompt_tokens + max_new_tokens(cfg)
+    needed = tokens * kv_bytes_per_token(geometry, cfg.rollout.layout.tp, width) / 2**30
+    if needed > cfg.rollout.kv_cache_gib:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={cfg.rollout.kv_cache_gib:g}: the cache of an engine does not hold one prompt and response of "
+            f"rollout.max_model_len={tokens} tokens, which take {needed:.3g} GiB; raise it, or lower data.max_prompt_tokens or "
+            "rollout.sampling.max_new_tokens"
         )
 
 

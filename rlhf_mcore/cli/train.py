@@ -113,6 +113,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
     from rlhf_mcore.config.data_files import check_fills_a_step
     from rlhf_mcore.config.derive import default_world_size, short_episodes
     from rlhf_mcore.config.run_kinds import run_kind
+    from rlhf_mcore.data.first_rows import check_first_rows
     from rlhf_mcore.rewards.trial import check_reward
 
     world_size = default_world_size(cfg)
@@ -126,6 +127,7 @@ def _launch(cfg: Config, arguments: Sequence[str]) -> int:
                 engine_ranks = cfg.rollout.num_engines * cfg.rollout.layout.tp
                 preflight.check_world(engine_ranks, "rollout.num_engines x rollout.layout.tp")
             check_fills_a_step(cfg.data, cfg.trainer.prompts_per_step)
+            check_first_rows(cfg)
             for warning in filter(None, (check_reward(cfg), short_episodes(cfg))):
                 preflight.say(cfg, f"warning: {warning}")
             preflight.check_environment(cfg)

@@ -43,6 +43,7 @@ class RunRecord:
     memory: DeviceSharing | None = None
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # step -> its evaluate/* metrics
     rewards: list[float] = field(default_factory=list)  # reward/mean of each step
+    all_zero: bool = False  # of the run: no response had another score than 0
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT))  # step, time, loss, reward
     wall_clock: Callable[[], float] = time.time
     alarm: RewardAlarm | None = None
@@ -146,6 +147,8 @@ class RunRecord:
     def _remember(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._remember_evaluation(step, metrics)
         if "reward/mean" in metrics:
+            was_zero = self.all_zero or not self.rewards
+            self.all_zero = was_zero and metrics.get("reward/share_zero") == 1
             self.rewards.append(metrics["reward/mean"])
         self._tokens = metrics.get("progress/tokens", self._tokens)
         loss = next((metrics[name] for name in LOSSES if name in metrics), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 import rich.console
 
 from rlhf_mcore.cli.compose import OpenRun
@@ -29,3 +30,22 @@ def test_a_number_that_was_not_finite_before_is_left_out_of_the_table(tmp_path: 
     record.directory.close()
     printed = output.file.getvalue()  # type: ignore[attr-defined]
     assert "held-out accuracy" in printed and "+0.500" in printed and "held-out reward" not in printed
+
+
+@pytest.mark.parametrize(("shares", "is_hinted"), [((1.0, 1.0), True), ((1.0, 0.75), False)])
+def test_a_run_whose_rewards_were_all_zero_says_what_to_do(
+    tmp_path: Path, shares: tuple[float, ...], is_hinted: bool
+) -> None:
+    output = rich.console.Console(file=io.StringIO(), width=300)
+    record = RunRecord(Timers(), 0)
+    record.console = Console("plain", 2, "p / e", output=output)
+    record.directory = RunDirectory.create(str(tmp_path), "p", "e")
+    record.recall(
+        [{"step": step, "reward/mean": 0.0, "reward/share_zero": share} for step, share in enumerate(shares, 1)]
+    )
+    OpenRun(Config(), record, None, 3).finish()
+    record.directory.close()
+    printed = output.file.getvalue()  # type: ignore[attr-defined]
+    assert (
+        "every reward was 0, so nothing was learned" in printed and "rlhf-mcore reward-test" in printed
+    ) is is_hinted

@@ -9,9 +9,10 @@ import pytest
 
 from rlhf_mcore.config.load import load_config
 from rlhf_mcore.config.validate import reward_problems
+from rlhf_mcore.environments.episodes import row_of
 from rlhf_mcore.environments.sessions import Sessions
 from rlhf_mcore.rewards.pool import WorkerLimits
-from rlhf_mcore.types import LIMITS
+from rlhf_mcore.types import LIMITS, Prompt
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -53,7 +54,8 @@ def test_the_class_of_the_page_about_extending_plays(tmp_path: Path) -> None:
     (tmp_path / "echo.py").write_text(code)
     sessions = Sessions(f"{tmp_path}/echo.py:Echo", {}, WorkerLimits(workers=1))
     for action, reward in (("yes ", 1.0), ("no", 0.0)):
-        sessions.open(0, {"word": "yes"}, seed=3)
+        prompt = Prompt(prompt_id="a", index=0, prompt_ids=[1], text="Say it.", ground_truth="yes")
+        sessions.open(0, row_of(prompt), seed=3)  # what a run gives it
         sessions.poll(None)
         sessions.step(0, action)
         [(_, answer)] = sessions.poll(None)

@@ -80,6 +80,17 @@ def test_evaluations_and_rewards_are_kept_for_the_summary() -> None:
 
 
 @pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(("shares", "all_zero"), [([1, 1], True), ([1, 0.5, 1], False), ([0.5, 1], False), ([], False)])
+def test_a_run_knows_whether_all_its_rewards_were_zero(shares: list[float], all_zero: bool) -> None:
+    """A mean of 0 is not enough: +1 and -1 teach something."""
+    record = RunRecord(clock(), 1)
+    record.step(0, {"evaluate/accuracy": 0.25})
+    for step, share in enumerate(shares, 1):
+        record.step(step, {"reward/mean": 0.0, "reward/share_zero": float(share)})
+    assert record.all_zero is all_zero
+
+
+@pytest.mark.usefixtures("world")
 def test_tokens_per_second_are_those_of_the_step_without_evaluation_and_save() -> None:
     log = Log()
     record = RunRecord(clock(), 1, tracker=log)  # type: ignore[arg-type]

@@ -1,0 +1,130 @@
+"""What the tokenizer's files show of the first prompts before any process has started: the template that they need, and their lengths.
+
+Nothing here imports transformers. What is refused the ranks would refuse, later; they look at every row, and render templates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rlhf_mcore.config.data_files import file_keys, row_limits
+from rlhf_mcore.config.data_rows import has_column, read_rows, require_column
+from rlhf_mcore.config.errors import ConfigError
+from rlhf_mcore.config.run_kinds import run_kind
+from rlhf_mcore.config.schema import Config
+from rlhf_mcore.foreign import INDEX, read_json, read_text
+
+ROWS = 64  # of each file
+_MAX_CHARACTERS = 2**20  # of a prompt that is tokenised here
+
+
+def check_first_rows(cfg: Config) -> None:
+    """Look at the first rows of ``data.train`` and ``data.eval`` of a run that samples responses.
+
+    Raises:
+        ConfigError: prompts need a chat template that the tokenizer does not have, or that is broken, or are too long.
+    """
+    data = cfg.data
+    if not run_kind(cfg).generates or data.transform is not None:  # a user's code runs in the ranks alone
+        return
+    folder = cfg.model.tokenizer_path or cfg.model.path
+    template = _template(Path(folder))
+    if template is None and data.apply_chat_template == "true":
+        raise ConfigError(
+            f"data.apply_chat_template=true, but the tokenizer in {folder} has no chat template; give model.tokenizer_path one with a "
+            "template, or set data.apply_chat_template=false"
+        )
+    if template is not None and data.apply_chat_template != "false":
+        _check_syntax(template, folder)
+    tokenizer = _fast_tokenizer(Path(folder)) if data.overlong_prompts == "error" else None
+    for field, files in (("data.train", data.train), ("data.eval", data.eval)):
+        for place, prompt in _prompts(cfg, field, files):
+            if template is None and not isinstance(prompt, str):
+                raise ConfigError(
+                    f"{field}: {place}: the prompt is a list of messages, but the tokenizer in {folder} has no chat template; give "
+                    "model.tokenizer_path one with a template, or make the prompts plain strings"
+                )
+            if tokenizer is not None and (least := _least_tokens(tokenizer, prompt)) > data.max_prompt_tokens:
+                raise ConfigError(
+                    f"{field}: {place}: the prompt has {least} tokens or more, data.max_prompt_tokens={data.max_prompt_tokens}; raise "
+                    "it, or set data.overlong_prompts=drop"
+                )
+
+
+def _prompts(cfg: Config, field: str, files: list[str]) -> Iterator[tuple[str, Any]]:
+    for file, (key, _) in zip(files, file_keys(cfg.data, files, field), strict=True):
+        for place, row in islice(read_rows(Path(file), row_limits(cfg.data)), ROWS):
+            if has_column(list(row), key):
+                yield place, require_column(row, key, place, setting="data.prompt_key")
+
+
+def _least_tokens(tokenizer: Any, prompt: Any) -> int:
+    """Tokens of what a prompt says, without those that a template adds. Of a conversation the user's words count alone."""
+    is_text = isinstance(prompt, str)
+    messages = [] if is_text else [message for message in prompt if isinstance(message, Mapping)]
+    said = [prompt] if is_text else [message.get("content") for message in messages if message.get("role") == "user"]
+    texts = [text.strip() for text in said if isinstance(text, str) and len(text) <= _MAX_CHARACTERS]
+    try:
+        return sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # of the Rust half
+            return 0  # the ranks report it
+        raise
+
+
+def _fast_tokenizer(folder: Path) -> Any:
+    """The tokenizer of tokenizer.json; None where there is none that can be read, which others report."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:
+        return None
+
+
+def _template(folder: Path) -> str | None:
+    """The chat template of a tokenizer's directory: a file of its own, or a key of tokenizer_config.json."""
+    try:
+        if (folder / "chat_template.jinja").is_file():
+            return read_text(folder / "chat_template.jinja", limit=INDEX.num_bytes)
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            if (folder / name).is_file() and (found := read_json(folder / name, limits=INDEX).content.get("chat_template")):
+                return _default_of(found)
+    except ConfigError:  # which is reported when the tokenizer is loaded
+        return ""
+    return "" if (folder / "additional_chat_templates").is_dir() else None
+
+
+def _default_of(found: Any) -> str:
+    """One of several templates: the one that is called default."""
+    if not isinstance(found, list):
+        return str(found)
+    named = {str(one.get("name")): one.get("template") for one in found if isinstance(one, Mapping)}
+    return str(named.get("default") or "")
+
+
+def _check_syntax(template: str, folder: str) -> None:
+    """
+    Raises:
+        ConfigError: it is no template.
+    """
+    if "generation" in template:  # a statement of transformers' own
+        return
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of the tokenizer in {folder} is broken, line {error.lineno}: {error.message}; download it again, or "
+            "set data.apply_chat_template=false and give prompts as strings"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"the chat template of the tokenizer in {folder} is nested too deep; download it again") from error
